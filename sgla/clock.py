@@ -1,0 +1,7 @@
+"""One monotonic clock for everything that measures or expires; tests pass their own numbers instead."""
+
+from __future__ import annotations
+
+import time
+
+now = time.monotonic

@@ -1,0 +1,137 @@
+"""The exception tree. Every error a user can cause carries its HTTP status and a stable code.
+
+SglaError
+  BadRequest 400            InvalidField, ContextTooLong, UnsupportedField
+  Unauthorized 401
+  NotFound 404              ModelNotFound
+  TooLarge 413
+  Overloaded 429            retryable
+  NotReady 503              Loading, Draining, WorkerDied   (retryable)
+  DeadlineExceeded 504
+  ConfigError               wrong flags or files: the command line prints it and exits 2
+  OutOfMemory (ConfigError) says how many bytes are missing and which setting frees them
+  WeightError (ConfigError) names the tensors
+"""
+
+from __future__ import annotations
+
+from sgla.messages import Rejected
+
+
+class SglaError(Exception):
+    """Base. ``message`` says what happened and what to change."""
+
+    status = 500
+    code = "internal_error"
+    type = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def rejected(self, rid: str) -> Rejected:
+        """The message that ends request ``rid`` with this error."""
+        return Rejected(
+            rid=rid,
+            status=self.status,
+            code=self.code,
+            message=self.message,
+            type=self.type,
+            param=self.param,
+            retry_after=self.retry_after,
+        )
+
+
+class BadRequest(SglaError):
+    status = 400
+    code = "bad_request"
+    type = "invalid_request_error"
+
+
+class InvalidField(BadRequest):
+    code = "invalid_value"
+
+
+class UnsupportedField(BadRequest):
+    code = "unsupported_parameter"
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+    @classmethod
+    def of(cls, limit: int, prompt: int, new: int) -> ContextTooLong:
+        """``limit`` context length, ``prompt`` tokens given, ``new`` tokens asked for. Clients match this wording."""
+        asked = f" ({prompt} in the prompt and {new} for the completion)" if new else ""
+        return cls(
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + new} tokens"
+            f"{asked}. Please shorten the prompt or ask for fewer tokens.",
+            param="messages" if not new else "max_tokens",
+        )
+
+
+class Unauthorized(SglaError):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class NotFound(SglaError):
+    status = 404
+    code = "not_found"
+    type = "invalid_request_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class TooLarge(SglaError):
+    status = 413
+    code = "request_too_large"
+    type = "invalid_request_error"
+
+
+class Overloaded(SglaError):
+    status = 429
+    code = "overloaded"
+    type = "rate_limit_error"
+
+
+class NotReady(SglaError):
+    status = 503
+    code = "not_ready"
+    type = "service_unavailable"
+
+
+class Loading(NotReady):
+    code = "model_loading"
+
+
+class Draining(NotReady):
+    code = "draining"
+
+
+class WorkerDied(NotReady):
+    code = "worker_died"
+
+
+class DeadlineExceeded(SglaError):
+    status = 504
+    code = "deadline_exceeded"
+    type = "timeout_error"
+
+
+class ConfigError(SglaError):
+    status = 500
+    code = "config_error"
+
+
+class OutOfMemory(ConfigError):
+    code = "out_of_memory"
+
+
+class WeightError(ConfigError):
+    code = "weight_error"

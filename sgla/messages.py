@@ -1,0 +1,276 @@
+"""Every message that crosses an actor or process boundary, and the public sampling parameters.
+
+Messages carry data only: no queue, future or transport is ever a field. Integer columns are little-endian
+``int32`` byte strings, so a 256-row plan encodes in half a microsecond and the worker reads it with
+``numpy.frombuffer``. The table of senders and receivers stands in ``docs/design.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
+    """How to choose the tokens of one request. The defaults are OpenAI's.
+
+    ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request repeatable
+    whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
+    ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
+    ``prompt_logprobs`` the same for prompt tokens. ``max_tokens=None`` means: up to the context length.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """Ingress -> tokenize. Exactly one of ``text``, ``messages``, ``token_ids`` is set."""
+
+    rid: str
+    sampling: SamplingParams
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = True
+    stream: bool = False
+    priority: int = 0
+    deadline: float | None = None  # absolute, on clock.now()
+    namespace: str = ""  # prefix-cache isolation (cache_salt)
+    index_base: int = 0  # choice index of this job's first child
+    arrival: float = 0.0
+
+
+class Submit(msgspec.Struct, kw_only=True):
+    """Tokenize -> schedule: one child of one request (``n`` children make ``n`` of these)."""
+
+    rid: str  # unique per child
+    parent: str
+    index: int
+    tokens: list[int]
+    max_new: int
+    stop_ids: frozenset[int]  # EOS ids (unless ignore_eos) and stop_token_ids
+    sampling: RowSampling
+    priority: int = 0
+    deadline: float | None = None
+    namespace: str = ""
+    arrival: float = 0.0
+
+
+class Cancel(msgspec.Struct):
+    """Ingress or detokenize -> schedule. ``reason``: client | stop | slow | drain | shutdown."""
+
+    rid: str  # of one child
+    reason: str
+
+
+class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
+    """The part of SamplingParams that the worker needs; sent once, when a request gets its slot."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0  # uint63, always set: the worker draws no randomness of its own
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    min_tokens: int = 0
+    stop_ids: list[int] = []  # suppressed until min_tokens outputs exist
+    logit_bias: list[tuple[int, float]] = []
+    logprobs: int = -1  # -1 off, 0 chosen only, k top alternatives
+    prompt_logprobs: int = -1
+
+
+class NewRow(msgspec.Struct, array_like=True, kw_only=True):
+    """A request takes (or, after preemption, takes again) a slot. Resets every per-slot state.
+
+    ``tokens`` int32[known]: the prompt, then the outputs committed before a preemption.
+    ``pages`` int32[*]: pages it holds now, in order, the shared prefix first.
+    """
+
+    slot: int
+    tokens: bytes
+    prompt_len: int
+    pages: bytes
+    sampling: RowSampling
+
+
+SAMPLE = 1  # StepPlan.flags: the row's last token is the last known one, so sample its successor
+PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this row's span predicts
+
+
+class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
+    """Schedule -> workers: one forward step. Row order is the batch order.
+
+    Row ``r`` computes tokens ``[starts[r], starts[r] + q_lens[r])`` of slot ``slots[r]``; input ids come from the
+    worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a decode row
+    needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages for ``page_slots[i]``.
+    """
+
+    step: int
+    slots: bytes  # int32[R]
+    starts: bytes  # int32[R]
+    q_lens: bytes  # int32[R]
+    flags: bytes  # uint8[R]
+    page_slots: bytes = b""  # int32[P]
+    page_counts: bytes = b""  # int32[P]
+    page_ids: bytes = b""  # int32[sum(page_counts)]
+    new: list[NewRow] = []
+    lease: int = 0
+
+
+class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
+    """Logprobs of ``n`` consecutive tokens of row ``row``; ``prompt`` tells which kind.
+
+    For prompt blocks, entry ``i`` is the logprob of prompt token ``start + i`` (token 0 has none, so start >= 1).
+    """
+
+    row: int
+    prompt: bool
+    start: int
+    values: bytes  # float32[n]: logprob of the actual token
+    ranks: bytes  # int32[n]: 1 + number of tokens with a larger logprob
+    top_ids: bytes  # int32[n, k]
+    top_values: bytes  # float32[n, k]
+    k: int
+
+
+class StepResult(msgspec.Struct, array_like=True, kw_only=True):
+    """Worker rank 0 -> schedule. ``tokens`` int32[S]: one for each SAMPLE row, in row order."""
+
+    step: int
+    tokens: bytes
+    logprobs: list[LogprobBlock] = []
+    seconds: float = 0.0  # duration of the step on the device
+    gap: float = 0.0  # idle time of the worker before this step, waiting for a plan
+    error: str | None = None  # the step failed; fatal to the worker
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What one step (or a refusal) brought for one child. ``finish``: None | stop | length | abort | error."""
+
+    rid: str
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first output token
+    finish: str | None = None
+    matched: int | None = None  # the stop token id that ended it (it is the last of ``tokens``)
+    cached_tokens: int = 0
+    error: Rejected | None = None  # with finish == "error"
+
+
+class Deltas(msgspec.Struct):
+    """Schedule -> detokenize, one a step."""
+
+    items: list[Delta]
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Event(msgspec.Struct, kw_only=True):
+    """Detokenize -> the request's sink. ``text`` and ``tokens`` are increments; ``usage`` is cumulative.
+
+    A sink that is busy may merge consecutive events of one choice (``merge``). ``finish``: stop | length | abort.
+    """
+
+    rid: str  # the parent's
+    index: int
+    text: str = ""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    prompt_tokens: list[int] | None = None  # with the first event of a choice
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: str | None = None
+    matched: str | int | None = None
+    usage: Usage
+
+    def merge(self, later: Event) -> None:
+        """Append a later event of the same choice."""
+        self.text += later.text
+        self.tokens = self.tokens + later.tokens
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        if self.prompt_tokens is None:
+            self.prompt_tokens = later.prompt_tokens
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish, self.matched, self.usage = later.finish, later.matched, later.usage
+
+
+class Rejected(msgspec.Struct, kw_only=True):
+    """Anyone -> the request's sink: the whole request ends with a typed error (see errors.py for the codes)."""
+
+    rid: str
+    status: int
+    code: str
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    retry_after: float | None = None
+
+
+class Control(msgspec.Struct, kw_only=True):
+    """Executor control command, out of the step path; answered. ``verb``: memory | profile_start | profile_stop."""
+
+    verb: str
+    args: dict[str, Any] = {}
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """Executor -> main process once the model is loaded: what the scheduler's limits are made from."""
+
+    pages: int  # including the dummy page 0
+    page_size: int
+    slots: int  # rows that may be resident; slot ids are 0 .. slots-1
+    context_len: int
+    vocab_size: int
+    step_tokens: int  # largest number of tokens in one step
+    dtype: str
+    device: str
+    ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
+    timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
+    notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """Executor -> main process during start-up. ``done``/``total`` are bytes or counts; total 0 = unknown."""
+
+    phase: str  # download | spawn | load | warmup
+    message: str = ""
+    done: int = 0
+    total: int = 0
