@@ -80,6 +80,13 @@ class Submit(msgspec.Struct, kw_only=True):
     arrival: float = 0.0
 
 
+class Opened(msgspec.Struct):
+    """Tokenize -> detokenize, before the child's ``Submit`` reaches the scheduler: its text state begins."""
+
+    submit: Submit
+    sampling: SamplingParams
+
+
 class Cancel(msgspec.Struct):
     """Ingress or detokenize -> schedule. ``reason``: client | stop | slow | drain | shutdown."""
 

@@ -1,0 +1,51 @@
+"""What every actor is: a bounded mailbox whose messages are handled, without awaiting, in one turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from sgla.errors import Overloaded
+
+M = TypeVar("M")
+
+
+class Actor(Generic[M]):
+    """Subclasses implement ``handle``. Never blocks, never awaits: a turn is a plain function call.
+
+    ``on_crash`` is told of an exception that ``handle`` let out: a bug, since user errors travel as messages.
+    """
+
+    limit = 100_000
+
+    def __init__(self, on_crash: Callable[[str, BaseException], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._mailbox: deque[M] = deque()
+        self._scheduled = False
+        self._on_crash = on_crash
+
+    def post(self, message: M) -> None:
+        """Put a message into the mailbox; it is handled in the loop's next turn. A full mailbox raises Overloaded."""
+        if len(self._mailbox) >= self.limit:
+            raise Overloaded(f"the {type(self).__name__.lower()} mailbox is full", retry_after=1.0)
+        self._mailbox.append(message)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        messages, self._mailbox = self._mailbox, deque()
+        self.guard(self.handle, messages)
+
+    def handle(self, messages: deque[M]) -> None:
+        raise NotImplementedError
+
+    def guard(self, function: Callable[..., None], *args: object) -> None:
+        """Run one callback of this actor; an exception goes to the supervisor instead of the loop's logger."""
+        try:
+            function(*args)
+        except Exception as error:
+            self._on_crash(type(self).__name__, error)

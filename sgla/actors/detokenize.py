@@ -1,0 +1,104 @@
+"""Token ids -> text -> the request's sink. Stop strings end a request from here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sgla.actors.base import Actor
+from sgla.messages import Cancel, Delta, Deltas, Event, Opened, Rejected, Usage
+
+if TYPE_CHECKING:
+    from sgla.actors.schedule import Schedule
+    from sgla.text.output import OutputStream
+
+
+class _Child:
+    """Text state of one child, from its ``Opened`` to its final Delta."""
+
+    __slots__ = ("completion", "ended", "first", "index", "output", "parent", "prompt", "usage_cached")
+
+    def __init__(self, opened: Opened, output: OutputStream) -> None:
+        self.parent = opened.submit.parent
+        self.index = opened.submit.index
+        self.prompt = opened.submit.tokens
+        self.output = output
+        self.completion = 0
+        self.usage_cached = 0
+        self.first = True
+        self.ended = False  # a stop string matched; what still comes from the scheduler is not shown
+
+
+class Detokenize(Actor[Deltas]):
+    """One turn turns a step's Deltas into Events and pushes each straight into its sink."""
+
+    def __init__(
+        self,
+        make_output: Callable[[Opened], OutputStream],
+        deliver: Callable[[Event], None],
+        reject: Callable[[Rejected], None],
+        on_crash: Callable[[str, BaseException], None],
+    ) -> None:
+        super().__init__(on_crash)
+        self._make_output = make_output
+        self._deliver = deliver
+        self._reject = reject
+        self._children: dict[str, _Child] = {}
+        self.schedule: Schedule | None = None  # set by the supervisor; the two actors know each other
+
+    def open(self, opened: Opened) -> None:
+        """Begin a child's text. Called, not posted: it must exist before the scheduler's first Delta."""
+        self._children[opened.submit.rid] = _Child(opened, self._make_output(opened))
+
+    @property
+    def open_children(self) -> int:
+        return len(self._children)
+
+    def handle(self, messages: deque[Deltas]) -> None:
+        for deltas in messages:
+            for delta in deltas.items:
+                self._one(delta)
+
+    def _one(self, delta: Delta) -> None:
+        child = self._children.get(delta.rid)
+        if child is None:
+            return
+        if delta.finish is not None:
+            del self._children[delta.rid]
+        if child.ended:
+            return
+        if delta.error is not None:
+            delta.error.rid = child.parent
+            self._reject(delta.error)
+            return
+        self._emit(child, delta)
+
+    def _emit(self, child: _Child, delta: Delta) -> None:
+        piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)
+        child.completion += piece.consumed
+        child.usage_cached = max(child.usage_cached, delta.cached_tokens)
+        finish, matched = delta.finish, delta.matched
+        if piece.matched_stop is not None:
+            finish, matched = "stop", piece.matched_stop
+            child.ended = True
+            if delta.finish is None:
+                assert self.schedule is not None
+                self.schedule.post(Cancel(delta.rid, "stop"))
+        if not (piece.text or piece.tokens or finish or child.first):
+            return
+        self._deliver(
+            Event(
+                rid=child.parent,
+                index=child.index,
+                text=piece.text,
+                tokens=piece.tokens,
+                logprobs=piece.logprobs,
+                prompt_tokens=child.prompt if child.first else None,
+                prompt_logprobs=delta.prompt_logprobs,
+                finish=finish,
+                matched=matched,
+                usage=Usage(len(child.prompt), child.completion, child.usage_cached),
+            )
+        )
+        child.first = False

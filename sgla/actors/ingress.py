@@ -1,0 +1,213 @@
+"""Where requests enter and answers leave. HTTP handlers and the Python Engine talk to this object only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sgla import clock
+from sgla.config import Config
+from sgla.errors import BadRequest, Draining, Loading, Overloaded, SglaError
+from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
+
+if TYPE_CHECKING:
+    from sgla.actors.tokenize import Tokenize
+    from sgla.sched.core import Stats
+    from sgla.text.template import ChatTemplate
+    from sgla.text.tokenizer import Tokenizer
+
+# Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
+OPEN_BYTES = 256 << 20
+
+
+class Sink(Protocol):
+    """Where one request's output goes. ``push`` must not block; after the last finish or a Rejected it is not called."""
+
+    def push(self, message: Event | Rejected) -> None: ...
+
+
+class _Open:
+    """One admitted request: its sink, and which children have not finished."""
+
+    __slots__ = ("children", "cost", "n", "sink")
+
+    def __init__(self, sink: Sink, n: int, cost: int) -> None:
+        self.sink = sink
+        self.n = n
+        self.children = n
+        self.cost = cost
+
+
+class Ingress:
+    """Bounded admission, the table of open requests, and the read-only facts that handlers need.
+
+    Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
+    or one Rejected; then it is forgotten.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.phase = "starting"  # starting | download | spawn | load | warmup | ready | draining | dead
+        self.progress = Progress(phase="starting")
+        self.started = clock.now()
+        self.model_names: list[str] = config.served_model_name or [config.model]
+        self.facts: Facts | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self.default_sampling: dict[str, Any] = {}
+        self.random = random.Random(config.random_seed)
+        self._failure: SglaError | None = None
+        self._overdue: Callable[[], bool] = lambda: False
+        self._open: dict[str, _Open] = {}
+        self._children = 0
+        self._bytes = 0
+        self._capacity = 0
+        self._tokenize: Tokenize | None = None
+        self._stats: Callable[[], Stats] | None = None
+        self._control: Callable[[Control], Awaitable[Any]] | None = None
+        self._flush: Callable[[], bool] | None = None
+
+    def connect(
+        self,
+        tokenize: Tokenize,
+        facts: Facts,
+        stats: Callable[[], Stats],
+        control: Callable[[Control], Awaitable[Any]],
+        flush: Callable[[], bool],
+        overdue: Callable[[], bool],
+    ) -> None:
+        """The supervisor plugs in the running engine; from here on requests are accepted."""
+        self._tokenize, self.facts, self._stats = tokenize, facts, stats
+        self._control, self._flush, self._overdue = control, flush, overdue
+        self._capacity = facts.slots + self.config.max_queued_requests
+        self.phase = "ready"
+
+    # state -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """True while requests are accepted and no step is overdue."""
+        return self.phase == "ready" and not self._overdue()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    def require_ready(self) -> None:
+        """Raise the typed 503 that says why requests are not accepted now."""
+        if self._failure is not None:
+            raise self._failure
+        if self.phase == "draining":
+            raise Draining("the server is shutting down; send the request elsewhere", retry_after=5.0)
+        if self._tokenize is None:
+            detail = f": {self.progress.message}" if self.progress.message else ""
+            raise Loading(f"the model is not loaded yet (phase {self.phase}{detail})", retry_after=1.0)
+
+    def stats(self) -> Stats | None:
+        return self._stats() if self._stats is not None else None
+
+    # requests --------------------------------------------------------------------------------------------------------
+
+    def open(self, job: Job, sink: Sink) -> None:
+        """Admit a request or raise the SglaError that refuses it; never waits. ``job.rid`` must be new."""
+        self.require_ready()
+        assert self._tokenize is not None
+        if job.rid in self._open:
+            raise BadRequest(f"a request with id {job.rid!r} is already running", param="request_id")
+        n = job.sampling.n
+        cost = job_bytes(job)
+        if self._open and (self._children + n > self._capacity or self._bytes + cost > OPEN_BYTES):
+            raise Overloaded(
+                f"{self._children} requests are open, which is the limit; retry later or raise --max-queued-requests",
+                retry_after=self._retry_after(),
+            )
+        job.arrival = clock.now()
+        self._open[job.rid] = _Open(sink, n, cost)
+        self._children += n
+        self._bytes += cost
+        self._tokenize.post(job)
+
+    def cancel(self, rid: str, reason: str) -> bool:
+        """Forget the request and free what it holds; False if it is not open. Nothing more reaches its sink."""
+        entry = self._close(rid)
+        if entry is None or self._tokenize is None:
+            return False
+        self._tokenize.cancel(rid, entry.n, reason)
+        return True
+
+    def rids(self) -> list[str]:
+        return list(self._open)
+
+    def deliver(self, event: Event) -> None:
+        """Hand an event of an open request to its sink; events of forgotten requests are dropped."""
+        entry = self._open.get(event.rid)
+        if entry is None:
+            return
+        if event.finish is not None:
+            entry.children -= 1
+            self._children -= 1
+            if entry.children == 0:
+                del self._open[event.rid]
+                self._bytes -= entry.cost
+        entry.sink.push(event)
+
+    def reject(self, rejected: Rejected) -> None:
+        """End a whole request with a typed error; its other children are cancelled."""
+        entry = self._close(rejected.rid)
+        if entry is None:
+            return
+        if self._tokenize is not None and self._failure is None:
+            self._tokenize.cancel(rejected.rid, entry.n, "error")
+        entry.sink.push(rejected)
+
+    def fail(self, error: SglaError) -> None:
+        """The engine is gone: every open request ends with ``error``, and so does every later one."""
+        self._failure = error
+        self.phase = "dead"
+        for rid in list(self._open):
+            self.reject(error.rejected(rid))
+
+    def _close(self, rid: str) -> _Open | None:
+        entry = self._open.pop(rid, None)
+        if entry is not None:
+            self._children -= entry.children
+            self._bytes -= entry.cost
+        return entry
+
+    def _retry_after(self) -> float:
+        """Seconds after which a slot is likely: a rough guess from the queue's length, within [1, 60]."""
+        running = max(1, self.facts.slots if self.facts else 1)
+        return float(min(60, max(1, self._children // running)))
+
+    # services --------------------------------------------------------------------------------------------------------
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False if requests are running (nothing is flushed then)."""
+        self.require_ready()
+        assert self._flush is not None
+        return self._flush()
+
+    async def control(self, command: Control) -> Any:
+        """Send an out-of-step command to the workers and return rank 0's answer."""
+        self.require_ready()
+        assert self._control is not None
+        return await self._control(command)
+
+
+def job_bytes(job: Job) -> int:
+    """Approximate size of the prompt in bytes."""
+    if job.text is not None:
+        return len(job.text)
+    if job.token_ids is not None:
+        return 8 * len(job.token_ids)
+    return sum(len(part) if isinstance(part, str) else 64 for m in job.messages or [] for part in _texts(m))
+
+
+def _texts(message: dict[str, Any]) -> list[Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return [part.get("text") if isinstance(part, dict) else part for part in content]
+    return [content]
+
+

@@ -1,0 +1,112 @@
+"""The asyncio shell of the pure scheduler: mailbox and results in, plans and Deltas out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sgla import clock
+from sgla.actors.base import Actor
+from sgla.errors import SglaError, WorkerDied
+from sgla.messages import Cancel, Delta, Deltas, StepResult, Submit
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from sgla.actors.detokenize import Detokenize
+    from sgla.executor.base import Executor
+    from sgla.observe.metrics import Metrics
+    from sgla.sched.core import Core
+
+TICK = 0.05  # seconds between looks at deadlines and the overdue watch while requests are open
+OVERDUE = 30.0  # seconds without a result, with steps in flight, after which the server calls itself not ready
+
+
+class Schedule(Actor[Submit | Cancel]):
+    """Feeds the executor. On a result the order is: retire, **plan and submit the next steps**, then publish."""
+
+    def __init__(
+        self,
+        core: Core,
+        executor: Executor,
+        detokenize: Detokenize,
+        metrics: Metrics,
+        on_death: Callable[[SglaError], None],
+        on_crash: Callable[[str, BaseException], None],
+    ) -> None:
+        super().__init__(on_crash)
+        self.core = core
+        self._executor = executor
+        self._detokenize = detokenize
+        self._metrics = metrics
+        self._on_death = on_death
+        self._in_flight = 0
+        self._last_result = clock.now()
+        self._tick: asyncio.TimerHandle | None = None
+        self._fd = executor.results_fd()
+        self._loop.add_reader(self._fd, self.guard, self._on_results)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        if self._tick is not None:
+            self._tick.cancel()
+
+    def overdue(self) -> bool:
+        """True when submitted steps have brought no result for ``OVERDUE`` seconds."""
+        return self._in_flight > 0 and clock.now() - self._last_result > OVERDUE
+
+    def handle(self, messages: deque[Submit | Cancel]) -> None:
+        now = clock.now()
+        deltas: list[Delta] = []
+        for message in messages:
+            if isinstance(message, Cancel):
+                final = self.core.cancel(message.rid, message.reason)
+                if final is not None:
+                    deltas.append(final)
+                continue
+            try:
+                self.core.offer(message, now)
+            except SglaError as error:
+                deltas.append(Delta(rid=message.rid, finish="error", error=error.rejected(message.parent)))
+        self._advance(now)
+        self._publish(deltas)
+
+    def _on_results(self) -> None:
+        results = self._executor.drain()
+        now = clock.now()
+        deltas: list[Delta] = []
+        for result in results:
+            if result.error is not None:
+                self._on_death(WorkerDied(f"a model step failed: {result.error}"))
+                return
+            self._in_flight -= 1
+            deltas.extend(self.core.retire(result, now))
+        self._last_result = now
+        self._advance(now)
+        self._publish(deltas)
+        self._observe(results)
+
+    def _advance(self, now: float) -> None:
+        if self._in_flight == 0:
+            self._last_result = now
+        while (plan := self.core.plan(now)) is not None:
+            self._executor.submit(plan)
+            self._in_flight += 1
+        if self._tick is None and not self.core.idle:
+            self._tick = self._loop.call_later(TICK, self.guard, self._on_tick)
+
+    def _publish(self, deltas: list[Delta]) -> None:
+        if deltas:
+            self._detokenize.post(Deltas(deltas))
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        now = clock.now()
+        deltas = self.core.expire(now)
+        self._advance(now)
+        self._publish(deltas)
+
+    def _observe(self, results: list[StepResult]) -> None:
+        for result in results:
+            self._metrics.step(result.seconds, result.gap)

@@ -1,0 +1,179 @@
+"""The supervisor: builds the actors in order, watches the workers, drains and closes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sgla import clock
+from sgla.actors.detokenize import Detokenize
+from sgla.actors.ingress import Ingress
+from sgla.actors.schedule import Schedule
+from sgla.actors.tokenize import Tokenize
+from sgla.config import Config
+from sgla.errors import Draining, SglaError
+from sgla.messages import Facts, Opened, Progress
+from sgla.observe.metrics import Metrics
+from sgla.text.output import OutputStream
+from sgla.text.prepare import Preparer
+
+if TYPE_CHECKING:
+    from sgla.executor.base import Executor
+    from sgla.hub.source import ModelSource
+    from sgla.text.template import ChatTemplate
+    from sgla.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class System:
+    """One engine: ingress at once, the rest when ``start`` returns. Lives on the running loop.
+
+    ``died`` resolves to the error if a worker or an actor fails; open requests have got it by then.
+    """
+
+    def __init__(self, config: Config, on_progress: Callable[[Progress], None] | None = None) -> None:
+        self.config = config
+        self.ingress = Ingress(config)
+        self.metrics = Metrics(self.ingress.model_names[0])
+        self.died: asyncio.Future[SglaError] = asyncio.get_running_loop().create_future()
+        self._on_progress = on_progress or (lambda progress: None)
+        self._executor: Executor | None = None
+        self._tokenize: Tokenize | None = None
+        self._schedule: Schedule | None = None
+
+    async def start(self) -> Facts:
+        """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
+        from sgla.hub.fetch import resolve_model
+        from sgla.resolve import resolve
+
+        resolved = resolve(self.config)
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="start") as pool:
+            report = partial(loop.call_soon_threadsafe, self._progress)
+            source = await loop.run_in_executor(pool, resolve_model, resolved.config, report)
+            self._executor = make_executor(resolved.config, source)
+            self._executor.on_death(self._fail)
+            text = loop.run_in_executor(pool, load_text, resolved.config, source)
+            try:
+                facts = await self._executor.start(self._progress)
+            finally:
+                outcome = (await asyncio.gather(text, return_exceptions=True))[0]
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if self.died.done():
+            raise self.died.result()
+        self._connect(facts, source, *outcome)
+        tune_interpreter()
+        return facts
+
+    def _connect(self, facts: Facts, source: ModelSource, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        from sgla.sched.core import Core
+
+        ingress, executor = self.ingress, self._executor
+        assert executor is not None
+        core = Core(make_limits(self.config, facts))
+        detokenize = Detokenize(
+            lambda opened: make_output(tokenizer, opened), ingress.deliver, ingress.reject, self._crashed
+        )
+        schedule = Schedule(core, executor, detokenize, self.metrics, self._fail, self._crashed)
+        detokenize.schedule = schedule
+        preparer = Preparer(tokenizer, template, facts, ingress.random)
+        tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed)
+        self._schedule, self._tokenize = schedule, tokenize
+        ingress.tokenizer, ingress.template = tokenizer, template
+        ingress.default_sampling = source.generation_config
+        ingress.connect(tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue)
+
+    def _progress(self, progress: Progress) -> None:
+        self.ingress.phase = progress.phase
+        self.ingress.progress = progress
+        self._on_progress(progress)
+
+    def _crashed(self, actor: str, error: BaseException) -> None:
+        log.error("actor %s failed", actor, exc_info=error)
+        self._fail(SglaError(f"internal error in the {actor.lower()} actor; the server is stopping"))
+
+    def _fail(self, error: SglaError) -> None:
+        if self._schedule is not None:
+            self._schedule.close()
+        self.ingress.fail(error)
+        if not self.died.done():
+            self.died.set_result(error)
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed 503."""
+        self.ingress.phase = "draining"
+        deadline = clock.now() + timeout
+        while self.ingress.open_requests and clock.now() < deadline and not self.died.done():
+            await asyncio.sleep(0.02)
+        for rid in self.ingress.rids():
+            self.ingress.reject(Draining("the server shut down before the request finished", retry_after=5.0).rejected(rid))
+
+    async def close(self) -> None:
+        """Stop the actors and the workers; idempotent."""
+        if self._schedule is not None:
+            self._schedule.close()
+        if self._tokenize is not None:
+            self._tokenize.close()
+        if self._executor is not None:
+            await self._executor.close()
+            self._executor = None
+
+
+def make_executor(config: Config, source: ModelSource) -> Executor:
+    """The executor that ``config.executor`` names. Imported late: only procs and inline need torch."""
+    if config.executor == "fake":
+        from sgla.executor.fake import FakeExecutor
+
+        return FakeExecutor.from_config(config, source)
+    if config.executor == "inline":
+        from sgla.executor.inline import InlineExecutor
+
+        return InlineExecutor(config, source)
+    from sgla.executor.procs import ProcsExecutor
+
+    return ProcsExecutor(config, source)
+
+
+def make_limits(config: Config, facts: Facts) -> Any:
+    """The scheduler's limits: what the workers have (facts) and what the user wants (config)."""
+    from sgla.sched.core import Limits
+
+    return Limits(
+        slots=facts.slots,
+        pages=facts.pages,
+        page_size=facts.page_size,
+        context_len=facts.context_len,
+        step_tokens=facts.step_tokens,
+        depth=config.depth or 2,
+        itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
+        max_queued=config.max_queued_requests,
+        policy=config.policy,
+        eviction=config.eviction,
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template of the model, or those that the flags name."""
+    from sgla.text.tokenizer import load_text as load
+
+    return load(config, source)
+
+
+def make_output(tokenizer: Tokenizer, opened: Opened) -> OutputStream:
+    return OutputStream(tokenizer, opened.sampling)
+
+
+def tune_interpreter() -> None:
+    """Keep Python's own pauses away from the step: short switch interval, start-up objects out of the collector."""
+    sys.setswitchinterval(0.0005)
+    gc.collect()
+    gc.freeze()

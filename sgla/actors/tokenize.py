@@ -1,0 +1,99 @@
+"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in a thread."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from sgla.actors.base import Actor
+from sgla.actors.ingress import job_bytes
+from sgla.errors import SglaError
+from sgla.messages import Cancel, Job, Opened, Rejected, Submit
+
+if TYPE_CHECKING:
+    from sgla.actors.detokenize import Detokenize
+    from sgla.actors.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+# Up to this many bytes, encoding (~1 us per 10 bytes) is cheaper than a thread hop and does not delay a step.
+INLINE_BYTES = 4096
+
+
+class Tokenize(Actor[Job]):
+    """``prepare`` renders, encodes and checks one job; it is pure and runs here or in a thread of the pool."""
+
+    def __init__(
+        self,
+        prepare: Callable[[Job], list[Submit]],
+        detokenize: Detokenize,
+        schedule: Schedule,
+        reject: Callable[[Rejected], None],
+        on_crash: Callable[[str, BaseException], None],
+        threads: int = 2,
+    ) -> None:
+        super().__init__(on_crash)
+        self._prepare = prepare
+        self._detokenize = detokenize
+        self._schedule = schedule
+        self._reject = reject
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._pending: set[str] = set()
+
+    def post(self, message: Job) -> None:
+        super().post(message)
+        self._pending.add(message.rid)
+
+    def cancel(self, rid: str, n: int, reason: str) -> None:
+        """Stop a request wherever it is: still here, or handed on as ``n`` children."""
+        if rid in self._pending:
+            self._pending.discard(rid)
+        else:
+            for index in range(n):
+                self._schedule.post(Cancel(child_rid(rid, index), reason))
+
+    def handle(self, messages: deque[Job]) -> None:
+        for job in messages:
+            if job.rid not in self._pending:
+                continue
+            if job_bytes(job) <= INLINE_BYTES:
+                self._finish(job, self._run(job))
+            else:
+                future = self._pool.submit(self._run, job)
+                future.add_done_callback(lambda done, job=job: self._back(job, done))  # type: ignore[misc]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, job: Job) -> list[Submit] | Rejected:
+        try:
+            return self._prepare(job)
+        except SglaError as error:
+            return error.rejected(job.rid)
+        except Exception:  # one request's prompt must not take the server down
+            log.exception("preparing request %s failed", job.rid)
+            return SglaError("the prompt could not be prepared; see the server's log").rejected(job.rid)
+
+    def _back(self, job: Job, done: Future[list[Submit] | Rejected]) -> None:
+        if not done.cancelled() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.guard, self._finish, job, done.result())
+
+    def _finish(self, job: Job, outcome: list[Submit] | Rejected) -> None:
+        if job.rid not in self._pending:
+            return
+        self._pending.discard(job.rid)
+        if isinstance(outcome, Rejected):
+            self._reject(outcome)
+            return
+        for submit in outcome:
+            self._detokenize.open(Opened(submit, job.sampling))
+        for submit in outcome:
+            self._schedule.post(submit)
+
+
+def child_rid(rid: str, index: int) -> str:
+    """The id of choice ``index`` of request ``rid`` (counted within its own job)."""
+    return f"{rid}-{index}"

@@ -1,0 +1,282 @@
+"""``Engine``: synchronous, asynchronous, batched and streaming generation in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from sgla.actors.system import System
+from sgla.config import Config
+from sgla.errors import SglaError
+from sgla.messages import Event, Job, Progress, Rejected, SamplingParams, TokenLogprob, Usage
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Messages = list[dict[str, Any]]
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """One choice. ``finish``: stop | length | abort; ``matched``: the stop string or token id that ended it."""
+
+    index: int
+    text: str = ""
+    tokens: list[int] = []
+    prompt_tokens: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: str | None = None
+    matched: str | int | None = None
+    usage: Usage = msgspec.field(default_factory=Usage)
+
+    def add(self, event: Event) -> None:
+        """Append an event of this choice."""
+        self.text += event.text
+        self.tokens.extend(event.tokens)
+        if event.prompt_tokens is not None:
+            self.prompt_tokens = event.prompt_tokens
+        if event.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + event.logprobs
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        self.finish, self.matched, self.usage = event.finish, event.matched, event.usage
+
+
+def error_of(rejected: Rejected) -> SglaError:
+    """The exception that a Rejected stands for."""
+    error = SglaError(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
+    error.status, error.code, error.type = rejected.status, rejected.code, rejected.type
+    return error
+
+
+class _QueueSink:
+    """A sink that hands messages to an asyncio queue of the engine's loop."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Event | Rejected] = asyncio.Queue()
+
+    def push(self, message: Event | Rejected) -> None:
+        self.queue.put_nowait(message)
+
+
+class Engine:
+    """A loaded model. ``Engine(model="demo", dtype="float32")``: keywords are the fields of ``Config``.
+
+    Methods are thread-safe; ``a*`` variants are awaited on the caller's own loop. Errors are ``sgla.errors.SglaError``.
+    Use it as a context manager or call ``shutdown``.
+    """
+
+    def __init__(self, model: str = "demo", *, on_progress: Callable[[Progress], None] | None = None, **config: Any) -> None:
+        self.config = msgspec.convert({"model": model, **config}, Config)
+        self._counter = itertools.count()
+        self._loop = new_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sgla-engine", daemon=True)
+        self._thread.start()
+        self._system: System | None = None
+        try:
+            self._call(self._start(on_progress))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # synchronous -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompts: Prompt, sampling: SamplingParams | None = None) -> Output | list[Output]: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Output] | list[list[Output]]: ...
+    def generate(self, prompts: Any, sampling: Any = None) -> Any:
+        """Complete one prompt (text or token ids) or a batch of them.
+
+        One prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that.
+        """
+        return self._call(self._generate(prompts, sampling))
+
+    def chat(self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any) -> Output:
+        """Answer a conversation through the model's chat template."""
+        job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
+        return unwrap(self._call(self._collect(job)))
+
+    def stream(
+        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Messages | None = None
+    ) -> Iterator[Event]:
+        """Yield events as they come. Leaving the loop early cancels the request."""
+        job = self._job(sampling, **self._input(prompt, messages), stream=True)
+        inbox: queue.SimpleQueue[Event | Rejected] = queue.SimpleQueue()
+        self._call(self._open(job, inbox.put))
+        try:
+            yield from until_finished(job, inbox.get)
+        finally:
+            self._cancel(job.rid)
+
+    # asynchronous ----------------------------------------------------------------------------------------------------
+
+    async def agenerate(self, prompts: Any, sampling: Any = None) -> Any:
+        """``generate`` for asyncio code."""
+        return await self._acall(self._generate(prompts, sampling))
+
+    async def achat(self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any) -> Output:
+        """``chat`` for asyncio code."""
+        job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
+        return unwrap(await self._acall(self._collect(job)))
+
+    async def astream(
+        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Messages | None = None
+    ) -> AsyncIterator[Event]:
+        """``stream`` for asyncio code."""
+        job = self._job(sampling, **self._input(prompt, messages), stream=True)
+        inbox: asyncio.Queue[Event | Rejected] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        await self._acall(self._open(job, lambda message: loop.call_soon_threadsafe(inbox.put_nowait, message)))
+        left = job.sampling.n
+        try:
+            while left:
+                event = checked(await inbox.get())
+                left -= event.finish is not None
+                yield event
+        finally:
+            self._cancel(job.rid)
+
+    # the rest --------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (``sgla.text.tokenizer.Tokenizer``)."""
+        return self._ready().ingress.tokenizer
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False while requests are running."""
+        return self._call(self._ready().ingress.flush_cache())
+
+    def stats(self) -> Any:
+        """A snapshot of the scheduler's counters (``sgla.sched``)."""
+
+        async def snapshot() -> Any:
+            return self._ready().ingress.stats()
+
+        return self._call(snapshot())
+
+    def shutdown(self) -> None:
+        """End open requests, stop the workers and the thread; idempotent."""
+        if self._loop.is_closed():
+            return
+        if self._system is not None:
+            system, self._system = self._system, None
+            self._call(stop(system))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # inside ----------------------------------------------------------------------------------------------------------
+
+    async def _start(self, on_progress: Callable[[Progress], None] | None) -> None:
+        self._system = System(self.config, on_progress)
+        await self._system.start()
+
+    def _ready(self) -> System:
+        if self._system is None:
+            raise SglaError("the engine is shut down")
+        return self._system
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _acall(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _job(self, sampling: SamplingParams | None, **fields: Any) -> Job:
+        return Job(rid=f"engine-{next(self._counter)}", sampling=sampling or SamplingParams(), **fields)
+
+    @staticmethod
+    def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:
+        if (prompt is None) == (messages is None):
+            raise TypeError("give either a prompt or messages")
+        if messages is not None:
+            return {"messages": messages}
+        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": list(prompt or [])}
+
+    async def _open(self, job: Job, push: Callable[[Event | Rejected], None]) -> None:
+        self._ready().ingress.open(job, _CallSink(push))
+
+    async def _generate(self, prompts: Any, sampling: Any) -> Any:
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch = [prompts] if single else list(prompts)
+        each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
+        jobs = [self._job(params, **self._input(prompt, None)) for prompt, params in zip(batch, each)]
+        outputs = await asyncio.gather(*(self._collect(job) for job in jobs))
+        results = [unwrap(choices) for choices in outputs]
+        return results[0] if single else results
+
+    async def _collect(self, job: Job) -> list[Output]:
+        """Run a job to its end on the engine's loop; the choices in index order."""
+        sink = _QueueSink()
+        ingress = self._ready().ingress
+        ingress.open(job, sink)
+        choices = [Output(index=index) for index in range(job.sampling.n)]
+        left = len(choices)
+        try:
+            while left:
+                event = checked(await sink.queue.get())
+                choices[event.index].add(event)
+                left -= event.finish is not None
+        finally:
+            ingress.cancel(job.rid, "client")
+        return choices
+
+    def _cancel(self, rid: str) -> None:
+        if self._system is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._system.ingress.cancel, rid, "client")
+
+
+class _CallSink:
+    def __init__(self, push: Callable[[Event | Rejected], None]) -> None:
+        self.push = push
+
+
+def checked(message: Event | Rejected) -> Event:
+    """The event, or the exception that a Rejected stands for."""
+    if isinstance(message, Rejected):
+        raise error_of(message)
+    return message
+
+
+def until_finished(job: Job, get: Callable[[], Event | Rejected]) -> Iterator[Event]:
+    """Events of ``job`` until each of its choices has finished."""
+    left = job.sampling.n
+    while left:
+        event = checked(get())
+        left -= event.finish is not None
+        yield event
+
+
+def unwrap(choices: list[Output]) -> Any:
+    return choices[0] if len(choices) == 1 else choices
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def stop(system: System) -> None:
+    await system.drain(0.0)
+    await system.close()

@@ -1,0 +1,123 @@
+"""``sgla serve``: one loop, one port, one engine; signals, drain and exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+from aiohttp import web
+
+from sgla import clock
+from sgla.actors.system import System
+from sgla.config import Config
+from sgla.errors import ConfigError, SglaError
+from sgla.http.app import make_app
+from sgla.messages import Facts, Progress
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
+LINGER = 1.0  # seconds that clients get to read their 503 after a worker has died
+
+
+def run(
+    config: Config,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_ready: Callable[[Facts, str, float], None] | None = None,
+) -> int:
+    """Serve until a signal or a failure; returns the process's exit code.
+
+    ``on_ready(facts, url, seconds)`` is called once requests are accepted.
+    """
+    try:
+        import uvloop
+
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    except ImportError:  # not on every platform
+        runner = asyncio.Runner()
+    with runner:
+        return runner.run(_serve(config, on_progress, on_ready))
+
+
+async def _serve(
+    config: Config,
+    on_progress: Callable[[Progress], None] | None,
+    on_ready: Callable[[Facts, str, float], None] | None,
+) -> int:
+    started = clock.now()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    system = System(config, on_progress)
+    runner = web.AppRunner(
+        make_app(system.ingress, config, system.metrics), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    try:
+        url = await _listen(runner, config)
+        code = await _supervise(system, stop, lambda facts: on_ready and on_ready(facts, url, clock.now() - started))
+    except ConfigError as error:
+        print(f"sgla: {error.message}", file=sys.stderr)
+        code = EXIT_CONFIG
+    finally:
+        await system.close()
+        await runner.cleanup()
+    return code
+
+
+async def _listen(runner: web.AppRunner, config: Config) -> str:
+    site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_address=True)
+    try:
+        await site.start()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port") from error
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    return f"http://{host}:{runner.addresses[0][1]}"
+
+
+async def _supervise(system: System, stop: asyncio.Event, ready: Callable[[Facts], object]) -> int:
+    """Start, serve until ``stop`` or death, drain. A second signal during the drain ends it at once."""
+    starting = asyncio.ensure_future(system.start())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({starting, stopping, system.died}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return _exit_code(system)
+    try:
+        facts = starting.result()
+    except SglaError as error:
+        if isinstance(error, ConfigError):
+            raise
+        system.ingress.fail(error)
+        log.error("start failed: %s", error.message)
+        return EXIT_DIED
+    ready(facts)
+    await asyncio.wait({stopping, system.died}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not system.died.done():
+        stop.clear()
+        again = asyncio.ensure_future(stop.wait())
+        draining = asyncio.ensure_future(system.drain(system.config.drain_timeout))
+        await asyncio.wait({draining, again, system.died}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        draining.cancel()
+    return await _linger(system)
+
+
+async def _linger(system: System) -> int:
+    code = _exit_code(system)
+    if code != EXIT_OK:
+        await asyncio.sleep(LINGER)
+    return code
+
+
+def _exit_code(system: System) -> int:
+    if not system.died.done():
+        return EXIT_OK
+    log.error("stopping: %s", system.died.result().message)
+    return EXIT_DIED
