@@ -1,0 +1,48 @@
+"""The free list of KV pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PagePool:
+    """Pages ``1 .. total - 1``; page 0 is the dummy and is never handed out.
+
+    A page is either in here or *out*: owned by the radix tree or by exactly one request.
+    """
+
+    __slots__ = ("_free", "_out", "total")
+
+    def __init__(self, total: int) -> None:
+        assert total >= 2, "a pool needs the dummy page and one more"
+        self.total = total
+        self._free = list(range(total - 1, 0, -1))
+        self._out = bytearray(total)
+
+    def __len__(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
+    def alloc(self, n: int) -> list[int]:
+        """Hand out ``n`` pages; the caller owns them."""
+        assert 0 < n <= len(self._free), f"{n} pages wanted, {len(self._free)} free"
+        pages = self._free[-n:]
+        del self._free[-n:]
+        out = self._out
+        for page in pages:
+            out[page] = 1
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Take back pages that nobody reads or writes any more."""
+        out, free = self._out, self._free
+        for page in pages:
+            assert out[page], f"page {page} freed twice"
+            out[page] = 0
+            free.append(page)
+
+    def check(self) -> None:
+        """Free and out pages are disjoint and complete."""
+        assert not self._out[0], "the dummy page was handed out"
+        assert len(self._free) + sum(self._out) == self.total - 1, "pages lost or doubled"
+        assert not any(self._out[page] for page in self._free), "a free page is marked out"

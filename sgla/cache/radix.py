@@ -1,0 +1,309 @@
+"""Radix tree over token ids: which KV pages hold the prefix of a prompt.
+
+Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a run of whole pages. Token ids come as
+``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one ``memcmp``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from sgla.cache.pages import PagePool
+
+TOKEN_BYTES = 4
+
+
+class Node:
+    """A run of pages below ``parent``. ``key``: token bytes of the run; ``edge``: its key in ``parent.children``.
+
+    ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the *lower* half, so
+    a request's reference goes on meaning the same prefix.
+    """
+
+    __slots__ = ("born", "children", "edge", "hits", "key", "locks", "pages", "parent", "touched")
+
+    def __init__(self, parent: Node | None, edge: object, key: bytes, pages: array[int], born: int) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.key = key
+        self.pages = pages
+        self.children: dict[object, Node] = {}
+        self.locks = 0
+        self.hits = 0
+        self.born = self.touched = born
+
+
+class Match(NamedTuple):
+    """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end."""
+
+    node: Node
+    pages: list[int]
+    length: int
+
+
+# The leaf with the smallest key is evicted first.
+EVICTION: dict[str, Callable[[Node], Any]] = {
+    "lru": lambda node: node.touched,
+    "lfu": lambda node: (node.hits, node.touched),
+    "fifo": lambda node: node.born,
+    "mru": lambda node: -node.touched,
+}
+
+
+class RadixCache:
+    """The tree owns the pages in it; ``lock`` keeps a path from eviction.
+
+    ``pages``: pages in the tree; ``evictable``: those no request holds; ``version`` changes with the content.
+    Each evictable leaf has a heap entry with its current key; outdated entries are dropped when popped.
+    """
+
+    def __init__(self, page_size: int, pool: PagePool, eviction: str = "lru") -> None:
+        self.page_size = page_size
+        self.pages = 0
+        self.evictable = 0
+        self.version = 0
+        self.root = Node(None, None, b"", array("i"), 0)
+        self._pool = pool
+        self._width = page_size * TOKEN_BYTES
+        self._sort_key = EVICTION[eviction]
+        self._heap: list[tuple[Any, int, Node]] = []
+        self._clock = 0
+        self._ties = 0
+        self._nodes = 0
+
+    # --- reading
+
+    def match(self, namespace: str, tokens: bytes, limit: int) -> Match:
+        """The longest cached prefix of ``tokens[:limit]``. Splits a node where the match ends. Takes no lock."""
+        return self.extend(self.root, namespace, tokens, 0, limit)
+
+    def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
+        """Like ``match``, but going on below ``node``, which ends at token ``start`` (whole pages)."""
+        top = node
+        node, at, child, part = self._walk(node, namespace, tokens, start, limit)
+        if child is not None:
+            node = self._split(child, part)
+            at += part * self._width
+        self._touch(node)
+        runs = []
+        walk: Node | None = node
+        while walk is not top:
+            assert walk is not None
+            runs.append(walk.pages)
+            walk = walk.parent
+        return Match(node, [page for run in reversed(runs) for page in run], at // TOKEN_BYTES - start)
+
+    def probe(self, namespace: str, tokens: bytes, limit: int) -> tuple[Node, int]:
+        """Deepest node that ``tokens[:limit]`` reaches, and the matched length. Changes nothing."""
+        node, at, child, part = self._walk(self.root, namespace, tokens, 0, limit)
+        return child or node, (at + part * self._width) // TOKEN_BYTES
+
+    def _walk(
+        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int
+    ) -> tuple[Node, int, Node | None, int]:
+        """Last node matched whole, byte position after it, and the child matched in part with its matched pages."""
+        width = self._width
+        at = start * TOKEN_BYTES
+        end = limit // self.page_size * width
+        while at < end:
+            page = tokens[at : at + width]
+            child = node.children.get((namespace, page) if node is self.root else page)
+            if child is None:
+                break
+            size = len(child.key)
+            if at + size > end or not tokens.startswith(child.key, at):
+                return node, at, child, self._common(child.key, tokens, at, min(size, end - at) // width)
+            node = child
+            at += size
+        return node, at, None, 0
+
+    def _common(self, key: bytes, tokens: bytes, at: int, most: int) -> int:
+        """Pages that ``key`` and ``tokens[at:]`` share, by bisection; the first one is known to be equal."""
+        width, low = self._width, 1
+        while low < most:
+            middle = (low + most + 1) // 2
+            if key[low * width : middle * width] == tokens[at + low * width : at + middle * width]:
+                low = middle
+            else:
+                most = middle - 1
+        return low
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        leaf = node
+        while node is not self.root:
+            node.touched = self._clock
+            node.hits += 1
+            assert node.parent is not None
+            node = node.parent
+        self._offer(leaf)
+
+    # --- holding
+
+    def lock(self, node: Node, above: Node | None = None) -> None:
+        """Keep ``node`` and its ancestors. ``above``: an ancestor this caller has locked already; only what is below it
+        is locked now, and its one ``unlock`` moves to ``node``."""
+        stop = above or self.root
+        while node is not stop:
+            if not node.locks:
+                self.evictable -= len(node.pages)
+            node.locks += 1
+            assert node.parent is not None
+            node = node.parent
+
+    def unlock(self, node: Node) -> None:
+        """Undo one ``lock``."""
+        leaf = node
+        while node is not self.root:
+            assert node.locks > 0, "unlocked more often than locked"
+            node.locks -= 1
+            if not node.locks:
+                self.evictable += len(node.pages)
+            assert node.parent is not None
+            node = node.parent
+        self._offer(leaf)
+
+    # --- writing
+
+    def adopt(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Node | None:
+        """The tree takes over ``pages``, which hold ``tokens`` right below ``node``. Returns their node.
+
+        ``None``: the tree has the first page already; the caller keeps them all.
+        """
+        assert len(tokens) == len(pages) * self._width, "tokens and pages disagree"
+        first = tokens[: self._width]
+        edge = (namespace, first) if node is self.root else first
+        if edge in node.children:
+            return None
+        self._clock += 1
+        child = Node(node, edge, tokens, array("i", pages), self._clock)
+        node.children[edge] = child
+        self._nodes += 1
+        self.pages += len(pages)
+        self.evictable += len(pages)
+        self.version += 1
+        self._offer(child)
+        return child
+
+    def insert(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Sequence[int]:
+        """The tree takes over those of ``pages`` whose tokens it lacks below ``node``; returns the others."""
+        found = self.extend(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES)
+        have = len(found.pages)
+        if have < len(pages):
+            adopted = self.adopt(found.node, namespace, tokens[have * self._width :], pages[have:])
+            assert adopted is not None
+        return pages[:have]
+
+    def _split(self, node: Node, keep: int) -> Node:
+        """Cut ``node`` after ``keep`` pages; returns the new upper half."""
+        cut = keep * self._width
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born)
+        upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
+        parent.children[node.edge] = upper
+        node.key, node.pages = node.key[cut:], node.pages[keep:]
+        node.parent, node.edge = upper, node.key[: self._width]
+        upper.children[node.edge] = node
+        self._nodes += 1
+        return upper
+
+    # --- eviction
+
+    def evict(self, n: int) -> int:
+        """Free ``n`` pages, or all that are evictable; returns how many. Pages leave from the end of a leaf's run."""
+        freed = 0
+        while freed < n and self._heap:
+            key, _, node = heappop(self._heap)
+            if not self._is_leaf(node) or key != self._sort_key(node):
+                continue
+            take = min(n - freed, len(node.pages))
+            self._pool.free(node.pages[-take:])
+            freed += take
+            if take < len(node.pages):
+                del node.pages[-take:]
+                node.key = node.key[: -take * self._width]
+                self._offer(node)
+            else:
+                self._remove(node)
+        if freed:
+            self.pages -= freed
+            self.evictable -= freed
+            self.version += 1
+        return freed
+
+    def flush(self) -> bool:
+        """Evict all that no request holds; true if nothing is left."""
+        self.evict(self.evictable)
+        return self.pages == 0
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.edge]
+        node.parent = None
+        self._nodes -= 1
+        self._offer(parent)
+
+    def _is_leaf(self, node: Node) -> bool:
+        return not node.locks and not node.children and node.parent is not None
+
+    def _offer(self, node: Node) -> None:
+        """Put ``node`` up for eviction if it is a leaf that nobody holds."""
+        if not self._is_leaf(node):
+            return
+        self._push(node)
+        if len(self._heap) > 4 * self._nodes + 64:
+            self._heap.clear()
+            for leaf in filter(self._is_leaf, self._walk_all()):
+                self._push(leaf)
+
+    def _push(self, node: Node) -> None:
+        self._ties += 1
+        heappush(self._heap, (self._sort_key(node), self._ties, node))
+
+    # --- checking
+
+    def _walk_all(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Counters, keys, locks and heap agree with the tree. O(nodes)."""
+        queued = {(id(node), key) for key, _, node in self._heap}
+        pages: list[int] = []
+        evictable = nodes = 0
+        for node in self._walk_all():
+            nodes += 1
+            pages.extend(node.pages)
+            assert len(node.key) == len(node.pages) * self._width > 0, "key and pages disagree"
+            assert node.parent is not None
+            assert node.parent.children[node.edge] is node, "a node is filed under another edge"
+            assert sum(child.locks for child in node.children.values()) <= node.locks, (
+                "locks do not cover a child"
+            )
+            if not node.locks:
+                evictable += len(node.pages)
+            if self._is_leaf(node):
+                assert (id(node), self._sort_key(node)) in queued, "an evictable leaf is not queued"
+        assert len(set(pages)) == len(pages), "a page stands twice in the tree"
+        assert (self.pages, self.evictable, self._nodes) == (len(pages), evictable, nodes), "counters are off"
+
+
+class NullCache(RadixCache):
+    """No prefix cache: nothing is ever found or taken over."""
+
+    def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
+        return Match(node, [], 0)
+
+    def adopt(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Node | None:
+        return None
+
+    def insert(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Sequence[int]:
+        return pages

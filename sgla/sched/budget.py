@@ -1,0 +1,148 @@
+"""How much prefill a step may carry beside decode rows.
+
+The time of a step is modelled as ``a + b * tokens + c * work`` where ``work`` counts the (query, key) pairs of attention. The
+coefficients are fitted to measured steps by least squares on relative errors, nonnegative. Samples fade, but only as new ones
+of similar size come in: a long decode phase must not make the model forget what prefill costs.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+DECAY = 0.9
+TOKENS_UNIT = 256.0
+WORK_UNIT = 65536.0
+PRIOR_WEIGHT = 0.05
+DECODE_SHARE = 0.1  # prefill may always take this part of the decode time, or it would never end
+
+Coefficients = tuple[float, float, float]
+
+
+def pairs(start: int, count: int) -> int:
+    """(query, key) pairs of ``count`` tokens from position ``start``."""
+    return count * start + count * (count + 1) // 2
+
+
+class CostModel:
+    """Predicts the duration of a step. ``target``: the inter-token target in seconds, or ``None``.
+
+    Before anything is measured, a step of ``step_tokens`` is taken to last four times the target.
+    """
+
+    def __init__(self, target: float | None, step_tokens: int) -> None:
+        self.target = target
+        self._bins: dict[int, list[float]] = {}  # log2(tokens) -> moments of (1, tokens, work) / seconds
+        self._fit: Coefficients | None = None
+        if target is not None:
+            self._add(step_tokens, pairs(0, step_tokens), 4 * target, PRIOR_WEIGHT)
+
+    def observe(self, tokens: int, work: int, seconds: float) -> None:
+        """A step of ``tokens`` tokens and ``work`` pairs took ``seconds``."""
+        if self.target is not None and seconds > 0 and tokens > 0:
+            self._add(tokens, work, seconds, 1.0)
+
+    def _add(self, tokens: int, work: int, seconds: float, weight: float) -> None:
+        x = (1 / seconds, tokens / TOKENS_UNIT / seconds, work / WORK_UNIT / seconds)
+        new = [x[0] * x[0], x[0] * x[1], x[0] * x[2], x[1] * x[1], x[1] * x[2], x[2] * x[2], *x]
+        old = self._bins.get(tokens.bit_length(), [0.0] * 9)
+        self._bins[tokens.bit_length()] = [DECAY * o + weight * n for o, n in zip(old, new)]
+        self._fit = None
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Seconds per step, per token and per pair."""
+        if self._fit is None:
+            moments = [sum(column) for column in zip(*self._bins.values())]
+            a, b, c = _fit(moments) if moments else (0.0, 0.0, 0.0)
+            self._fit = (a, b / TOKENS_UNIT, c / WORK_UNIT)
+        return self._fit
+
+    def predict(self, tokens: int, work: int) -> float:
+        """Seconds."""
+        a, b, c = self.coefficients
+        return a + b * tokens + c * work
+
+    def prefill_seconds(self, decodes: int, work: int) -> float:
+        """Time left for prefill in a step with ``decodes`` decode rows, whose attention is ``work`` pairs."""
+        if self.target is None or not decodes:
+            return math.inf
+        base = self.predict(decodes, work)
+        return max(self.target - base, DECODE_SHARE * base)
+
+
+def _fit(m: list[float]) -> Coefficients:
+    """Nonnegative least squares in three unknowns: the best of the seven supports."""
+    gram = ((m[0], m[1], m[2]), (m[1], m[3], m[4]), (m[2], m[4], m[5]))
+    best, best_gain = (0.0, 0.0, 0.0), 0.0
+    for size in (1, 2, 3):
+        for support in combinations((1, 0, 2), size):
+            solution = _solve([[gram[i][j] for j in support] for i in support], [m[6 + i] for i in support])
+            if solution is None or min(solution) < 0:
+                continue
+            gain = sum(value * m[6 + i] for i, value in zip(support, solution))
+            if gain > best_gain * (1 + 1e-9):
+                full = [0.0, 0.0, 0.0]
+                for i, value in zip(support, solution):
+                    full[i] = value
+                best, best_gain = (full[0], full[1], full[2]), gain
+    return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Solve a small symmetric positive system by Cholesky-like elimination; ``None`` if it is singular."""
+    n = len(right)
+    for k in range(n):
+        original = matrix[k][k]
+        for i in range(k):
+            factor = matrix[k][i] / matrix[i][i]
+            matrix[k] = [x - factor * y for x, y in zip(matrix[k], matrix[i])]
+            right[k] -= factor * right[i]
+        if matrix[k][k] <= 1e-9 * original:
+            return None
+    solution = [0.0] * n
+    for k in reversed(range(n)):
+        rest = sum(matrix[k][j] * solution[j] for j in range(k + 1, n))
+        solution[k] = (right[k] - rest) / matrix[k][k]
+    return solution
+
+
+class Budget:
+    """What is left of one step for prefill: tokens, and seconds at ``b`` a token and ``c`` a pair."""
+
+    __slots__ = ("_b", "_c", "_floor", "seconds", "tokens")
+
+    def __init__(self, tokens: int, seconds: float, coefficients: Coefficients, floor: int) -> None:
+        """``floor``: tokens that may always be taken once, however slow the machine is."""
+        self.tokens = tokens
+        self.seconds = seconds
+        self._floor = floor
+        _, self._b, self._c = coefficients
+
+    def grant(self, start: int, want: int, share: float = 1.0) -> int:
+        """Tokens, at most ``want``, that a row at ``start`` may compute in ``share`` of what is left."""
+        most = min(want, math.ceil(self.tokens * share))
+        if self.seconds == math.inf or most <= 0:
+            return most
+        return max(min(most, self._affordable(start, self.seconds * share)), min(most, self._floor))
+
+    def _affordable(self, start: int, seconds: float) -> int:
+        """Largest q with ``b q + c (q start + q (q + 1) / 2) <= seconds``."""
+        linear, square = self._b + self._c * (start + 0.5), self._c / 2
+        if linear <= 0:
+            return self.tokens
+        # The root in the form that does not cancel when the square term is small.
+        root = 2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds))
+        return int(min(root, self.tokens))
+
+    def spend(self, start: int, count: int) -> None:
+        """A row took ``count`` tokens from ``start``."""
+        self.tokens -= count
+        self.seconds -= self._b * count + self._c * pairs(start, count)
+        self._floor = max(self._floor - count, 0)
+        if self.seconds <= 0 and not self._floor:
+            self.tokens = 0
+
+    def close(self) -> None:
+        """Nothing more this step."""
+        self.tokens = 0

@@ -1,0 +1,570 @@
+"""The scheduler: decides what every step computes.
+
+The caller drives it: ``offer`` and ``cancel`` at any time, ``retire`` for each result in order, then ``plan`` until it
+returns ``None``. Nothing here waits, reads a clock or draws a random number.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import deque
+from heapq import heappop, heappush
+
+from msgspec.structs import replace
+
+from sgla.errors import ContextTooLong, DeadlineExceeded, InvalidField, Overloaded, SglaError
+from sgla.messages import Delta, StepPlan, StepResult, Submit
+from sgla.sched.budget import Budget, CostModel
+from sgla.sched.limits import Limits
+from sgla.sched.logprobs import entries
+from sgla.sched.memory import Memory
+from sgla.sched.policy import order
+from sgla.sched.request import Request, State
+from sgla.sched.stats import Finished, Stats
+from sgla.sched.step import Step
+
+FINISHED_KEPT = 4096  # ended requests remembered for drain_finished
+RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
+RATIO_RISE, RATIO_FALL, RATIO_LEAST = 0.1, 0.001, 0.1
+
+
+def _by_rank(request: Request) -> tuple[float, float, int]:
+    return request.rank
+
+
+def _by_arrival(request: Request) -> tuple[float, int]:
+    return request.arrival, request.seq
+
+
+class Core:
+    """All requests from ``offer`` to their last page."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._memory = Memory(limits)
+        self._costs = CostModel(limits.itl_target, limits.step_tokens)
+        self._open: dict[str, Request] = {}
+        self._waiting: list[Request] = []  # by arrival
+        self._running: list[Request] = []  # by rank; also the row order
+        self._draining: list[Request] = []
+        self._flights: deque[Step] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
+        self._now = 0.0  # the latest time told
+        self._seq = 0
+        self._steps = 0
+        self._short = 0  # pages that running rows lack in the plan being made
+        self._reserved = 0  # pages that they are expected to need
+        self._ratio = 0.5  # part of its possible outputs that a request is expected to produce
+        self._last = Step(0)
+        self._counts = Stats()
+        self._turnover = (0.0, 1.0)  # time of the last finish, and smoothed seconds between finishes
+
+    # --- requests come and go
+
+    def offer(self, submit: Submit, now: float) -> None:
+        """Take a request. ``max_new`` is cut to what the context and the pool can hold.
+
+        Raises Overloaded (queue full), ContextTooLong (it could never run), InvalidField (empty prompt).
+        """
+        self._now = now
+        assert submit.rid not in self._open, f"request {submit.rid} offered twice"
+        try:
+            max_new = self._room(submit)
+            if len(self._waiting) >= self.limits.max_queued:
+                message = f"{len(self._waiting)} requests are waiting already. Please retry later."
+                raise Overloaded(message, retry_after=self._retry_after())
+        except SglaError:
+            self._counts.rejected += 1
+            raise
+        self._seq += 1
+        priority = submit.priority if self.limits.policy == "priority" else 0
+        request = Request(submit, max_new, self._seq, submit.arrival or now, priority)
+        self._open[request.rid] = request
+        insort(self._waiting, request, key=_by_arrival)
+        if submit.deadline is not None:
+            heappush(self._deadlines, (submit.deadline, self._seq, request))
+            if len(self._deadlines) > 2 * len(self._open) + 64:
+                self._deadlines = sorted(entry for entry in self._deadlines if entry[2].finish is None)
+
+    def _room(self, submit: Submit) -> int:
+        """Outputs the request can have: with the last one, whose KV is never stored, it must fit context and pool."""
+        prompt = len(submit.tokens)
+        if not prompt:
+            raise InvalidField("The prompt is empty.", param="prompt")
+        most = min(self.limits.context_len, self.limits.pool_tokens + 1) - prompt
+        if submit.max_new == 0 and prompt <= min(self.limits.context_len, self.limits.pool_tokens):
+            return 0
+        if most < 1:
+            raise ContextTooLong.of(min(self.limits.context_len, self.limits.pool_tokens), prompt, 0)
+        return min(submit.max_new, most)
+
+    def _retry_after(self) -> float:
+        """Seconds until about a quarter of the queue has gone."""
+        return min(60.0, 1.0 + self._turnover[1] * len(self._waiting) / 4)
+
+    def cancel(self, rid: str, reason: str) -> Delta | None:
+        """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a
+        stop string was seen) and ``abort`` otherwise; ``None`` if it is unknown or has ended. Its slot and pages are
+        free as soon as no submitted step contains it."""
+        request = self._open.get(rid)
+        if request is None:
+            return None
+        finish = "stop" if reason == "stop" else "abort"
+        self._end(request, finish)
+        return Delta(rid=rid, finish=finish)
+
+    def expire(self, now: float) -> list[Delta]:
+        """End the requests whose deadline has passed, with a DeadlineExceeded error."""
+        self._now = now
+        deltas = []
+        while self._deadlines and (self._deadlines[0][2].finish or self._deadlines[0][0] <= now):
+            request = heappop(self._deadlines)[2]
+            if request.finish is None:
+                self._end(request, "error")
+                error = DeadlineExceeded(
+                    f"The request was not done {now - request.arrival:.1f} s after its arrival."
+                )
+                rejected = error.rejected(request.submit.parent)
+                deltas.append(Delta(rid=request.rid, finish="error", error=rejected))
+        return deltas
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When ``expire`` may have something to do."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _end(self, request: Request, reason: str) -> None:
+        """The request produces nothing more."""
+        request.finish = reason
+        self._account(request, reason)
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+            request.done()
+        elif request.state is State.RUNNING:
+            self._running.remove(request)
+            self._leave(request)
+
+    def _account(self, request: Request, reason: str) -> None:
+        del self._open[request.rid]
+        counts = self._counts
+        counts.finished[reason] = counts.finished.get(reason, 0) + 1
+        now = self._now
+        last, interval = self._turnover
+        self._turnover = (now, 0.9 * interval + 0.1 * max(now - last, 0.0) if last else interval)
+        self._finished.append(
+            Finished(
+                rid=request.rid,
+                reason=reason,
+                arrival=request.arrival,
+                scheduled=request.scheduled,
+                first_token=request.first_token,
+                finished=now,
+                prompt_tokens=request.prompt_len,
+                output_tokens=request.outputs,
+                cached_tokens=request.cached,
+                preemptions=request.preemptions,
+            )
+        )
+
+    def _leave(self, request: Request) -> None:
+        """A running request, taken off the list already, takes no more steps; it holds memory while one contains it."""
+        request.drain()
+        if request.last_step >= self._oldest:
+            self._draining.append(request)
+        else:
+            self._settle(request)
+
+    @property
+    def _oldest(self) -> int:
+        """Number of the oldest step in flight; the one being planned counts."""
+        return self._flights[0].number if self._flights else self._steps + 1
+
+    def _settle(self, request: Request) -> None:
+        """No submitted step contains the request any more."""
+        self._memory.release(request)
+        if request.finish is None:
+            request.requeue()
+            insort(self._waiting, request, key=_by_arrival)
+        else:
+            request.done()
+
+    def _preempt(self, request: Request) -> None:
+        """Retract: the request gives its memory up and will start over from its committed tokens."""
+        self._running.remove(request)
+        self._counts.preemptions += 1
+        self._ratio = min(1.0, self._ratio + RATIO_RISE)
+        self._leave(request)
+
+    # --- planning
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
+        self._now = now
+        if len(self._flights) >= self.limits.depth or not (self._running or self._waiting):
+            return None
+        step = Step(self._steps + 1)
+        self._short = 0
+        prefills = self._plan_decodes(step)
+        if prefills or self._waiting:
+            budget = self._budget(step)
+            self._plan_prefills(step, prefills, budget)
+            if self._waiting and budget.tokens > 0:
+                self._admit(step, budget)
+        if not step.rows:
+            assert self._flights or not (self._running or self._waiting), "requests wait for nothing"
+            return None
+        self._steps += 1
+        self._flights.append(step)
+        self._last = step
+        return step.encode()
+
+    def _plan_decodes(self, step: Step) -> list[Request]:
+        """One token for each row that has one to compute; returns the rows that have more, or prompt, to compute."""
+        prefills: list[Request] = []
+        rows: list[Request] = []
+        slots: list[int] = []
+        starts: list[int] = []
+        number = step.number
+        for request in self._running:  # _grow may remove later ones
+            planned = request.planned
+            if planned >= request.goal:
+                continue
+            if planned < request.prompt_len or request.known - planned > 1:
+                prefills.append(request)
+                continue
+            if planned == request.allocated:
+                if not self._grow(request, 1):
+                    continue
+                step.tell_pages(request)
+            rows.append(request)
+            slots.append(request.slot)
+            starts.append(planned)
+            request.planned = planned + 1
+            request.known = planned + 2
+            request.last_step = number
+        step.set_decodes(rows, slots, starts)
+        return prefills
+
+    def _budget(self, step: Step) -> Budget:
+        seconds = self._costs.prefill_seconds(step.decodes, step.work)
+        return Budget(
+            self.limits.step_tokens - step.decodes,
+            seconds,
+            self._costs.coefficients,
+            self.limits.page_size,
+        )
+
+    def _plan_prefills(self, step: Step, prefills: list[Request], budget: Budget) -> None:
+        for i, request in enumerate(prefills):
+            if budget.tokens <= 0:
+                return
+            if request.state is not State.RUNNING:  # retracted for an earlier row
+                continue
+            self._count_hit(request, self._memory.catch_up(request))
+            count = self._chunk(request, budget, others=i + 1 < len(prefills) or bool(self._waiting))
+            count = self._fit(request, count)
+            if count > 0:
+                self._add_prefill(step, request, count, budget)
+
+    def _chunk(self, request: Request, budget: Budget, others: bool) -> int:
+        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared.
+
+        A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
+        """
+        need = request.known - request.planned
+        share = 0.5 if others and need > self.limits.step_tokens else 1.0
+        count = budget.grant(request.planned, need, share)
+        if count < need:
+            page = self.limits.page_size
+            aligned = (request.planned + count) // page * page - request.planned
+            if aligned > 0:
+                count = aligned
+        return count
+
+    def _fit(self, request: Request, count: int) -> int:
+        """Get pages for ``count`` more tokens; returns for how many there are."""
+        page = self.limits.page_size
+        lacking = -(-(request.planned + count - request.allocated) // page)
+        if lacking > 0:
+            lacking = max(min(lacking, self._memory.available), 1)
+            if not self._grow(request, lacking):
+                return 0
+        return min(count, request.allocated - request.planned)
+
+    def _add_prefill(self, step: Step, request: Request, count: int, budget: Budget) -> None:
+        complete = request.planned + count == request.known
+        long = request.known - request.planned > self.limits.step_tokens
+        budget.spend(request.planned, count)
+        step.add_prefill(request, count)
+        self._memory.share(request)
+        if not complete and not long:
+            # The rest of an aligned chunk must not go to a request that would compute the same page.
+            budget.close()
+
+    # --- page pressure
+
+    def _grow(self, request: Request, n: int) -> bool:
+        """Give the request ``n`` more pages: free, else evicted, else from lower-ranked requests. Those give them back
+        when their steps are done; until then the request misses a step."""
+        if self._memory.grow(request, n):
+            return True
+        self._short += n
+        while self._coming() < self._short:
+            victim = self._victim(request)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if self._memory.grow(request, n):
+                self._short -= n
+                return True
+        return False
+
+    def _victim(self, claimant: Request) -> Request | None:
+        """The lowest-ranked running request below ``claimant``, leaving aside those about to end."""
+        for request in reversed(self._running):
+            if request is claimant:
+                return None
+            if request.planned < request.goal:
+                return request
+        return None
+
+    def _coming(self) -> int:
+        """Pages that requests on their way out will give back. What they found in the tree is not counted."""
+        leaving = self._draining + [r for r in self._running if r.planned >= r.goal]
+        return sum(len(request.pages) - request.borrowed for request in leaving)
+
+    # --- admission
+
+    def _admit(self, step: Step, budget: Budget) -> None:
+        promised = len(self._draining)
+        self._reserved = sum(map(self._lacking, self._running))
+        ordered = order(
+            self.limits.policy, self._waiting, self._memory.cache, self._now, self.limits.patience
+        )
+        for i, request in enumerate(ordered):
+            if budget.tokens <= 0:
+                return
+            if not self._memory.slots:
+                if self.limits.policy != "priority":
+                    return
+                if promised:  # a slot is on its way to this one
+                    promised -= 1
+                    continue
+                if not self._displace(request):
+                    return
+                if not self._memory.slots:
+                    continue
+            if not self._seat(step, request, budget, others=i + 1 < len(ordered)):
+                return
+
+    def _displace(self, request: Request) -> bool:
+        """Retract the lowest-ranked running request if ``request`` has a higher priority."""
+        if self.limits.policy != "priority" or not self._running:
+            return False
+        victim = self._running[-1]
+        if (
+            victim.boosted
+            or victim.submit.priority >= request.submit.priority
+            or victim.planned >= victim.goal
+        ):
+            return False
+        self._reserved -= self._lacking(victim)
+        self._preempt(victim)
+        return True
+
+    def _seat(self, step: Step, request: Request, budget: Budget, others: bool) -> bool:
+        """Start a waiting request in this step, if it fits beside what the running ones will need."""
+        memory = self._memory
+        memory.attach(request)
+        while not self._fits(request):
+            if self._draining or not self._displace(request):
+                memory.release(request)
+                return False
+        count = self._chunk(request, budget, others)
+        lacking = -(-(request.planned + count - request.allocated) // self.limits.page_size)
+        lacking = min(lacking, memory.available)
+        if lacking <= 0 or not memory.grow(request, lacking):
+            memory.release(request)
+            return False
+        self._waiting.remove(request)
+        request.run(self._now)
+        insort(self._running, request, key=_by_rank)
+        if request.preemptions == 0:
+            self._counts.query_tokens += request.known
+            self._counts.prompt_tokens += request.prompt_len
+        self._count_hit(request, request.borrowed)
+        step.add_new(request)
+        self._add_prefill(step, request, min(count, request.allocated - request.planned), budget)
+        self._reserved += self._lacking(request)
+        return True
+
+    def _fits(self, request: Request) -> bool:
+        """Pages suffice for its known tokens, and for the outputs expected of it and of the running requests. The
+        expectation (``_ratio``) rises with each retraction and falls slowly, as in SGLang. Alone, it always fits."""
+        if self._short:
+            return False
+        if not self._running and not self._draining:
+            return True
+        return self._reserved + self._lacking(request) <= self._memory.available
+
+    def _lacking(self, request: Request) -> int:
+        """Pages the request is expected to need beside those it has."""
+        known = request.known
+        tokens = known + self._ratio * min(request.limit - known, RESERVE_CLIP)
+        return max(int(tokens) // self.limits.page_size + 1 - len(request.pages), 0)
+
+    def _count_hit(self, request: Request, pages: int) -> None:
+        if request.preemptions == 0:
+            request.cached += pages * self.limits.page_size
+            self._counts.hit_tokens += pages * self.limits.page_size
+
+    # --- results
+
+    def retire(self, result: StepResult, now: float) -> list[Delta]:
+        """Commit the tokens of the oldest step in flight. Tokens of requests that have ended are dropped."""
+        self._now = now
+        step = self._flights.popleft()
+        assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
+        self._costs.observe(step.tokens, step.work, result.seconds)
+        self._counts.step_seconds += result.seconds
+        self._counts.gap_seconds += result.gap
+        self._ratio = max(RATIO_LEAST, self._ratio - RATIO_FALL)
+        if result.logprobs:
+            self._take_prompt_logprobs(step, result)
+        deltas: list[Delta] = []
+        ended: list[Request] = []
+        tokens = array("i", result.tokens)
+        assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
+        for request, token in zip(step.samples, tokens):
+            if request.finish is not None:
+                continue
+            request.tokens.append(token)
+            count = len(request.tokens)
+            delta = Delta(rid=request.rid, tokens=[token])
+            deltas.append(delta)
+            if request.first_token is None:
+                self._first(request, delta)
+            if token in request.stop_ids and count - request.prompt_len > request.min_tokens:
+                delta.finish, delta.matched = "stop", token
+            elif count >= request.limit:
+                delta.finish = "length"
+            else:
+                continue
+            request.finish = delta.finish
+            ended.append(request)
+        self._counts.output_tokens += len(deltas)
+        if result.logprobs:
+            self._attach_logprobs(step, result, deltas)
+        for request in step.ends:
+            if request.finish is None:
+                delta = Delta(rid=request.rid, finish="length")
+                self._first(request, delta)
+                deltas.append(delta)
+                request.finish = "length"
+                ended.append(request)
+        self._conclude(ended, step.number)
+        return deltas
+
+    def _first(self, request: Request, delta: Delta) -> None:
+        request.first_token = self._now
+        delta.cached_tokens = request.cached
+        delta.prompt_logprobs = request.prompt_logprobs
+        request.prompt_logprobs = None
+
+    def _conclude(self, ended: list[Request], number: int) -> None:
+        """Requests of this result that have ended leave; those that no step contains any more are released."""
+        for request in ended:
+            self._account(request, request.finish or "")
+        if ended:
+            leaving = [r for r in ended if r.state is State.RUNNING]
+            self._running = [r for r in self._running if r.finish is None]
+            for request in leaving:
+                self._leave(request)
+        if self._draining:
+            settled = [r for r in self._draining if r.last_step <= number]
+            self._draining = [r for r in self._draining if r.last_step > number]
+            for request in settled:
+                self._settle(request)
+
+    def _take_prompt_logprobs(self, step: Step, result: StepResult) -> None:
+        for block in result.logprobs:
+            request = step.rows[block.row]
+            if block.prompt and request.finish is None and request.prompt_logprobs is not None:
+                assert block.start == len(request.prompt_logprobs), "prompt logprobs out of order"
+                count = len(block.values) // 4
+                tokens = request.tokens[block.start : block.start + count]
+                request.prompt_logprobs.extend(entries(block, tokens))
+
+    def _attach_logprobs(self, step: Step, result: StepResult, deltas: list[Delta]) -> None:
+        by_rid = {delta.rid: delta for delta in deltas}
+        for block in result.logprobs:
+            delta = by_rid.get(step.rows[block.row].rid)
+            if not block.prompt and delta is not None:
+                delta.logprobs = entries(block, delta.tokens)
+
+    # --- the rest
+
+    @property
+    def idle(self) -> bool:
+        """No request, and no step in flight."""
+        return not (self._open or self._draining or self._flights)
+
+    @property
+    def rids(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._open)
+
+    def flush_cache(self) -> bool:
+        """Forget the cached prefixes that no request uses; true if none is left."""
+        return self._memory.cache.flush()
+
+    def drain_finished(self) -> list[Finished]:
+        """Requests that ended since the last call (the latest FINISHED_KEPT of them)."""
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
+
+    def stats(self) -> Stats:
+        """A copy of the counters, and the numbers of now."""
+        memory, last, page = self._memory, self._last, self.limits.page_size
+        total, free, cached = memory.pool.total - 1, len(memory.pool), memory.cache.pages
+        return replace(
+            self._counts,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            draining=len(self._draining),
+            in_flight=len(self._flights),
+            pages_total=total,
+            pages_free=free,
+            pages_cached=cached,
+            pages_evictable=memory.cache.evictable,
+            pages_private=total - free - cached,
+            cached_tokens=cached * page,
+            finished=dict(self._counts.finished),
+            steps=self._steps,
+            last_rows=len(last.rows),
+            last_decodes=last.decodes,
+            last_tokens=last.tokens,
+            last_predicted=self._costs.predict(last.tokens, last.work) if self.limits.itl_target else 0.0,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if pages, slots or lists do not add up."""
+        self._memory.check(self._running + self._draining)
+        states = (
+            (self._waiting, State.WAITING),
+            (self._running, State.RUNNING),
+            (self._draining, State.DRAINING),
+        )
+        for requests, state in states:
+            assert all(request.state is state for request in requests), f"not all are {state}"
+        held = [r for r in self._waiting + self._running + self._draining if r.finish is None]
+        assert sorted(r.rid for r in held) == sorted(self._open), "an open request is in no list"
+        assert all(r.finish is None for r in self._waiting + self._running), (
+            "an ended request is still listed"
+        )
+        assert self._waiting == sorted(self._waiting, key=_by_arrival), "the waiting list is out of order"
+        assert self._running == sorted(self._running, key=_by_rank), "the running list is out of order"
+        assert all(request.last_step >= self._oldest for request in self._draining), "drained but still held"

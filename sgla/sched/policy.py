@@ -1,0 +1,79 @@
+"""The order of the waiting list.
+
+``fcfs``: arrival. ``lpm``: longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch first, so that
+requests of one prefix run together (both from SGLang). ``priority``: larger ``priority`` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sgla.cache.radix import Node, RadixCache
+from sgla.sched.request import Request
+
+WINDOW = 128  # matching every waiting request against the tree each step must stay cheap: only the oldest are
+
+Order = Callable[[list[Request], RadixCache], list[Request]]
+
+
+def order(
+    policy: str, waiting: list[Request], cache: RadixCache, now: float, patience: float
+) -> list[Request]:
+    """``waiting`` (sorted by arrival) as it should be served. A request that has waited longer than ``patience`` goes
+    before all that have not, in arrival order, so nobody starves."""
+    if policy == "fcfs" or len(waiting) < 2:
+        return list(waiting)
+    aged = 0
+    for request in waiting:
+        if now - request.arrival <= patience:
+            break
+        aged += 1
+        if policy == "priority":
+            request.boost()
+    return waiting[:aged] + _ORDERS[policy](waiting[aged:], cache)
+
+
+def _by_rank(waiting: list[Request], cache: RadixCache) -> list[Request]:
+    return sorted(waiting, key=lambda request: request.rank)
+
+
+def _by_prefix(waiting: list[Request], cache: RadixCache) -> list[Request]:
+    window = sorted(waiting[:WINDOW], key=lambda request: -_probe(request, cache)[1])
+    return window + waiting[WINDOW:]
+
+
+def _by_branch(waiting: list[Request], cache: RadixCache) -> list[Request]:
+    weights: dict[Node, int] = {}
+    ending: dict[Node, list[Request]] = {}
+    below: dict[Node, list[Node]] = {}
+    for request in waiting[:WINDOW]:
+        node, _ = _probe(request, cache)
+        ending.setdefault(node, []).append(request)
+        while True:
+            parent = node.parent
+            if node not in weights and parent is not None:
+                below.setdefault(parent, []).append(node)
+            weights[node] = weights.get(node, 0) + 1
+            if parent is None:
+                break
+            node = parent
+    backwards: list[Request] = []  # lightest branch first, and a node before what is below it
+    stack = [cache.root]
+    while stack:
+        node = stack.pop()
+        backwards += reversed(ending.get(node, []))
+        stack += sorted(below.get(node, []), key=lambda child: -weights[child])
+    return backwards[::-1] + waiting[WINDOW:]
+
+
+def _probe(request: Request, cache: RadixCache) -> tuple[Node, int]:
+    """Where the request's prefix ends in the tree; remembered while the tree stays the same."""
+    version, node, length = request.probed
+    if version != cache.version or node is None:
+        limit = request.known - 1 if request.reads_cache else 0
+        node, length = cache.probe(request.namespace, request.data, limit)
+        request.probed = (cache.version, node, length)
+    return node, length
+
+
+_ORDERS: dict[str, Order] = {"lpm": _by_prefix, "dfs-weight": _by_branch, "priority": _by_rank}

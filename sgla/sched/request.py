@@ -1,0 +1,149 @@
+"""A request as the scheduler sees it, and the only place that changes its state."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from enum import Enum
+
+from sgla.cache.radix import Node
+from sgla.messages import Submit, TokenLogprob
+
+
+class State(Enum):
+    """``WAITING -> RUNNING -> DRAINING -> DONE``; a retracted request goes from DRAINING back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DRAINING = "draining"  # takes no more steps; holds slot and pages while a submitted step contains it
+    DONE = "done"
+
+
+class Request:
+    """One child. Token counts: ``len(tokens)`` committed, ``planned``, ``known``, ``allocated`` (docs/design.md).
+
+    Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones.
+    ``goal`` is the number of tokens whose KV is ever needed: the last output's is not.
+    """
+
+    __slots__ = (
+        "allocated",
+        "arrival",
+        "borrowed",
+        "cached",
+        "data",
+        "finish",
+        "first_token",
+        "goal",
+        "known",
+        "last_step",
+        "limit",
+        "min_tokens",
+        "namespace",
+        "node",
+        "pages",
+        "planned",
+        "preemptions",
+        "probed",
+        "prompt_len",
+        "prompt_logprobs",
+        "rank",
+        "rid",
+        "scheduled",
+        "seq",
+        "shared",
+        "slot",
+        "state",
+        "stop_ids",
+        "submit",
+        "tokens",
+        "told",
+    )
+
+    def __init__(self, submit: Submit, max_new: int, seq: int, arrival: float, priority: int) -> None:
+        self.submit = submit
+        self.rid = submit.rid
+        self.namespace = submit.namespace
+        self.tokens = list(submit.tokens)
+        self.data = array("i", self.tokens).tobytes()  # committed tokens when it last began to wait
+        self.prompt_len = len(self.tokens)
+        self.limit = self.prompt_len + max_new
+        self.goal = max(self.limit - 1, self.prompt_len)
+        self.stop_ids = submit.stop_ids
+        self.min_tokens = submit.sampling.min_tokens
+        self.seq = seq
+        self.arrival = arrival
+        self.rank: tuple[float, float, int] = (-priority, arrival, seq)  # smaller is served first
+        self.state = State.WAITING
+        self.finish: str | None = None
+
+        self.slot = -1
+        self.pages: list[int] = []
+        self.node: Node | None = None
+        self.shared = 0
+        self.borrowed = 0  # pages it found in the tree
+        self.told = 0  # pages the workers know of
+        self.known = self.prompt_len
+        self.planned = 0
+        self.allocated = 0
+        self.last_step = 0
+
+        self.cached = 0
+        self.preemptions = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = (
+            [None] if submit.sampling.prompt_logprobs >= 0 else None
+        )
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
+        self.probed: tuple[int, Node | None, int] = (-1, None, 0)  # cache version, node, length
+
+    @property
+    def reads_cache(self) -> bool:
+        """Prompt logprobs need the prompt computed, so a request that still owes them reads no cached prefix."""
+        return self.prompt_logprobs is None
+
+    @property
+    def outputs(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - self.prompt_len
+
+    def boost(self) -> None:
+        """It has waited too long: from now on it goes before every request that has not."""
+        self.rank = (-math.inf, self.arrival, self.seq)
+
+    @property
+    def boosted(self) -> bool:
+        return self.rank[0] == -math.inf
+
+    def run(self, now: float) -> None:
+        self._move(State.WAITING, State.RUNNING)
+        if self.scheduled is None:
+            self.scheduled = now
+
+    def drain(self) -> None:
+        """No more steps for it: it has ended or is retracted."""
+        self._move(State.RUNNING, State.DRAINING)
+
+    def requeue(self) -> None:
+        """A retracted request has left every step: all its samples are committed, and it starts over with them."""
+        assert self.finish is None
+        assert self.slot < 0
+        self._move(State.DRAINING, State.WAITING)
+        self.preemptions += 1
+        self.known = len(self.tokens)
+        self.planned = 0
+        self.data = array("i", self.tokens).tobytes()
+        self.probed = (-1, None, 0)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    def done(self) -> None:
+        """Ended, and nothing is held."""
+        assert self.finish is not None
+        assert self.slot < 0
+        assert self.state in (State.WAITING, State.DRAINING)
+        self.state = State.DONE
+
+    def _move(self, old: State, new: State) -> None:
+        assert self.state is old, f"{self.rid}: {self.state} -> {new}"
+        self.state = new

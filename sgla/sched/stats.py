@@ -1,0 +1,47 @@
+"""Numbers for metrics. Counters only grow; the rest are of now."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Finished(msgspec.Struct, kw_only=True):
+    """One ended request. Times are seconds on the caller's clock; ``None``: it never came so far."""
+
+    rid: str
+    reason: str  # stop | length | abort | error
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    finished: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    running: int = 0
+    waiting: int = 0
+    draining: int = 0
+    in_flight: int = 0  # steps
+    pages_total: int = 0  # without the dummy
+    pages_free: int = 0
+    pages_cached: int = 0  # in the tree
+    pages_evictable: int = 0  # of those, not in use
+    pages_private: int = 0
+    cached_tokens: int = 0  # in the tree
+    query_tokens: int = 0  # counter: tokens looked up in the tree, once a request
+    hit_tokens: int = 0  # counter: of those, found
+    preemptions: int = 0  # counter
+    rejected: int = 0  # counter: refused by offer
+    finished: dict[str, int] = {}  # counter by reason
+    prompt_tokens: int = 0  # counter: prompts of admitted requests
+    output_tokens: int = 0  # counter: committed
+    steps: int = 0  # counter
+    step_seconds: float = 0.0  # counter: the worker was busy
+    gap_seconds: float = 0.0  # counter: the worker waited for a plan
+    last_rows: int = 0  # of the last plan
+    last_decodes: int = 0
+    last_tokens: int = 0
+    last_predicted: float = 0.0  # seconds it should take; 0 without an inter-token target

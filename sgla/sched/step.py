@@ -1,0 +1,121 @@
+"""One step under construction, and what the host remembers of it until its result."""
+
+from __future__ import annotations
+
+from array import array
+
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan
+from sgla.sched.budget import pairs
+from sgla.sched.request import Request
+
+
+class Step:
+    """Columns of the plan in row order. ``samples``: requests of the SAMPLE rows; ``ends``: requests without outputs
+    whose prompt is complete with this step."""
+
+    __slots__ = (
+        "_flags",
+        "_new",
+        "_page_counts",
+        "_page_ids",
+        "_page_slots",
+        "_q_lens",
+        "_slots",
+        "_starts",
+        "decodes",
+        "ends",
+        "number",
+        "rows",
+        "samples",
+        "tokens",
+        "work",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows: list[Request] = []
+        self.samples: list[Request] = []
+        self.ends: list[Request] = []
+        self.decodes = 0
+        self.tokens = 0
+        self.work = 0
+        self._slots: list[int] = []
+        self._starts: list[int] = []
+        self._q_lens: list[int] = []
+        self._flags = bytearray()
+        self._page_slots: list[int] = []
+        self._page_counts: list[int] = []
+        self._page_ids: list[int] = []
+        self._new: list[NewRow] = []
+
+    def set_decodes(self, rows: list[Request], slots: list[int], starts: list[int]) -> None:
+        """The first rows of the step: one sampled token each. Takes the lists over."""
+        assert not self.rows
+        n = len(rows)
+        self.rows, self._slots, self._starts = rows, slots, starts
+        self.samples = rows.copy()
+        self._q_lens = [1] * n
+        self._flags = bytearray((SAMPLE,)) * n
+        self.decodes = self.tokens = n
+        self.work = sum(starts) + n
+
+    def add_prefill(self, request: Request, count: int) -> None:
+        """A row of ``count`` tokens, with pages for them; moves ``planned``, and ``known`` if the row samples."""
+        self.tell_pages(request)
+        start = request.planned
+        end = start + count
+        flags = 0
+        if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
+            flags |= PROMPT_LOGPROBS
+        if end == request.known:
+            if request.limit > request.prompt_len:
+                flags |= SAMPLE
+                request.known += 1
+                self.samples.append(request)
+            else:
+                self.ends.append(request)
+        self.rows.append(request)
+        self._slots.append(request.slot)
+        self._starts.append(start)
+        self._q_lens.append(count)
+        self._flags.append(flags)
+        request.planned = end
+        request.last_step = self.number
+        self.tokens += count
+        self.work += pairs(start, count)
+
+    def tell_pages(self, request: Request) -> None:
+        """Append the pages the workers do not know of yet to the table of the request, which has a row in this step."""
+        fresh = request.pages[request.told :]
+        if fresh:
+            self._page_slots.append(request.slot)
+            self._page_counts.append(len(fresh))
+            self._page_ids += fresh
+            request.told = len(request.pages)
+
+    def add_new(self, request: Request) -> None:
+        """The request takes its slot in this step, with the pages it holds now."""
+        self._new.append(
+            NewRow(
+                slot=request.slot,
+                tokens=request.data,
+                prompt_len=request.prompt_len,
+                pages=array("i", request.pages).tobytes(),
+                sampling=request.submit.sampling,
+            )
+        )
+        request.told = len(request.pages)
+
+    def encode(self) -> StepPlan:
+        """The message for the workers."""
+        return StepPlan(
+            step=self.number,
+            slots=array("i", self._slots).tobytes(),
+            starts=array("i", self._starts).tobytes(),
+            q_lens=array("i", self._q_lens).tobytes(),
+            flags=bytes(self._flags),
+            page_slots=array("i", self._page_slots).tobytes(),
+            page_counts=array("i", self._page_counts).tobytes(),
+            page_ids=array("i", self._page_ids).tobytes(),
+            new=self._new,
+        )
