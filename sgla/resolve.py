@@ -1,0 +1,223 @@
+"""From the user's settings and the machine's facts to the value of every setting, each with its reason. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.observe.machine import Machine, detect
+
+MIB, GIB = 1 << 20, 1 << 30
+BYTES = {"float32": 4, "bfloat16": 2}
+ROOM_TOKENS = 16384  # tokens the default KV cache has room for
+GPU_FRACTION = 0.85  # of the GPU's memory for weights and KV, the rest for workspace
+
+
+class Choice(NamedTuple):
+    value: Any
+    reason: str
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """``config`` has no open value left, except context_length as long as the model is unknown.
+
+    ``reasons``: one per field. ``notes``: what the user may want to know or change.
+    """
+
+    config: Config
+    reasons: dict[str, str]
+    notes: list[str]
+
+
+class KVShape(NamedTuple):
+    """What the size of the KV cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    positions: int | None  # the model's own limit
+
+    def bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
+
+
+def resolve(
+    config: Config, machine: Machine | None = None, model: Mapping[str, Any] | None = None
+) -> Resolved:
+    """Fill every open value of ``config``.
+
+    ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if known.
+    Raises ConfigError for values out of range or impossible together.
+    """
+    machine = machine or detect()
+    check(config)
+    defaults = Config()
+    reasons = {
+        name: "default" if getattr(config, name) == getattr(defaults, name) else "given"
+        for name in Config.__struct_fields__
+    }
+    filled: dict[str, Any] = {}
+
+    def settle(name: str, choice: Choice) -> Any:
+        if getattr(config, name) in (None, "auto"):
+            filled[name], reasons[name] = choice
+            return choice.value
+        return getattr(config, name)
+
+    device = settle("device", choose_device(machine))
+    if device == "cuda" and config.tp > len(machine.gpus):
+        raise ConfigError(
+            f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
+        )
+    dtype = settle("dtype", Choice("bfloat16", "half the memory traffic of float32, which bounds decode"))
+    cuda = device == "cuda"
+    settle("threads", choose_threads(machine, config.tp))
+    settle("depth", Choice(2, "plans the next step while this one runs"))
+    settle(
+        "max_running_requests",
+        Choice(256, "rows a GPU decodes at little extra cost")
+        if cuda
+        else Choice(64, "beyond this a CPU step only gets longer"),
+    )
+    settle(
+        "step_tokens",
+        Choice(8192, "prefill chunk that fills a GPU")
+        if cuda
+        else Choice(512, "prefill chunk that fills a CPU's cores"),
+    )
+    settle(
+        "itl_target_ms",
+        Choice(50.0, "smooth streaming on a GPU")
+        if cuda
+        else Choice(200.0, "five tokens a second while prompts are read"),
+    )
+    room = settle("kv_cache_bytes", choose_kv_bytes(machine, cuda, model, dtype, config))
+    if model:
+        settle("context_length", choose_context(kv_shape(model), dtype, room * config.tp))
+    elif config.context_length is None:
+        reasons["context_length"] = "the model's own limit, or what the KV cache holds"
+    if not config.served_model_name:
+        filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
+    return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
+
+
+def choose_device(machine: Machine) -> Choice:
+    if machine.gpus and machine.torch_cuda:
+        return Choice("cuda", f"{machine.gpus[0].name} and a torch built for CUDA {machine.torch_cuda}")
+    if machine.gpus:
+        return Choice("cpu", f"{machine.gpus[0].name} is there, but torch {machine.torch} is a CPU build")
+    return Choice("cpu", "no NVIDIA GPU")
+
+
+def choose_threads(machine: Machine, tp: int) -> Choice:
+    few = machine.cores <= 4
+    cores = machine.cores if few else machine.physical_cores
+    kind = "usable" if few else "physical"
+    if tp == 1:
+        return Choice(cores, f"all {kind} cores")
+    return Choice(max(1, cores // tp), f"{cores} {kind} cores over {tp} ranks")
+
+
+def choose_kv_bytes(
+    machine: Machine, cuda: bool, model: Mapping[str, Any] | None, dtype: str, config: Config
+) -> Choice:
+    """CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free. GPU: a share of its memory."""
+    if cuda:
+        total = machine.gpus[0].memory if machine.gpus else 0
+        weights = weight_bytes(model, dtype, config.quantization) // config.tp if model else total // 3
+        return Choice(
+            int(total * GPU_FRACTION) - weights, f"{GPU_FRACTION:.0%} of the GPU's memory, less the weights"
+        )
+    shape = kv_shape(model) if model else None
+    wanted = max(512 * MIB, shape.bytes_per_token(dtype) * ROOM_TOKENS // config.tp if shape else 0)
+    limit = machine.memory_available // 4
+    if wanted > limit > 0:
+        return Choice(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")
+    return Choice(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
+
+
+def choose_context(shape: KVShape, dtype: str, kv_bytes: int) -> Choice:
+    room = kv_bytes // shape.bytes_per_token(dtype)
+    if shape.positions is None or room < shape.positions:
+        return Choice(room, "what the KV cache holds; --kv-cache-bytes gives more")
+    return Choice(shape.positions, "the model's own limit")
+
+
+def kv_shape(model: Mapping[str, Any]) -> KVShape:
+    """Read the shape out of a config.json (of the text part, for models that have several)."""
+    text = model.get("text_config") or model
+    heads = text["num_attention_heads"]
+    return KVShape(
+        layers=text["num_hidden_layers"],
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        positions=text.get("max_position_embeddings"),
+    )
+
+
+def weight_bytes(model: Mapping[str, Any], dtype: str, quantization: str | None = None) -> int:
+    """Estimated size of a dense decoder's weights; quantization leaves the embedding as it is."""
+    text = model.get("text_config") or model
+    hidden, inner, shape = text["hidden_size"], text["intermediate_size"], kv_shape(model)
+    queries = text["num_attention_heads"] * shape.head_dim
+    layer = 2 * hidden * queries + 2 * hidden * shape.kv_heads * shape.head_dim + 3 * hidden * inner
+    tied = text.get("tie_word_embeddings", model.get("tie_word_embeddings", False))
+    embedding = text["vocab_size"] * hidden * (1 if tied else 2)
+    bits = {"int8": 8.0, "int4": 5.0}.get(quantization or "", 8.0 * BYTES[dtype])
+    return int(shape.layers * layer * bits / 8) + embedding * BYTES[dtype]
+
+
+def notes(config: Config, machine: Machine, device: str) -> list[str]:
+    """Advice: what slows this configuration down on this machine, and how to change it."""
+    found = []
+    if device == "cpu" and config.native_kernels and machine.compiler is None:
+        found.append(
+            "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ or clang++"
+        )
+    if device == "cpu" and machine.gpus and not machine.torch_cuda:
+        found.append("a GPU is there but torch is a CPU build: install a CUDA build of torch to use it")
+    if config.threads and config.threads * config.tp > machine.cores:
+        found.append(
+            f"{config.threads * config.tp} threads on {machine.cores} cores: they will wait for each other"
+        )
+    return found
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "context_length": (1, math.inf),
+    "tp": (1, 1024),
+    "threads": (1, 4096),
+    "fake_step_ms": (0, math.inf),
+    "max_running_requests": (1, 65536),
+    "max_queued_requests": (0, math.inf),
+    "step_tokens": (1, math.inf),
+    "itl_target_ms": (0, math.inf),
+    "depth": (1, 3),
+    "kv_cache_bytes": (1, math.inf),
+    "page_size": (1, 1024),
+    "port": (0, 65535),
+    "max_body_bytes": (1, math.inf),
+    "sink_limit_bytes": (1, math.inf),
+    "drain_timeout": (0, math.inf),
+    "sse_keepalive": (0, math.inf),
+}
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError if a number is out of its range."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if not (low <= value <= high and math.isfinite(value)):
+            span = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)
+    if "" in config.served_model_name or not config.model:
+        raise ConfigError("--model and --served-model-name cannot be empty", param="model")
+    if config.api_key == "":
+        raise ConfigError("--api-key is empty; leave it out to serve without one", param="api_key")
