@@ -59,6 +59,7 @@ async def _serve(
     await runner.setup()
     try:
         url = await _listen(runner, config)
+        print(f"listening on {url} (503 until the model is loaded)", flush=True)
         code = await _supervise(system, stop, lambda facts: on_ready and on_ready(facts, url, clock.now() - started))
     except ConfigError as error:
         print(f"sgla: {error.message}", file=sys.stderr)

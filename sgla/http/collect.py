@@ -1,0 +1,126 @@
+"""Gathering events: one accumulator a choice, and the sink of requests that are answered in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from sgla.http.ports import Sink
+from sgla.messages import Event, Rejected, TokenLogprob, Usage
+
+
+class Choice:
+    """The events of one choice, appended in linear time."""
+
+    __slots__ = (
+        "finish",
+        "index",
+        "logprobs",
+        "matched",
+        "prompt_logprobs",
+        "prompt_tokens",
+        "rid",
+        "texts",
+        "tokens",
+        "usage",
+    )
+
+    def __init__(self, index: int, rid: str = "") -> None:
+        self.index = index
+        self.rid = rid
+        self.texts: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.prompt_tokens: list[int] | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.finish: str | None = None
+        self.matched: str | int | None = None
+        self.usage = Usage()
+
+    def add(self, event: Event) -> None:
+        if event.text:
+            self.texts.append(event.text)
+        self.tokens.extend(event.tokens)
+        if event.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs.extend(event.logprobs)
+        if event.prompt_tokens is not None:
+            self.prompt_tokens = event.prompt_tokens
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
+        self.rid, self.finish, self.matched, self.usage = event.rid, event.finish, event.matched, event.usage
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def event(self) -> Event:
+        """Everything gathered so far as a single event."""
+        return Event(
+            rid=self.rid,
+            index=self.index,
+            text=self.text,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            prompt_tokens=self.prompt_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            finish=self.finish,
+            matched=self.matched,
+            usage=self.usage,
+        )
+
+
+class Collector:
+    """A sink that resolves ``done`` when every choice has finished or the request was rejected."""
+
+    def __init__(self, choices: int) -> None:
+        self.choices = [Choice(index) for index in range(choices)]
+        self.done: asyncio.Future[Rejected | None] = asyncio.get_running_loop().create_future()
+        self._left = choices
+
+    def push(self, message: Event | Rejected) -> None:
+        if self.done.done():
+            return
+        if isinstance(message, Rejected):
+            self.done.set_result(message)
+            return
+        self.choices[message.index].add(message)
+        if message.finish is not None:
+            self._left -= 1
+            if not self._left:
+                self.done.set_result(None)
+
+    def abort(self) -> None:
+        """End the choices that are still open with finish ``abort``."""
+        for choice in self.choices:
+            if choice.finish is None:
+                choice.finish = "abort"
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class PromptOnly:
+    """A sink for ``max_tokens: 0``: the engine makes one token, this hides it and lets only the prompt's data pass."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def push(self, message: Event | Rejected) -> None:
+        if isinstance(message, Event):
+            message.text, message.tokens, message.matched = "", [], None
+            message.logprobs = None if message.logprobs is None else []
+            message.usage = Usage(message.usage.prompt_tokens, 0, message.usage.cached_tokens)
+            if message.finish == "stop":
+                message.finish = "length"
+        self._sink.push(message)
+
+
+def total_usage(usages: Iterable[tuple[int, Usage]], n: int) -> Usage:
+    """Sum over (choice index, its usage), ``n`` choices a prompt: a prompt and its cached part count once."""
+    total = Usage()
+    for index, usage in usages:
+        total.completion_tokens += usage.completion_tokens
+        if index % n == 0:
+            total.prompt_tokens += usage.prompt_tokens
+            total.cached_tokens += usage.cached_tokens
+    return total

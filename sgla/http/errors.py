@@ -1,0 +1,57 @@
+"""Errors on the wire: OpenAI's body for every status, with the headers that steer the clients' retries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from aiohttp import web
+
+from sgla.errors import BadRequest, SglaError
+from sgla.http.wire import json_response
+from sgla.messages import Rejected
+
+# A retry can cure these; every other 4xx tells the client to give up at once.
+RETRYABLE = frozenset({408, 409, 429})
+
+
+class Busy(BadRequest):
+    """The request conflicts with what the server is doing now."""
+
+    status = 409
+    code = "busy"
+
+
+class Aborted(BadRequest):
+    """The request was ended from outside: by ``/abort_request`` or by the scheduler."""
+
+    code = "request_aborted"
+
+
+class MethodNotAllowed(BadRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
+class Refused(SglaError):
+    """A Rejected that arrived before anything was sent, as an exception."""
+
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
+        self.status, self.code, self.type = rejected.status, rejected.code, rejected.type
+
+
+def error_body(error: SglaError | Rejected) -> dict[str, Any]:
+    """``{"error": {message, type, param, code}}``; ``code`` is always a string."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: SglaError) -> web.Response:
+    headers = {}
+    if 400 <= error.status < 500 and error.status not in RETRYABLE:
+        headers["x-should-retry"] = "false"
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1.0)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error_body(error), status=error.status, headers=headers)

@@ -1,0 +1,23 @@
+"""The first lines of every POST handler: ready, read, decode."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from sgla.http.schema import Schema
+from sgla.http.server import SERVER
+from sgla.http.wire import read_body
+
+IGNORED_FIELDS = "ignored_fields"  # key of web.Request: names for the x-ignored-fields header
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+async def intake(request: web.Request, schema: Schema[R]) -> R:
+    """The typed body. Raises NotReady while the model loads, TooLarge, or a BadRequest that names the field."""
+    request.app[SERVER].ingress.require_ready()
+    fields, request[IGNORED_FIELDS] = schema.decode(await read_body(request))
+    return fields

@@ -1,0 +1,74 @@
+"""Parts that chat and text completions share: usage objects, stop reasons, chunk heads, request checks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sgla.errors import InvalidField, SglaError
+from sgla.http.errors import error_body
+from sgla.http.schema import OpenAIFields
+from sgla.http.wire import encode
+from sgla.messages import Rejected, Usage
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def stop_fields(finish: str | None, matched: str | int | None, stop_token_ids: list[int]) -> dict[str, Any]:
+    """Which stop ended the choice: SGLang's ``matched_stop`` names any, vLLM's ``stop_reason`` only asked-for ones."""
+    if finish != "stop":
+        return {"matched_stop": None, "stop_reason": None}
+    asked = isinstance(matched, str) or matched in stop_token_ids
+    return {"matched_stop": matched, "stop_reason": matched if asked else None}
+
+
+def check_stream_options(fields: OpenAIFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidField("stream_options is only allowed with stream: true", param="stream_options")
+
+
+class ChunkStream:
+    """Chunks of one response. They share everything but their choices, so that part is encoded once.
+
+    Subclasses encode events; ``plain`` tells them that a chunk is nothing but text.
+    """
+
+    def __init__(self, head: dict[str, Any], fields: OpenAIFields, plain: bool) -> None:
+        options = fields.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.continuous_usage_stats)
+        self._token_ids = bool(fields.return_token_ids)
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self.plain = plain and not self._token_ids and not self._continuous
+
+    def chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
+        """A block with one choice; ``usage`` is that choice's so far."""
+        tail = b',"usage":%b}\n\n' % encode(usage_object(usage)) if self._continuous else self._tail
+        return b"%b%b]%b" % (self._head, encode(choice), tail)
+
+    def end(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return b""
+        return b'%b],"usage":%b}\n\n' % (self._head, encode(usage_object(usage)))
+
+    def error(self, error: Rejected | SglaError) -> bytes:
+        return b"data: %b\n\n" % encode(error_body(error))
+
+
+def response_head(prefix: str, uid: str, kind: str, model: str, fingerprint: str) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uid}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }
+

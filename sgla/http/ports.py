@@ -1,0 +1,82 @@
+"""What the HTTP layer needs of the rest: the shapes of ``actors.ingress.Ingress`` and of the text services."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sgla.messages import Control, Event, Facts, Job, Rejected
+
+
+class Sink(Protocol):
+    """Where the output of a request goes. ``push`` never blocks and never raises."""
+
+    def push(self, message: Event | Rejected) -> None: ...
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class Template(Protocol):
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str: ...
+
+
+class Progress(Protocol):
+    message: str
+    done: int
+    total: int
+
+
+class Ingress(Protocol):
+    """The engine as handlers see it. ``tokenizer``, ``template`` and ``facts`` are None until the model is loaded."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def model_names(self) -> list[str]: ...
+
+    @property
+    def facts(self) -> Facts | None: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def template(self) -> Any: ...
+
+    @property
+    def default_sampling(self) -> dict[str, Any]: ...
+
+    def require_ready(self) -> None:
+        """Raise the typed 503 that says why requests are not accepted now."""
+
+    def open(self, job: Job, sink: Sink) -> None:
+        """Admit a request or raise the SglaError that refuses it; never waits."""
+
+    def cancel(self, rid: str, reason: str) -> bool:
+        """Forget the request and free what it holds; nothing more reaches its sink. False if it is not open."""
+
+    def stats(self) -> Any: ...
+
+    async def flush_cache(self) -> bool: ...
+
+    async def control(self, command: Control) -> Any: ...

@@ -1,0 +1,363 @@
+"""Request bodies: typed structs, what of the known fields is not honoured yet, and the decoder that names errors.
+
+A field is in one of four classes: declared in a struct below (honoured); in ``UNSUPPORTED`` (refused by name unless its
+value asks for nothing); in ``IGNORED`` (accepted, without effect on the output); or unknown (ignored, but told).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from sgla.errors import BadRequest, InvalidField, UnsupportedField
+
+log = logging.getLogger(__name__)
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_CHOICES = 4096  # prompts x n in one request
+
+_OFF = (None, False)
+_EMPTY = (None, "", [], {})
+
+# Known fields that are not honoured yet, each with the values that ask for nothing and are therefore accepted.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tool_choice": (None, "none"),
+    "functions": _EMPTY,
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": _EMPTY,
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": _EMPTY,
+    "guided_grammar": (None,),
+    "guided_json_object": _OFF,
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+    "structural_tag": (None,),
+    "grammar": _EMPTY,
+    "regex": (None,),
+    "ebnf": (None,),
+    "json_schema": (None,),
+    "stop_regex": _EMPTY,
+    "suffix": (None, ""),
+    "use_beam_search": _OFF,
+    "beam_width": (None, 1),
+    "length_penalty": (None, 1.0),
+    "bad_words": _EMPTY,
+    "allowed_token_ids": (None,),
+    "token_ids_logprob": (None,),
+    "logprob_token_ids": (None,),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
+    "chat_template": (None,),
+    "include_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+    "thinking_token_budget": (None,),
+    "max_thinking_tokens": (None,),
+    "repetition_detection": (None,),
+    "repetition_ngram": (None,),
+    "custom_logit_processor": (None,),
+    "logits_processors": _EMPTY,
+    "vllm_xargs": _EMPTY,
+    "custom_params": _EMPTY,
+    "lora_path": _EMPTY,
+    "session_id": (None,),
+    "session_params": _EMPTY,
+    "input_embeds": (None,),
+    "prompt_embeds": (None,),
+    "image_data": _EMPTY,
+    "video_data": _EMPTY,
+    "audio_data": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
+    "media_io_kwargs": _EMPTY,
+    "images_config": _EMPTY,
+    "modalities": (None, [], ["text"]),
+    "audio": (None,),
+    "return_hidden_states": _OFF,
+    "return_routed_experts": _OFF,
+    "kv_transfer_params": (None,),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+}
+
+# Fields of the APIs that cannot change the output here.
+IGNORED = frozenset(
+    """user metadata store service_tier prediction safety_identifier prompt_cache_key prompt_cache_retention
+    prompt_cache_options verbosity moderation web_search_options parallel_tool_calls separate_reasoning
+    stream_interval log_metrics background""".split()
+)
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Allowed values of a number. ``open_low``: ``low`` itself is excluded."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low}" if self.open_low else f"at least {self.low}"
+        if self.high is None:
+            return low
+        return f"{low} and at most {self.high}" if self.open_low else f"between {self.low} and {self.high}"
+
+
+INT64 = Range(-(2**63), 2**63 - 1)
+TOKENS = Range(1, 2**31 - 1)
+
+RANGES: dict[str, Range] = {
+    "temperature": Range(0),
+    "top_p": Range(0, 1, open_low=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, open_low=True),
+    "seed": INT64,
+    "sampling_seed": INT64,
+    "n": Range(1, 128),
+    "max_tokens": Range(0, 2**31 - 1),
+    "max_completion_tokens": TOKENS,
+    "max_new_tokens": Range(0, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "min_new_tokens": Range(0, 2**31 - 1),
+    "top_logprobs": Range(0, 20),
+    "top_logprobs_num": Range(0, 20),
+    "logprob_start_len": Range(-1, 2**31 - 1),
+    "priority": Range(-(2**31), 2**31 - 1),
+    "timeout": Range(0, open_low=True),
+}
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Sampling fields that all routes share, under OpenAI's, vLLM's and SGLang's names. None: the default."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class RequestFields(msgspec.Struct, kw_only=True):
+    """Fields about the request rather than its text."""
+
+    model: str | None = None
+    stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    timeout: float | None = None  # seconds after which the request ends with 504
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIFields(SamplingFields, RequestFields, kw_only=True):
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    rid: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class ChatRequest(OpenAIFields, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionRequest(OpenAIFields, kw_only=True):
+    prompt: str | list[int | str | list[int]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class NativeSampling(SamplingFields, kw_only=True):
+    max_new_tokens: int | None = None
+
+
+class GenerateRequest(RequestFields, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    rid: str | None = None
+    abort_all: bool | None = None
+    abort_message: str | None = None
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NESTED = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None)
+_PATH = re.compile(r"(?P<text>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_REQUIRED = re.compile(r"Object missing required field `(\w+)`")
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_told: set[str] = set()
+
+
+class Schema(Generic[R]):
+    """Decoder of one kind of body. ``nested``: names of declared fields whose objects are checked in the same way."""
+
+    def __init__(self, kind: type[R], nested: Mapping[str, type[msgspec.Struct]] | None = None) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._fields = frozenset(kind.__struct_fields__)
+        self._nested = {name: frozenset(sub.__struct_fields__) for name, sub in (nested or {}).items()}
+
+    def decode(self, body: bytes) -> tuple[R, list[str]]:
+        """The typed request and the names of ignored unknown fields. Raises BadRequest subclasses that name the field."""
+        if not body.strip():
+            raise BadRequest("the request body is empty; a JSON object is expected")
+        try:
+            request = self._decoder.decode(body)
+            ignored = self._unknown(_RAW.decode(body))
+        except msgspec.ValidationError as error:
+            raise invalid(str(error)) from error
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"the request body is not valid JSON: {error}") from error
+        except UnicodeDecodeError as error:
+            raise BadRequest(f"the request body is not valid UTF-8: {error.reason}") from error
+        except RecursionError as error:
+            raise BadRequest("the request body is nested too deeply") from error
+        check_ranges(request)
+        for name in self._nested:
+            for item in as_list(getattr(request, name)):
+                check_ranges(item)
+        return request, ignored
+
+    def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> list[str]:
+        names = unknown(raw, self._fields)
+        for name, fields in self._nested.items():
+            for item in as_list(_NESTED.decode(raw[name])) if name in raw else []:
+                names += unknown(item, fields)
+        return names
+
+
+def as_list(value: Any) -> list[Any]:
+    """``value`` as a list: itself, empty for None, or of one."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
+    """Names of ``raw`` that nobody knows. Raises UnsupportedField for a known one whose value cannot be honoured."""
+    names = []
+    for name, value in raw.items():
+        if name in fields or name in IGNORED:
+            continue
+        harmless = UNSUPPORTED.get(name)
+        if harmless is None:
+            names.append(name)
+        elif msgspec.json.decode(value) not in harmless:
+            raise unsupported(name)
+    _tell(names)
+    return names
+
+
+def unsupported(name: str, detail: str = "") -> UnsupportedField:
+    return UnsupportedField(f"{name} is not supported by this server{detail}; leave it out", param=name)
+
+
+def invalid(text: str) -> BadRequest:
+    """A msgspec validation message as an InvalidField with the path in front: ``n: expected int, got str``."""
+    if missing := _REQUIRED.match(text):
+        return InvalidField(f"{missing[1]} is required", param=missing[1])
+    match = _PATH.fullmatch(text)
+    assert match is not None
+    path = (match["path"] or "").lstrip(".")
+    reason = match["text"].replace("`", "").replace(" | null", "")
+    reason = reason[:1].lower() + reason[1:]
+    if not path:
+        return BadRequest(f"the request body does not fit: {reason}")
+    return InvalidField(f"{path}: {reason}", param=re.split(r"[.\[]", path)[0])
+
+
+def check_ranges(request: msgspec.Struct) -> None:
+    """Raise InvalidField for the first number outside its ``RANGES`` entry."""
+    for name in request.__struct_fields__:
+        allowed = RANGES.get(name)
+        if allowed is None:
+            continue
+        for number in as_list(getattr(request, name)):
+            if number not in allowed:
+                raise InvalidField(f"{name} must be {allowed}, got {number}", param=name)
+
+
+def _tell(names: list[str]) -> None:
+    """Log each unknown name once; the memory of what was logged is bounded."""
+    for name in names:
+        if name not in _told and len(_told) < 1000 and _PLAIN_NAME.fullmatch(name):
+            _told.add(name)
+            log.info("ignoring unknown request field %s", name)
+
+
+def header_value(names: list[str]) -> str:
+    """``x-ignored-fields``: at most 32 names, those that are safe in a header."""
+    return ", ".join([name for name in dict.fromkeys(names) if _PLAIN_NAME.fullmatch(name)][:32])

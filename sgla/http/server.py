@@ -1,0 +1,177 @@
+"""What all handlers share: the engine, the settings, and the table of requests that are running."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from sgla import __version__, clock
+from sgla.config import Config
+from sgla.errors import InvalidField, ModelNotFound
+from sgla.http.collect import Choice, Collector, PromptOnly
+from sgla.http.errors import Aborted, Refused
+from sgla.http.ports import Ingress, Sink
+from sgla.http.sampling import model_defaults
+from sgla.http.schema import MAX_CHOICES, RequestFields
+from sgla.messages import Job, SamplingParams
+from sgla.observe.metrics import Metrics
+
+
+class Work(msgspec.Struct, kw_only=True):
+    """One HTTP request's share of the engine: a job for each prompt, ``n`` choices for each job.
+
+    Choice ``j`` of prompt ``i`` has index ``i * n + j``. The engine makes at least one token, so ``prompt_only[i]`` tells
+    that prompt ``i`` asked for none (``max_tokens: 0``).
+    """
+
+    rid: str  # as the client knows it
+    uid: str  # unique among all requests of this server
+    jobs: list[Job]
+    n: int
+    size: int  # bytes of the request body
+    prompt_only: list[bool]
+
+    @property
+    def choices(self) -> int:
+        return len(self.jobs) * self.n
+
+
+class EndableSink(Sink, Protocol):
+    """A sink whose unfinished choices can be ended from outside."""
+
+    def abort(self) -> None: ...
+
+
+class Server:
+    """The object behind ``app[SERVER]``."""
+
+    def __init__(self, ingress: Ingress, config: Config, metrics: Metrics) -> None:
+        self.ingress = ingress
+        self.config = config
+        self.metrics = metrics
+        self.created = int(time.time())
+        self.fingerprint = "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
+        self._live: dict[str, tuple[Work, EndableSink]] = {}
+
+    # facts -----------------------------------------------------------------------------------------------------------
+
+    def model(self, asked: str | None) -> str:
+        """The model name to answer with. Raises ModelNotFound; an empty or missing name means the first model."""
+        names = self.ingress.model_names
+        if not asked:
+            return names[0]
+        if asked not in names:
+            raise ModelNotFound(f"model {asked[:200]!r} does not exist; this server has {', '.join(names)}", param="model")
+        return asked
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        if self.config.sampling_defaults == "openai":
+            return {}
+        return model_defaults(self.ingress.default_sampling)
+
+    # running requests ------------------------------------------------------------------------------------------------
+
+    def open(self, work: Work, sink: EndableSink) -> None:
+        """Admit all jobs or none of them; raises the SglaError that refuses the first refused one."""
+        self._live[work.uid] = (work, sink)
+        try:
+            for job, prompt_only in zip(work.jobs, work.prompt_only):
+                self.ingress.open(job, PromptOnly(sink) if prompt_only else sink)
+        except BaseException:
+            self.close(work, "client")
+            raise
+
+    def close(self, work: Work, reason: str = "client") -> None:
+        """Cancel what is still running of ``work``; idempotent."""
+        if self._live.pop(work.uid, None) is not None:
+            for job in work.jobs:
+                self.ingress.cancel(job.rid, reason)
+
+    def abort(self, rid: str | None) -> int:
+        """End the running requests with this id, or all of them for None. Returns how many there were."""
+        found = [
+            (work, sink)
+            for work, sink in self._live.values()
+            if rid is None or rid in (work.rid, work.uid)
+        ]
+        for work, sink in found:
+            self.close(work)
+            sink.abort()
+        return len(found)
+
+    async def collect(self, work: Work) -> list[Choice]:
+        """Run ``work`` to its end; the choices in index order. A request that is rejected raises."""
+        sink = Collector(work.choices)
+        self.open(work, sink)
+        try:
+            rejected = await sink.done
+        finally:
+            self.close(work)
+        if rejected is not None:
+            raise Refused(rejected)
+        return sink.choices
+
+
+SERVER = web.AppKey("server", Server)
+RID, UID = "rid", "uid"  # keys of web.Request: the id that clients see, and its unique form
+ABORTED = "the request was aborted"
+_counter = itertools.count()
+
+
+def make_work(
+    request: web.Request,
+    fields: RequestFields,
+    prompts: Sequence[Mapping[str, Any]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    rid: str | None = None,
+    **common: Any,
+) -> Work:
+    """A Work of one job for each of ``prompts`` (the Job fields that differ); ``common`` is the same for all.
+
+    ``rid`` is the id that the body asks for. ``sampling`` may be one for each prompt, with the same ``n``.
+    """
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    n = each[0].n
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidField(f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices in one request", param="n")
+    uid = request[UID] if rid is None else unique(rid)
+    common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
+    common["namespace"] = "\0".join(filter(None, (fields.cache_salt, fields.extra_key)))
+    jobs = [
+        Job(
+            rid=uid if len(prompts) == 1 else f"{uid}-{i}",
+            sampling=params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1),
+            stream=bool(fields.stream),
+            priority=fields.priority or 0,
+            index_base=i * n,
+            **prompt,
+            **common,
+        )
+        for i, (prompt, params) in enumerate(zip(prompts, each))
+    ]
+    return Work(
+        rid=rid or request[RID],
+        uid=uid,
+        jobs=jobs,
+        n=n,
+        size=request.content_length or 0,
+        prompt_only=[params.max_tokens == 0 for params in each],
+    )
+
+
+def unique(rid: str) -> str:
+    """An id for the engine made of one that a client chose, and may have chosen before."""
+    return f"{rid}-{next(_counter)}"
+
+
+def raise_aborted(choices: Iterable[Choice]) -> None:
+    """Raise Aborted if a choice was ended from outside: OpenAI's responses have no finish_reason for that."""
+    if any(choice.finish == "abort" for choice in choices):
+        raise Aborted(ABORTED)

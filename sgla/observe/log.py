@@ -1,0 +1,42 @@
+"""Logging set-up: one line an event on stderr, colours on a terminal only, and never a word of a prompt."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+COLOURS = {logging.DEBUG: "\x1b[2m", logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
+RESET = "\x1b[0m"
+
+
+class LineFormatter(logging.Formatter):
+    """``12:34:56.789 info http: message``; line breaks inside the message are escaped, a traceback follows indented."""
+
+    def __init__(self, colours: bool) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = record.name.removeprefix("sgla.")
+        time = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
+        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        line = f"{time} {record.levelname.lower():7} {name}: {message}"
+        colour = COLOURS.get(record.levelno) if self._colours else None
+        if colour:
+            line = f"{colour}{line}{RESET}"
+        if record.exc_info:
+            line += "\n" + "\n".join("    " + part for part in self.formatException(record.exc_info).splitlines())
+        return line
+
+
+def setup_logging(level: str = "info", stream: TextIO | None = None) -> None:
+    """Send the logs of the whole process to ``stream`` (default stderr). Other packages are heard from warning on."""
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter(colours=stream.isatty() and "NO_COLOR" not in os.environ))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("sgla").setLevel(level.upper())
