@@ -1,0 +1,315 @@
+"""An executor without a model: the next token is a hash of the seed and all tokens before it.
+
+So a request's output depends on its prompt alone, and any mistake in batching, chunking, sharing or release shows as another
+text. ``FakeModel`` is the pure part; it keeps the tables of a worker and checks every plan against them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from sgla.config import Config
+from sgla.errors import UnsupportedField, WorkerDied
+from sgla.executor.base import Results
+from sgla.messages import (
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    Control,
+    Facts,
+    LogprobBlock,
+    NewRow,
+    Progress,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from sgla.hub.source import ModelSource
+
+MASK = (1 << 64) - 1
+POOL_TOKENS = 1 << 20
+
+
+def mix(state: int, token: int) -> int:
+    """One round of a 64-bit hash (the multiplier of splitmix64)."""
+    state = ((state ^ token) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 & MASK
+    return state ^ state >> 29
+
+
+def ints(column: bytes) -> array[int]:
+    return array("i", column)
+
+
+class FakeSlot:
+    """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``, the stand-in for the KV at ``p``."""
+
+    __slots__ = ("chain", "computed", "pages", "prompt_len", "sampling", "tokens")
+
+    def __init__(self, new: NewRow) -> None:
+        self.tokens = ints(new.tokens).tolist()
+        self.pages = ints(new.pages).tolist()
+        self.prompt_len = new.prompt_len
+        self.sampling = new.sampling
+        self.computed = 0
+        self.chain: list[int] = []
+        self.hash_on()
+
+    def hash_on(self) -> None:
+        """Bring ``chain`` up to ``tokens``."""
+        state = self.chain[-1] if self.chain else 0
+        for token in self.tokens[len(self.chain) :]:
+            state = mix(state, token)
+            self.chain.append(state)
+
+
+class FakeModel:
+    """Executes plans at once. ``verify``: keep a page store and check it: each row must find exactly its own prefix in
+    the pages it was given, and no page may be written by two rows of a step.
+
+    ``cost(tokens, pairs)``: seconds that a step reports, ``pairs`` being the (query, key) pairs of attention.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        seed: int = 0,
+        verify: bool = True,
+        cost: Callable[[int, int], float] | None = None,
+    ) -> None:
+        self.facts = facts
+        self.computed_tokens = 0
+        self._seed = seed
+        self._cost = cost
+        self._slots: list[FakeSlot | None] = [None] * facts.slots
+        self._store = [[0] * facts.page_size for _ in range(facts.pages)] if verify else None
+        self._step = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Raises AssertionError if the plan is wrong."""
+        assert plan.step == self._step + 1, f"step {plan.step} after {self._step}"
+        self._step = plan.step
+        for new in plan.new:
+            self._slots[new.slot] = FakeSlot(new)
+        self._append_pages(plan)
+        rows = self._rows(plan)
+        if self._store is not None:
+            self._write(rows)
+            self._read(rows)
+        tokens = array("i")
+        blocks: list[LogprobBlock] = []
+        for r, (slot, start, end, flags) in enumerate(rows):
+            slot.computed = end
+            if flags & PROMPT_LOGPROBS:
+                blocks.append(self._prompt_block(r, slot, start, end))
+            if flags & SAMPLE:
+                assert end == len(slot.tokens), "a SAMPLE row must end at the last known token"
+                token = self._sample(slot)
+                if slot.sampling.logprobs >= 0:
+                    blocks.append(self._block(r, slot, False, end, [token], slot.sampling.logprobs))
+                slot.tokens.append(token)
+                slot.hash_on()
+                tokens.append(token)
+        count = sum(end - start for _, start, end, _ in rows)
+        self.computed_tokens += count
+        seconds = 0.0
+        if self._cost is not None:
+            seconds = self._cost(
+                count, sum((end - start) * (start + end + 1) // 2 for _, start, end, _ in rows)
+            )
+        return StepResult(step=plan.step, tokens=tokens.tobytes(), logprobs=blocks, seconds=seconds)
+
+    def continuation(
+        self, prompt: list[int], sampling: RowSampling, stop_ids: frozenset[int], max_new: int
+    ) -> list[int]:
+        """What a request alone must produce, its stop token included."""
+        new = NewRow(
+            slot=0, tokens=array("i", prompt).tobytes(), prompt_len=len(prompt), pages=b"", sampling=sampling
+        )
+        slot = FakeSlot(new)
+        while len(slot.tokens) - len(prompt) < max_new:
+            token = self._sample(slot)
+            slot.tokens.append(token)
+            slot.hash_on()
+            if token in stop_ids and len(slot.tokens) - len(prompt) > sampling.min_tokens:
+                break
+        return slot.tokens[len(prompt) :]
+
+    def _append_pages(self, plan: StepPlan) -> None:
+        ids = ints(plan.page_ids)
+        at = 0
+        for index, count in zip(ints(plan.page_slots), ints(plan.page_counts)):
+            slot = self._slots[index]
+            assert slot is not None, "pages for an empty slot"
+            slot.pages.extend(ids[at : at + count])
+            at += count
+        assert at == len(ids), "page_counts and page_ids disagree"
+
+    def _rows(self, plan: StepPlan) -> list[tuple[FakeSlot, int, int, int]]:
+        """(slot, start, end, flags) of each row."""
+        slots, starts, q_lens = ints(plan.slots), ints(plan.starts), ints(plan.q_lens)
+        assert len(slots) == len(starts) == len(q_lens) == len(plan.flags) > 0, "columns of different lengths"
+        assert len(set(slots)) == len(slots), "a slot has two rows"
+        assert sum(q_lens) <= self.facts.step_tokens, "more tokens than a step may have"
+        rows = []
+        for index, start, count, flags in zip(slots, starts, q_lens, plan.flags):
+            slot = self._slots[index]
+            assert slot is not None, "a row of an empty slot"
+            end = start + count
+            assert count > 0, "an empty row"
+            assert slot.computed <= start, "a token is computed twice"
+            assert end <= len(slot.tokens), "a row reads a token that does not exist"
+            assert end <= len(slot.pages) * self.facts.page_size, "a row without pages"
+            rows.append((slot, start, end, flags))
+        return rows
+
+    def _write(self, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
+        assert self._store is not None
+        size = self.facts.page_size
+        written: set[int] = set()
+        for slot, start, end, _ in rows:
+            pages = slot.pages[start // size : (end - 1) // size + 1]
+            assert 0 not in pages, "a row writes to the dummy page"
+            assert written.isdisjoint(pages), "two rows write to one page"
+            written.update(pages)
+            for position in range(start, end):
+                self._store[slot.pages[position // size]][position % size] = slot.chain[position]
+
+    def _read(self, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
+        assert self._store is not None
+        size = self.facts.page_size
+        for slot, _, end, _ in rows:
+            for i, page in enumerate(slot.pages[: (end - 1) // size + 1]):
+                expected = slot.chain[i * size : min((i + 1) * size, end)]
+                assert self._store[page][: len(expected)] == expected, f"page {page} holds another prefix"
+
+    def _sample(self, slot: FakeSlot) -> int:
+        sampling = slot.sampling
+        seed = self._seed ^ sampling.seed if sampling.temperature > 0 else self._seed
+        token = (mix(slot.chain[-1], seed) >> 20) % self.facts.vocab_size
+        if len(slot.tokens) - slot.prompt_len < sampling.min_tokens:
+            while token in sampling.stop_ids:
+                token = (token + 1) % self.facts.vocab_size
+        return token
+
+    def _prompt_block(self, row: int, slot: FakeSlot, start: int, end: int) -> LogprobBlock:
+        """The span ``[start, end)`` predicts the tokens one later, as far as they are prompt."""
+        tokens = slot.tokens[start + 1 : min(end + 1, slot.prompt_len)]
+        return self._block(row, slot, True, start + 1, tokens, slot.sampling.prompt_logprobs)
+
+    def _block(
+        self, row: int, slot: FakeSlot, prompt: bool, start: int, tokens: list[int], k: int
+    ) -> LogprobBlock:
+        """Made-up numbers that depend on the prefix and the token."""
+        values = [-(mix(slot.chain[start + i - 1], t) % 1000) / 64 for i, t in enumerate(tokens)]
+        vocab = self.facts.vocab_size
+        return LogprobBlock(
+            row=row,
+            prompt=prompt,
+            start=start,
+            values=array("f", values).tobytes(),
+            ranks=array("i", [1] * len(tokens)).tobytes(),
+            top_ids=array("i", [(t + j) % vocab for t in tokens for j in range(k)]).tobytes(),
+            top_values=array("f", [v - j for v in values for j in range(k)]).tobytes(),
+            k=k,
+        )
+
+
+class FakeExecutor:
+    """``FakeModel`` behind the Executor interface. A step lasts ``step_seconds`` on a thread of its own; with 0 it is done
+    when ``submit`` returns."""
+
+    def __init__(self, facts: Facts, seed: int = 0, step_seconds: float = 0.0, verify: bool = True) -> None:
+        self.facts = facts
+        self.model = FakeModel(facts, seed, verify)
+        self._step_seconds = step_seconds
+        self._results = Results()
+        self._plans: SimpleQueue[tuple[StepPlan, float] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._on_death: Callable[[WorkerDied], None] | None = None
+        self._dead = False
+
+    @classmethod
+    def from_config(cls, config: Config, source: ModelSource) -> FakeExecutor:
+        """Vocabulary and context length of the model, sizes of the configuration. Timed steps are not verified."""
+        model = source.config.get("text_config", source.config)
+        context = config.context_length or model.get("max_position_embeddings", 8192)
+        facts = Facts(
+            pages=max(POOL_TOKENS, context) // config.page_size + 2,
+            page_size=config.page_size,
+            slots=config.max_running_requests or 256,
+            context_len=context,
+            vocab_size=model["vocab_size"],
+            step_tokens=config.step_tokens or 8192,
+            dtype="none",
+            device="fake",
+            notes=["no model: the next token is a hash of those before it"],
+        )
+        seconds = config.fake_step_ms / 1000
+        return cls(facts, config.random_seed or 0, seconds, verify=not seconds)
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
+        on_progress(Progress(phase="load", message="no model", done=1, total=1))
+        if self._step_seconds > 0:
+            self._thread = Thread(target=self._run, name="fake-worker", daemon=True)
+            self._thread.start()
+        return self.facts
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._dead:
+            return
+        if self._step_seconds > 0:
+            self._plans.put((plan, time.monotonic()))
+        else:
+            self._results.put(self.model.execute(plan))
+
+    def _run(self) -> None:
+        free_at = time.monotonic()
+        while (item := self._plans.get()) is not None:
+            plan, submitted = item
+            result = self._execute(plan)
+            result.gap, result.seconds = max(0.0, submitted - free_at), self._step_seconds
+            free_at = max(free_at, submitted) + self._step_seconds
+            time.sleep(max(0.0, free_at - time.monotonic()))
+            self._results.put(result)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self.model.execute(plan)
+        except AssertionError as error:
+            return StepResult(step=plan.step, tokens=b"", error=str(error))
+
+    def results_fd(self) -> int:
+        return self._results.fd
+
+    def drain(self) -> list[StepResult]:
+        results = self._results.drain()
+        return [] if self._dead else results
+
+    async def control(self, command: Control) -> dict[str, Any]:
+        if command.verb == "memory":
+            return {"ledger": self.facts.ledger}
+        raise UnsupportedField(f"The fake executor has no control command {command.verb!r}.", param="verb")
+
+    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
+        self._on_death = callback
+
+    def die(self, message: str = "killed by a test") -> None:
+        """What a dead worker looks like: no more results, and one call of the death callback."""
+        if not self._dead and self._on_death is not None:
+            self._on_death(WorkerDied(message))
+        self._dead = True
+
+    async def close(self) -> None:
+        self._dead = True
+        if self._thread is not None:
+            self._plans.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        self._results.close()

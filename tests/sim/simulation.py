@@ -1,0 +1,191 @@
+"""Drives Core with FakeModel, synchronously: every plan is verified, every step is followed by ``check``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from sgla.executor.fake import FakeModel
+from sgla.messages import Delta, Facts, RowSampling, StepPlan, Submit
+from sgla.sched.core import Core
+from sgla.sched.limits import Limits
+
+VOCAB = 50
+
+
+def make_limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = dict(slots=4, pages=33, page_size=4, context_len=96, step_tokens=16, depth=2)
+    return Limits(**(values | changes))
+
+
+def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -> Submit:
+    sampling = changes.pop("sampling", RowSampling())
+    return Submit(
+        rid=rid,
+        parent=changes.pop("parent", rid),
+        index=0,
+        tokens=tokens,
+        max_new=max_new,
+        stop_ids=changes.pop("stop_ids", frozenset()),
+        sampling=sampling,
+        **changes,
+    )
+
+
+class Simulation:
+    """``done[rid]``: the merged Deltas of a request that ended. A step lasts 1 on the simulated clock (or ``cost``)."""
+
+    def __init__(self, limits: Limits, cost: Callable[[int, int], float] | None = None, check: bool = True) -> None:
+        facts = Facts(
+            pages=limits.pages,
+            page_size=limits.page_size,
+            slots=limits.slots,
+            context_len=limits.context_len,
+            vocab_size=VOCAB,
+            step_tokens=limits.step_tokens,
+            dtype="none",
+            device="fake",
+        )
+        self.limits = limits
+        self.core = Core(limits)
+        self.model = FakeModel(facts, seed=1, verify=check, cost=cost)
+        self.check = check
+        self.now = 1.0
+        self.flights: deque[StepPlan] = deque()
+        self.submits: dict[str, Submit] = {}
+        self.deltas: dict[str, list[Delta]] = {}
+        self.plans: list[StepPlan] = []
+        self.seconds: list[float] = []
+
+    def offer(self, submit: Submit) -> None:
+        self.core.offer(submit, self.now)
+        self.submits[submit.rid] = submit
+        self.deltas[submit.rid] = []
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            assert self.finish(delta.rid) is None, f"{delta.rid} got a Delta after its finish"
+            self.deltas[delta.rid].append(delta)
+
+    def cancel(self, rid: str, reason: str = "client") -> None:
+        final = self.core.cancel(rid, reason)
+        if final is not None:
+            self.take([final])
+
+    def submit_plans(self) -> None:
+        while (plan := self.core.plan(self.now)) is not None:
+            self.flights.append(plan)
+            self.plans.append(plan)
+            if self.check:
+                self.core.check()
+        assert len(self.flights) <= self.limits.depth
+
+    def step(self) -> bool:
+        """Plan as far as possible, then let the oldest step finish. False if there is none."""
+        self.take(self.core.expire(self.now))
+        self.submit_plans()
+        if not self.flights:
+            self.now += 1.0
+            return False
+        result = self.model.execute(self.flights.popleft())
+        self.seconds.append(result.seconds)
+        self.now += result.seconds or 1.0
+        self.take(self.core.retire(result, self.now))
+        if self.check:
+            self.core.check()
+        return True
+
+    def run(self, limit: int = 5000) -> None:
+        """Until idle; fails if that takes more than ``limit`` steps."""
+        for _ in range(limit):
+            if self.core.idle:
+                return
+            assert self.step() or self.core.idle, "requests are open and nothing runs"
+        raise AssertionError(f"not idle after {limit} steps")
+
+    def tokens(self, rid: str) -> list[int]:
+        return [token for delta in self.deltas[rid] for token in delta.tokens]
+
+    def finish(self, rid: str) -> str | None:
+        deltas = self.deltas[rid]
+        return deltas[-1].finish if deltas else None
+
+    def alone(self, rid: str) -> tuple[list[int], str]:
+        """What the request must produce, and how it must end, whatever else happens."""
+        submit = self.submits[rid]
+        room = min(self.limits.context_len, self.limits.pool_tokens + 1) - len(submit.tokens)
+        max_new = min(submit.max_new, room)
+        tokens = self.model.continuation(submit.tokens, submit.sampling, submit.stop_ids, max_new)
+        stopped = tokens and tokens[-1] in submit.stop_ids and len(tokens) > submit.sampling.min_tokens
+        return tokens, "stop" if stopped else "length"
+
+    def verify(self) -> None:
+        """Every request ended, with the text it has alone (a prefix of it if it was cut short); all is given back."""
+        for rid in self.submits:
+            tokens, finish = self.alone(rid)
+            got = self.tokens(rid)
+            assert self.finish(rid) is not None, f"{rid} never ended"
+            if self.finish(rid) in ("abort", "error"):
+                assert got == tokens[: len(got)], rid
+            else:
+                assert (got, self.finish(rid)) == (tokens, finish), rid
+        self.assert_released()
+
+    def assert_released(self) -> None:
+        stats = self.core.stats()
+        assert (stats.running, stats.waiting, stats.draining, stats.pages_private) == (0, 0, 0, 0)
+        assert stats.pages_evictable == stats.pages_cached
+        self.core.check()
+
+
+def random_limits(random: Random, **changes: Any) -> Limits:
+    page_size = random.choice((1, 2, 3, 4, 8))
+    values: dict[str, Any] = dict(
+        slots=random.randint(1, 6),
+        page_size=page_size,
+        pages=1 + random.randint(24 // page_size, 80 // page_size),
+        context_len=random.choice((20, 40, 64)),
+        step_tokens=random.choice((1, 3, 8, 20, 64)),
+        depth=random.randint(1, 3),
+        itl_target=random.choice((None, None, 2.0)),
+        policy=random.choice(("fcfs", "lpm", "dfs-weight", "priority")),
+        eviction=random.choice(("lru", "lfu", "fifo", "mru")),
+        prefix_cache=random.random() < 0.8,
+        patience=random.choice((5.0, 1000.0)),
+    )
+    return Limits(**(values | changes))
+
+
+def random_submits(random: Random, count: int, longest: int = 18, end: float = 60.0) -> list[Submit]:
+    """Requests that share prefixes, in order of arrival."""
+    stems = [[random.randrange(VOCAB) for _ in range(random.randint(1, longest))] for _ in range(2)]
+    submits = []
+    arrival = 1.0
+    for i in range(count):
+        stem = random.choice(stems)
+        tokens = stem[: random.randint(1, len(stem))]
+        tokens += [random.randrange(3) for _ in range(random.randint(0, 4))]
+        arrival += random.choice((0.0, 0.0, 1.0, 4.0))
+        stop_ids = frozenset(random.sample(range(VOCAB), random.choice((0, 4))))
+        sampling = RowSampling(
+            min_tokens=random.choice((0, 0, 3)),
+            stop_ids=sorted(stop_ids),
+            logprobs=random.choice((-1, -1, 0, 2)),
+            prompt_logprobs=random.choice((-1, -1, -1, 0, 1)),
+        )
+        submits.append(
+            make_submit(
+                f"r{i}",
+                tokens,
+                random.choice((0, 1, 2, 5, 12)),
+                stop_ids=stop_ids,
+                sampling=sampling,
+                priority=random.choice((0, 0, 1, 5)),
+                namespace=random.choice(("", "", "salt")),
+                deadline=arrival + random.uniform(1, end) if random.random() < 0.1 else None,
+                arrival=arrival,
+            )
+        )
+    return submits

@@ -1,0 +1,72 @@
+"""Random scenarios: whatever happens around it, a request produces the text it produces alone."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulation import Simulation, random_limits, random_submits
+
+SCENARIOS = 400
+SHARDS = 8
+
+
+def play(random: Random) -> Simulation:
+    """A scenario: arrivals, cancels and deadlines at random times while steps go on."""
+    simulation = Simulation(random_limits(random))
+    pending = random_submits(random, random.randint(1, 7))[::-1]
+    bound = 400 + 60 * len(pending)
+    for _ in range(bound):
+        while pending and pending[-1].arrival <= simulation.now:
+            submit = pending.pop()
+            if len(submit.tokens) <= min(simulation.limits.context_len - 1, simulation.limits.pool_tokens):
+                simulation.offer(submit)
+        if simulation.submits and random.random() < 0.03:
+            rid = random.choice(list(simulation.submits))
+            simulation.cancel(rid, random.choice(("client", "stop")))
+        if random.random() < 0.02:
+            simulation.core.flush_cache()
+        if random.random() < 0.3:
+            simulation.submit_plans()
+        simulation.step()
+        if simulation.core.idle and not pending:
+            return simulation
+    raise AssertionError(f"not done after {bound} steps")
+
+
+def verify_logprobs(simulation: Simulation) -> None:
+    """One entry a token; prompt entries come once, with the first output or at the end."""
+    for rid, submit in simulation.submits.items():
+        deltas = simulation.deltas[rid]
+        for delta in deltas:
+            if delta.tokens and submit.sampling.logprobs >= 0:
+                assert delta.logprobs is not None
+                assert [entry.token for entry in delta.logprobs] == delta.tokens
+                assert all(len(entry.top) == submit.sampling.logprobs for entry in delta.logprobs)
+            else:
+                assert delta.logprobs is None
+        prompts = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+        answered = simulation.finish(rid) in ("length", "stop") or simulation.tokens(rid)
+        if submit.sampling.prompt_logprobs >= 0 and answered and deltas[0].finish not in ("abort", "stop", "error"):
+            assert len(prompts) == 1
+            assert prompts[0] is not None
+            assert prompts[0][0] is None
+            assert [entry.token for entry in prompts[0][1:] if entry] == submit.tokens[1:]
+        else:
+            assert len(prompts) <= (submit.sampling.prompt_logprobs >= 0)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_text_is_the_same_as_alone(shard: int) -> None:
+    for seed in range(shard, SCENARIOS, SHARDS):
+        try:
+            simulation = play(Random(seed))
+            for rid in simulation.submits:
+                if simulation.finish(rid) == "stop" and not simulation.deltas[rid][-1].tokens:
+                    simulation.deltas[rid][-1].finish = "abort"  # a cancel for a stop string cuts like any other
+            simulation.verify()
+            verify_logprobs(simulation)
+        except AssertionError as error:
+            raise AssertionError(f"scenario {seed}: {error}") from error
