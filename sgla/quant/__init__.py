@@ -1,0 +1,5 @@
+"""Weight formats: plain, int8 per channel, int4 in groups of 32."""
+
+from sgla.quant.weight import GROUP, Kind, Weight, concat, pack
+
+__all__ = ["GROUP", "Kind", "Weight", "concat", "pack"]

@@ -1,0 +1,198 @@
+"""The operations a model is made of. Each body here is the oracle in torch, on any device and dtype.
+
+While a recorder is active (``kernels/program.py``; CPU only, float32 activations) an op computes nothing: it records a
+native instruction and returns a symbolic tensor. Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sgla.kernels.program import Recorder
+    from sgla.layers.batch import ForwardBatch
+    from sgla.quant import Weight
+
+Activation = Literal["silu", "gelu_tanh"]
+
+recorder: Recorder | None = None  # set by program.py for the duration of a recording
+
+
+@dataclass(slots=True)
+class KVLayer:
+    """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is contiguous."""
+
+    k: Tensor  # [pages, page_size, Hkv, hd]
+    v: Tensor  # [pages, page_size, Hkv, hd]
+
+
+def embedding(ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
+    """``weight[ids] * scale``: ids int32[T], weight [V, d] -> [T, d]; float32 if the weight is a ``Weight``."""
+    if recorder is not None:
+        return recorder.embedding(ids, weight, scale)
+    x = weight[ids.long()] if isinstance(weight, Tensor) else weight.take(ids)
+    return x if scale == 1.0 else x * scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * weight`` over the last dim; statistics in float32."""
+    if recorder is not None:
+        return recorder.rms_norm(x, weight, eps)
+    f = x.float()
+    f = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
+    return (f * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns ``(rms_norm(h), h)`` with ``h = residual + x``."""
+    if recorder is not None:
+        return recorder.add_rms_norm(x, residual, weight, eps)
+    h = residual + x
+    return rms_norm(h, weight, eps), h
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    if recorder is not None:
+        return recorder.add(x, y)
+    return x + y
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    """``x @ w.T + bias``: x [T, k], w [n, k], bias [n] -> [T, n]. Weight-only quantization: x is never rounded to ints."""
+    if recorder is not None:
+        return recorder.linear(x, w, bias)
+    return F.linear(x, w.dequant(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv: KVLayer,
+    out_loc: Tensor,
+) -> Tensor:
+    """Prepare q, k, v for attention: qkv [T, (Hq + 2 Hkv) * hd] -> q [T, Hq * hd]; k and v go to the pages.
+
+    ``q_norm``/``k_norm`` [hd] are optional per-head RMSNorm weights. The first ``rot`` dims of each head are rotated the
+    NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin). ``out_loc`` int32[T].
+    """
+    if recorder is not None:
+        return recorder.qk_norm_rope_store(qkv, positions, cos_sin, q_norm, k_norm, eps, kv, out_loc)
+    page_size, kv_heads, dim = kv.k.shape[1:]
+    heads = qkv.view(qkv.shape[0], -1, dim)
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    page, offset = out_loc.long() // page_size, out_loc.long() % page_size
+    kv.k[page, offset] = k.to(kv.k.dtype)
+    kv.v[page, offset] = v.to(kv.v.dtype)
+    return q.reshape(qkv.shape[0], -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    a, b = a.float(), b.float()
+    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
+
+
+def attention(
+    q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """Causal attention over the pages: q [T, Hq * hd] -> [T, Hq * hd].
+
+    ``window > 0``: a token sees itself and the ``window - 1`` tokens before it. ``softcap > 0``: scores become
+    ``softcap * tanh(score / softcap)``.
+    """
+    if recorder is not None:
+        return recorder.attention(q, kv, batch, scale, window, softcap)
+    out = torch.empty_like(q)
+    starts = batch.q_start[: batch.rows].long()
+    q_lens = batch.q_start[1 : batch.rows + 1].long() - starts
+    # Prefill and decode rows apart, so that padding stays bounded by rows of like kind.
+    for rows in ((q_lens == 1).nonzero()[:, 0], (q_lens > 1).nonzero()[:, 0]):
+        if rows.numel():
+            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scale, window, softcap)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    out: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    q_lens: Tensor,
+    kv: KVLayer,
+    batch: ForwardBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None:
+    """Attention of some rows, padded to the longest query and the longest history among them."""
+    page_size, kv_heads, dim = kv.k.shape[1:]
+    kv_lens = batch.kv_len[rows].long()
+    index = torch.arange(int(q_lens.max()), device=q.device)
+    valid = index < q_lens[:, None]  # [rows, L]
+    tokens = torch.where(valid, starts[:, None] + index, starts[:, None])
+    position = torch.where(valid, (kv_lens - q_lens)[:, None] + index, 0)
+    pages = batch.page_table[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
+    queries = q[tokens].view(len(rows), index.numel(), -1, dim).transpose(1, 2).float()
+    keys, values = (
+        t[pages].reshape(len(rows), -1, kv_heads, dim).transpose(1, 2).float() for t in (kv.k, kv.v)
+    )
+    age = position[:, :, None] - torch.arange(keys.shape[2], device=q.device)
+    seen = (age >= 0) & (age < window) if window else age >= 0
+    if softcap:
+        group = queries.shape[1] // kv_heads
+        scores = queries @ keys.repeat_interleave(group, 1).transpose(2, 3) * scale
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen[:, None], float("-inf"))
+        result = scores.softmax(-1) @ values.repeat_interleave(group, 1)
+    else:
+        result = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=True
+        )
+    result = result.transpose(1, 2).reshape(len(rows), index.numel(), -1).to(q.dtype)
+    out[tokens[valid]] = result[valid]
+
+
+def act_mul(x: Tensor, kind: Activation) -> Tensor:
+    """``act(gate) * up``: x [T, 2f] (gate | up) -> [T, f]; ``gelu_tanh`` is the tanh approximation."""
+    if recorder is not None:
+        return recorder.act_mul(x, kind)
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def gather(x: Tensor, rows: Tensor) -> Tensor:
+    """``x[rows]``: x [T, d], rows int32[S] -> [S, d]."""
+    if recorder is not None:
+        return recorder.gather(x, rows)
+    return x[rows.long()]
+
+
+def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    """Call ``fn(x)``, which changes x in place, and return x: the way out of a program (an all-reduce over gloo)."""
+    if recorder is not None:
+        return recorder.inplace(fn, x)
+    fn(x)
+    return x
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the first largest value of each row: float [S, V] -> int32[S]."""
+    if recorder is not None:
+        return recorder.argmax(logits)
+    return logits.argmax(-1).to(torch.int32)

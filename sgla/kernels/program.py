@@ -1,0 +1,4 @@
+"""Recorder and native program (under construction)."""
+
+
+class Recorder: ...

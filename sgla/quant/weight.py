@@ -1,0 +1,116 @@
+"""Weights of linear layers in the formats the kernels read.
+
+``f32`` and ``bf16`` are plain. ``int8``: symmetric, one float32 scale per output channel. ``int4``: groups of 32 along k,
+``w = q * scale + minimum`` with q in 0..15 and both constants float16, which holds GGUF's Q4_1 without loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = Literal["f32", "bf16", "int8", "int4"]
+
+GROUP = 32
+
+
+@dataclass(slots=True)
+class Weight:
+    """One linear's weight ``[n, k]``.
+
+    ``data`` is float32, bfloat16 or int8 ``[n, k]``; for int4 uint8 ``[n, groups * 16]``, the even k in the low nibble.
+    ``scale`` float32[n] (int8) or float16[n, groups] (int4); ``minimum`` float16[n, groups] (int4).
+    """
+
+    kind: Kind
+    n: int
+    k: int
+    data: Tensor
+    scale: Tensor | None = None
+    minimum: Tensor | None = None
+
+    @classmethod
+    def from_int4(cls, q: Tensor, scale: Tensor, minimum: Tensor) -> Weight:
+        """From quants 0..15 ``[n, k]`` and float16 constants ``[n, ceil(k / 32)]``."""
+        n, k = q.shape
+        q = F.pad(q.to(torch.uint8), (0, -k % GROUP))
+        return cls("int4", n, k, q[:, 0::2] | q[:, 1::2] << 4, scale.half(), minimum.half())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.data, self.scale, self.minimum) if t is not None)
+
+    def dequant(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The dense ``[n, k]``; no copy if it has this dtype already."""
+        return _dense(self.kind, self.k, self.data, self.scale, self.minimum).to(dtype)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` as float32 ``[len(ids), k]``."""
+        rows = ids.long()
+        parts = (None if t is None else t[rows] for t in (self.data, self.scale, self.minimum))
+        return _dense(self.kind, self.k, *parts).float()
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """Output channels ``start:stop``."""
+        parts = (None if t is None else t[start:stop] for t in (self.data, self.scale, self.minimum))
+        return Weight(self.kind, stop - start, self.k, *parts)
+
+    def columns(self, start: int, stop: int) -> Weight:
+        """Input channels ``start:stop``; for int4 ``start`` must begin a group of 32."""
+        if self.kind != "int4":
+            return Weight(self.kind, self.n, stop - start, self.data[:, start:stop], self.scale)
+        assert start % GROUP == 0
+        assert stop % GROUP == 0 or stop == self.k
+        assert self.scale is not None
+        assert self.minimum is not None
+        first, last = start // GROUP, -(-stop // GROUP)
+        data = self.data[:, first * GROUP // 2 : last * GROUP // 2]
+        return Weight(
+            "int4", self.n, stop - start, data, self.scale[:, first:last], self.minimum[:, first:last]
+        )
+
+
+def pack(weight: Tensor, kind: Kind) -> Weight:
+    """Bring a dense ``[n, k]`` into ``kind``; no copy if it is stored that way already."""
+    n, k = weight.shape
+    if kind == "f32" or kind == "bf16":
+        return Weight(kind, n, k, weight.to(torch.float32 if kind == "f32" else torch.bfloat16))
+    w = weight.float()
+    if kind == "int8":
+        scale = w.abs().amax(1).clamp_min(1e-30) / 127
+        return Weight(kind, n, k, (w / scale[:, None]).round_().to(torch.int8), scale)
+    groups = F.pad(w, (0, -k % GROUP), mode="replicate").view(n, -1, GROUP)
+    low, high = groups.amin(-1).half(), groups.amax(-1)
+    scale = ((high - low.float()) / 15).half()
+    divisor = scale.float().masked_fill(scale == 0, 1.0)
+    q = ((groups - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, 15)
+    return Weight.from_int4(q.view(n, -1)[:, :k], scale, low)
+
+
+def concat(weights: list[Weight]) -> Weight:
+    """Stack weights of one kind and one k along n (q, k and v into one linear)."""
+    first = weights[0]
+    assert all(w.kind == first.kind and w.k == first.k for w in weights)
+
+    def cat(parts: list[Tensor | None]) -> Tensor | None:
+        present = [p for p in parts if p is not None]
+        return torch.cat(present) if present else None
+
+    data, scale, minimum = (cat([getattr(w, name) for w in weights]) for name in ("data", "scale", "minimum"))
+    assert data is not None
+    return Weight(first.kind, sum(w.n for w in weights), first.k, data, scale, minimum)
+
+
+def _dense(kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Tensor:
+    if kind == "f32" or kind == "bf16":
+        return data
+    assert scale is not None
+    if kind == "int8":
+        return data.float() * scale[:, None]
+    assert minimum is not None
+    q = torch.stack([data & 15, data >> 4], dim=-1).view(data.shape[0], -1, GROUP)
+    return (q * scale.float()[..., None] + minimum.float()[..., None]).view(data.shape[0], -1)[:, :k]

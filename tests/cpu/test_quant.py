@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgla.quant import Weight, concat, pack
+from sgla.quant.weight import Kind
+
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(5, 7), (32, 64), (33, 100)])
+def test_error_is_within_half_a_quantum(kind: Kind, n: int, k: int) -> None:
+    torch.manual_seed(n)
+    w = torch.randn(n, k)
+    error = (pack(w, kind).dequant() - w).abs()
+    if kind == "f32":
+        bound = torch.zeros(n, 1)
+    elif kind == "bf16":
+        bound = w.abs() * 2**-8
+    elif kind == "int8":
+        bound = w.abs().amax(1, keepdim=True) / 127 * 0.501
+    else:
+        # half a step, plus the rounding of scale and minimum to float16
+        bound = (w.amax(1, keepdim=True) - w.amin(1, keepdim=True)) / 15 * 0.53
+    assert bool((error <= bound).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_and_concat_commute_with_dequant(kind: Kind) -> None:
+    torch.manual_seed(0)
+    a, b = pack(torch.randn(10, 96), kind), pack(torch.randn(6, 96), kind)
+    both = concat([a, b])
+    dense = both.dequant()
+    assert torch.equal(dense, torch.cat([a.dequant(), b.dequant()]))
+    assert torch.equal(both.rows(3, 12).dequant(), dense[3:12])
+    assert torch.equal(both.columns(32, 96).dequant(), dense[:, 32:])
+    ids = torch.tensor([15, 0, 3, 3], dtype=torch.int32)
+    assert torch.equal(both.take(ids), dense[ids.long()].float())
+
+
+def test_int4_keeps_given_quants() -> None:
+    torch.manual_seed(0)
+    q = torch.randint(0, 16, (9, 64))
+    scale, low = torch.rand(9, 2).half(), torch.randn(9, 2).half()
+    want = q.view(9, 2, 32) * scale.float()[..., None] + low.float()[..., None]
+    assert torch.equal(Weight.from_int4(q, scale, low).dequant(), want.view(9, 64))
+
+
+def test_constant_and_zero_weights() -> None:
+    for value in (0.0, 0.25):
+        for kind in KINDS:
+            got = pack(torch.full((3, 40), value), kind).dequant()
+            assert torch.allclose(got, torch.full((3, 40), value), rtol=1e-2)
