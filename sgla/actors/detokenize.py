@@ -6,18 +6,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sgla import clock
 from sgla.actors.base import Actor
 from sgla.messages import Cancel, Delta, Deltas, Event, Opened, Rejected, Usage
 
 if TYPE_CHECKING:
     from sgla.actors.schedule import Schedule
+    from sgla.observe.metrics import Metrics
     from sgla.text.output import OutputStream
 
 
 class _Child:
     """Text state of one child, from its ``Opened`` to its final Delta."""
 
-    __slots__ = ("completion", "ended", "first", "index", "output", "parent", "prompt", "usage_cached")
+    __slots__ = ("cached", "completion", "ended", "index", "last", "output", "parent", "prompt")
 
     def __init__(self, opened: Opened, output: OutputStream) -> None:
         self.parent = opened.submit.parent
@@ -25,8 +27,8 @@ class _Child:
         self.prompt = opened.submit.tokens
         self.output = output
         self.completion = 0
-        self.usage_cached = 0
-        self.first = True
+        self.cached = 0
+        self.last: float | None = None  # when its latest tokens came
         self.ended = False  # a stop string matched; what still comes from the scheduler is not shown
 
 
@@ -38,9 +40,11 @@ class Detokenize(Actor[Deltas]):
         make_output: Callable[[Opened], OutputStream],
         deliver: Callable[[Event], None],
         reject: Callable[[Rejected], None],
+        metrics: Metrics,
         on_crash: Callable[[str, BaseException], None],
     ) -> None:
         super().__init__(on_crash)
+        self._metrics = metrics
         self._make_output = make_output
         self._deliver = deliver
         self._reject = reject
@@ -56,11 +60,12 @@ class Detokenize(Actor[Deltas]):
         return len(self._children)
 
     def handle(self, messages: deque[Deltas]) -> None:
+        now = clock.now()
         for deltas in messages:
             for delta in deltas.items:
-                self._one(delta)
+                self._one(delta, now)
 
-    def _one(self, delta: Delta) -> None:
+    def _one(self, delta: Delta, now: float) -> None:
         child = self._children.get(delta.rid)
         if child is None:
             return
@@ -72,12 +77,15 @@ class Detokenize(Actor[Deltas]):
             delta.error.rid = child.parent
             self._reject(delta.error)
             return
-        self._emit(child, delta)
+        if delta.tokens and child.last is not None:
+            self._metrics.inter_token(now - child.last, len(delta.tokens))
+        self._emit(child, delta, first=child.last is None)
+        child.last = now
 
-    def _emit(self, child: _Child, delta: Delta) -> None:
+    def _emit(self, child: _Child, delta: Delta, first: bool) -> None:
         piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)
         child.completion += piece.consumed
-        child.usage_cached = max(child.usage_cached, delta.cached_tokens)
+        child.cached = max(child.cached, delta.cached_tokens)
         finish, matched = delta.finish, delta.matched
         if piece.matched_stop is not None:
             finish, matched = "stop", piece.matched_stop
@@ -85,7 +93,7 @@ class Detokenize(Actor[Deltas]):
             if delta.finish is None:
                 assert self.schedule is not None
                 self.schedule.post(Cancel(delta.rid, "stop"))
-        if not (piece.text or piece.tokens or finish or child.first):
+        if not (piece.text or piece.tokens or finish or first):
             return
         self._deliver(
             Event(
@@ -94,11 +102,10 @@ class Detokenize(Actor[Deltas]):
                 text=piece.text,
                 tokens=piece.tokens,
                 logprobs=piece.logprobs,
-                prompt_tokens=child.prompt if child.first else None,
+                prompt_tokens=child.prompt if first else None,
                 prompt_logprobs=delta.prompt_logprobs,
                 finish=finish,
                 matched=matched,
-                usage=Usage(len(child.prompt), child.completion, child.usage_cached),
+                usage=Usage(len(child.prompt), child.completion, child.cached),
             )
         )
-        child.first = False

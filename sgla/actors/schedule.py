@@ -71,6 +71,7 @@ class Schedule(Actor[Submit | Cancel]):
                 deltas.append(Delta(rid=message.rid, finish="error", error=error.rejected(message.parent)))
         self._advance(now)
         self._publish(deltas)
+        self._observe([])
 
     def _on_results(self) -> None:
         results = self._executor.drain()
@@ -106,7 +107,11 @@ class Schedule(Actor[Submit | Cancel]):
         deltas = self.core.expire(now)
         self._advance(now)
         self._publish(deltas)
+        self._observe([])
 
     def _observe(self, results: list[StepResult]) -> None:
+        """After publishing: nothing waits for the metrics."""
         for result in results:
             self._metrics.step(result.seconds, result.gap)
+        for finished in self.core.drain_finished():
+            self._metrics.finished(finished)

@@ -80,7 +80,7 @@ class System:
         assert executor is not None
         core = Core(make_limits(self.config, facts))
         detokenize = Detokenize(
-            lambda opened: make_output(tokenizer, opened), ingress.deliver, ingress.reject, self._crashed
+            lambda opened: make_output(tokenizer, opened), ingress.deliver, ingress.reject, self.metrics, self._crashed
         )
         schedule = Schedule(core, executor, detokenize, self.metrics, self._fail, self._crashed)
         detokenize.schedule = schedule
@@ -144,7 +144,7 @@ def make_executor(config: Config, source: ModelSource) -> Executor:
 
 def make_limits(config: Config, facts: Facts) -> Any:
     """The scheduler's limits: what the workers have (facts) and what the user wants (config)."""
-    from sgla.sched.core import Limits
+    from sgla.sched.limits import Limits
 
     return Limits(
         slots=facts.slots,
