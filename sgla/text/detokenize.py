@@ -1,0 +1,152 @@
+"""Token ids -> text as they come. Whatever the cuts, the pieces add up to the tokenizer's decode of all ids.
+
+Only what later tokens may still change is held back: bytes of an unfinished character and, where the tokenizer has
+byte-fallback tokens, a run of them, because the decode of one invalid run replaces each of its bytes.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from sgla.text.decoding import Decoding
+
+if TYPE_CHECKING:
+    from sgla.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text state of one output."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that ``ids`` complete."""
+
+    def flush(self) -> str:
+        """The end of the text: what was held back, incomplete characters as U+FFFD."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is held back."""
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, skip_special_tokens: bool = True, continues: bool = False
+) -> Detokenizer:
+    """``continues``: text stands before the output, so a tokenizer that strips a text's first space leaves it here."""
+    kind = tokenizer.decoding.kind
+    if kind == "bytes":
+        return ByteDetokenizer(tokenizer.byte_table(skip_special_tokens))
+    if kind == "pieces":
+        return PieceDetokenizer(tokenizer.piece_table(skip_special_tokens), tokenizer.decoding, continues)
+    return WindowDetokenizer(tokenizer, skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """Byte-level BPE: one byte string, decoded incrementally."""
+
+    __slots__ = ("_rest", "_table")
+
+    def __init__(self, table: Mapping[int, bytes]) -> None:
+        self._table = table
+        self._rest = b""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        table = self._table
+        data = self._rest + (table[ids[0]] if len(ids) == 1 else b"".join([table[i] for i in ids]))
+        text, used = utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
+
+    def flush(self) -> str:
+        text, _ = utf_8_decode(self._rest, "replace", True)
+        self._rest = b""
+        return text
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._rest)
+
+
+class PieceDetokenizer:
+    """SentencePiece: text pieces, with runs of byte tokens between them."""
+
+    __slots__ = ("_bare", "_run", "_strip", "_table")
+
+    def __init__(self, table: Mapping[int, str | bytes | None], decoding: Decoding, continues: bool) -> None:
+        self._table = table
+        self._strip = 0 if continues else decoding.strip
+        self._bare = decoding.bare_first and not continues
+        self._run = b""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        table, text = self._table, ""
+        for token in ids:
+            piece = table[token]
+            if piece is None:
+                continue
+            if type(piece) is bytes:
+                self._run += piece
+                continue
+            if self._run:
+                text += self._end_run()
+            if self._bare:
+                piece, self._bare = piece.replace(" ", ""), False
+            text += piece
+        return self._stripped(text) if self._strip else text
+
+    def flush(self) -> str:
+        text = self._end_run()
+        return self._stripped(text) if self._strip else text
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._run)
+
+    def _end_run(self) -> str:
+        run, self._run = self._run, b""
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text.startswith(" "):
+            text = text[1:]
+            self._strip -= 1
+        if text:
+            self._strip = 0
+        return text
+
+
+class WindowDetokenizer:
+    """Any other decoder: decode a short window twice, with and without the new ids, and take the difference."""
+
+    __slots__ = ("_ids", "_read", "_skip", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._read = 0  # ids of the window whose text is out
+
+    def feed(self, ids: Sequence[int]) -> str:
+        self._ids.extend(ids)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        return self._advance(final=True)
+
+    @property
+    def pending(self) -> bool:
+        return self._read < len(self._ids)
+
+    def _advance(self, final: bool) -> str:
+        known = self._tokenizer.decode(self._ids[: self._read], self._skip)
+        text = self._tokenizer.decode(self._ids, self._skip)
+        if not final and (len(text) <= len(known) or text.endswith(REPLACEMENT)):
+            return ""
+        self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
+        return text[len(known) :]

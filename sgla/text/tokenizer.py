@@ -1,0 +1,277 @@
+"""Text <-> token ids with the ``tokenizers`` library alone; transformers is imported only for folders without tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from sgla.errors import BadRequest, ConfigError
+from sgla.text.decoding import Decoding, decoding_of
+from sgla.text.gguf_vocab import backend_from_gguf
+
+if TYPE_CHECKING:
+    from sgla.config import Config
+    from sgla.text.template import ChatTemplate
+
+log = logging.getLogger(__name__)
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Templates = str | dict[str, str] | None
+
+
+class Tokenizer:
+    """A model's tokenizer. Thread-safe: the tables that fill on use are plain dicts with one value a key.
+
+    ``special_tokens``: name (``bos_token``, ...) -> text, as chat templates see them. ``chat_template``: source, or sources
+    by name. ``eos_ids``: every id that ends a generation.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: Templates = None,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.decoding: Decoding = decoding_of(backend)
+        self.special_tokens = special_tokens or {}
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_id, self.eos_id, self.unk_id, self.pad_id = (
+            self._id_of(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        )
+        own = [] if self.eos_id is None else [self.eos_id]
+        self.eos_ids = frozenset([*own, *eos_ids])
+        self.adds_bos = self.bos_id is not None and self.bos_id in backend.encode("").ids[:1]
+        self._tables = {
+            (kind, skip): kind(self.backend, self.decoding, self.special_ids if skip else frozenset())
+            for kind in (_Bytes, _Pieces)
+            for skip in (False, True)
+        }
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises BadRequest for lone surrogates, which no UTF-8 text has. Releases the GIL."""
+        try:
+            encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError as error:
+            raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
+        return encoding.ids
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of ``ids``; ids without a token add nothing.
+
+        Decoders of fast tokenizers put no spaces of their own between special tokens, so
+        ``spaces_between_special_tokens`` changes nothing, as in transformers. Spaces are never "cleaned up".
+        """
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token adds in the middle of a text; ``b""`` for an id without a token."""
+        return self.byte_table(False)[token]
+
+    def byte_table(self, skip_special_tokens: bool) -> dict[int, bytes]:
+        """id -> bytes, for any id; special tokens are empty if skipped."""
+        return self._tables[_Bytes, skip_special_tokens]
+
+    def piece_table(self, skip_special_tokens: bool) -> dict[int, str | bytes | None]:
+        """id -> text, or raw bytes of a byte-fallback token, or None where there is nothing to decode."""
+        return self._tables[_Pieces, skip_special_tokens]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text has fewer tokens than its length divided by this."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
+
+class _Pieces(dict[int, Any]):
+    """Filled on use: a vocabulary has 10^5 tokens, an output needs few of them."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, decoding: Decoding, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._decoding = decoding
+        self._skipped = skipped
+
+    def __missing__(self, token: int) -> str | bytes | None:
+        value = self._make(token)
+        self[token] = value
+        return value
+
+    def _make(self, token: int) -> str | bytes | None:
+        text = self._backend.id_to_token(token) if token >= 0 and token not in self._skipped else None
+        return None if text is None else self._decoding.piece(text)
+
+
+class _Bytes(_Pieces):
+    def _make(self, token: int) -> bytes:
+        piece = super()._make(token)
+        return piece.encode() if isinstance(piece, str) else piece or b""
+
+
+def load_text(
+    config: Config, model: Path, eos_ids: Iterable[int] = ()
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template of the model at ``model`` (folder or ``.gguf``), or those that the flags name.
+
+    ``eos_ids``: what the model's configuration lists besides the tokenizer's own. Raises ConfigError.
+    """
+    from sgla.hub.fetch import resolve_tokenizer
+    from sgla.text.template import ChatTemplate
+
+    tokenizer = load_path(resolve_tokenizer(config) or model, config.download_dir, eos_ids)
+    source = tokenizer.chat_template
+    if config.chat_template is not None:
+        source = read_template(Path(config.chat_template).expanduser())
+    return tokenizer, ChatTemplate(source, tokenizer.special_tokens) if source else None
+
+
+def load_path(path: Path, download_dir: str | None = None, eos_ids: Iterable[int] = ()) -> Tokenizer:
+    """The tokenizer of a folder or a ``.gguf`` file."""
+    if path.is_dir():
+        return load_tokenizer(path, eos_ids=eos_ids)
+    from sgla.hub.demo import cache_folder
+    from sgla.hub.gguf import read_gguf
+
+    file = read_gguf(path)
+    cache = cache_folder(download_dir) / "tokenizers"
+    return load_tokenizer(file.tokenizer_raw, cache=cache, eos_ids=[*file.eos_token_ids, *eos_ids])
+
+
+def load_tokenizer(
+    source: Path | dict[str, Any], *, cache: Path | None = None, eos_ids: Iterable[int] = ()
+) -> Tokenizer:
+    """From a folder in HF layout, or the ``tokenizer_raw`` tables of a GGUF file.
+
+    ``cache``: folder for tokenizers converted from GGUF. ``eos_ids``: more ids that end a generation. Raises ConfigError.
+    """
+    if isinstance(source, dict):
+        return _from_gguf(source, cache, eos_ids)
+    return _from_folder(Path(source), eos_ids)
+
+
+def _from_gguf(raw: dict[str, Any], cache: Path | None, eos_ids: Iterable[int]) -> Tokenizer:
+    ids = {name: raw.get(f"{name}_id") for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    named = {name: raw["tokens"][i] for name, i in ids.items() if i is not None}
+    more = [] if raw.get("eot_token_id") is None else [raw["eot_token_id"]]
+    return Tokenizer(backend_from_gguf(raw, cache), named, raw.get("chat_template"), [*more, *eos_ids])
+
+
+def _from_folder(folder: Path, eos_ids: Iterable[int]) -> Tokenizer:
+    settings = _read_json(folder / "tokenizer_config.json")
+    named = _named_tokens(settings, _read_json(folder / "special_tokens_map.json"))
+    backend = _load_backend(folder)
+    _apply_settings(backend, settings, named)
+    config = _read_json(folder / "generation_config.json") or _read_json(folder / "config.json")
+    eos = config.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return Tokenizer(backend, named, _folder_templates(folder, settings), [*ends, *eos_ids])
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{file} cannot be read: {error}", param="tokenizer") from error
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    except Exception as error:  # whatever the tokenizer's class raises for what it lacks
+        raise ConfigError(
+            f"{folder} has no tokenizer.json and transformers cannot make one: {error}", param="tokenizer"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _named_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
+    """Name -> text of the special tokens, those that only one model family has (``image_token``) included."""
+    named: dict[str, Any] = {name: settings.get(name) or special_map.get(name) for name in NAMED}
+    for extra in (settings.get("extra_special_tokens"), settings.get("model_specific_special_tokens")):
+        if isinstance(extra, dict):
+            named |= extra
+    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _apply_settings(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
+    """What tokenizer_config.json adds to tokenizer.json: tokens, and whether BOS and EOS are put around a text."""
+    known = backend.get_added_tokens_decoder()
+    listed = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    new = [_added(token) for i, token in sorted(listed.items()) if i not in known]
+    present = {token.content for token in [*known.values(), *new]}
+    new += [_added({"content": text, "special": True}) for text in dict.fromkeys(named.values()) if text not in present]
+    backend.add_tokens(new)
+    if "add_bos_token" in settings or "add_eos_token" in settings or backend.post_processor is None:
+        bos = named.get("bos_token") if settings.get("add_bos_token") else None
+        eos = named.get("eos_token") if settings.get("add_eos_token") else None
+        backend.post_processor = around(backend, bos, eos)
+
+
+def _added(token: dict[str, Any]) -> tokenizers.AddedToken:
+    keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(token["content"], **{key: token[key] for key in keys if key in token})
+
+
+def around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> TemplateProcessing:
+    """A post-processor that puts ``bos`` before and ``eos`` after every text."""
+    marks = [text for text in (bos, eos) if text]
+    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    return TemplateProcessing(single=single, special_tokens=[(text, backend.token_to_id(text)) for text in marks])
+
+
+def _folder_templates(folder: Path, settings: dict[str, Any]) -> Templates:
+    """The chat templates of a folder: ``.jinja`` files first, then chat_template.json, then tokenizer_config.json."""
+    main, named = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if named:
+        templates = {path.stem: path.read_text() for path in named}
+        return templates | ({"default": main.read_text()} if main.is_file() else {})
+    if main.is_file():
+        return main.read_text()
+    source = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(source, list):
+        return {entry["name"]: entry["template"] for entry in source}
+    return source
+
+
+def read_template(path: Path) -> Templates:
+    """The file that ``--chat-template`` names: Jinja source, or JSON with a ``chat_template``. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"--chat-template: no file '{path}'", param="chat_template")
+    if path.suffix == ".json":
+        source = _read_json(path).get("chat_template")
+        if not source:
+            raise ConfigError(f"--chat-template: {path} has no 'chat_template'", param="chat_template")
+        return source
+    return path.read_text()
