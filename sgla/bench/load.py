@@ -1,0 +1,154 @@
+"""Send sessions to a server and time every chunk of every answer.
+
+The read loop only notes when bytes came; JSON is parsed after an answer has ended, so that the client stays cheap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sgla.bench.workloads import Prompt, Session
+from sgla.clock import now
+
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
+
+
+class Target(msgspec.Struct, kw_only=True):
+    """A server and how to ask it. ``api``: completions | chat. ``extra`` goes into every body."""
+
+    url: str
+    model: str = ""
+    api: str = "completions"
+    key: str | None = None
+    extra: dict[str, Any] = {}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        )
+
+
+class Record(msgspec.Struct):
+    """One request, times in seconds on the monotonic clock. ``chunks``: when each chunk with output came."""
+
+    start: float
+    end: float = 0.0
+    chunks: list[float] = []
+    text: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+async def run(
+    target: Target, sessions: Sequence[Session], concurrency: int, rate: float | None = None, seed: int = 0
+) -> tuple[list[Record], float]:
+    """Run all sessions, at most ``concurrency`` at once, arriving at ``rate`` a second if given.
+
+    Returns the records in order of sessions, and the seconds from the first request to the last answer.
+    """
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, auto_decompress=False) as client:
+        gate, rng, began, due = asyncio.Semaphore(concurrency), random.Random(seed), now(), 0.0
+
+        async def one(session: Session, at: float) -> list[Record]:
+            await asyncio.sleep(max(0.0, began + at - now()))
+            async with gate:
+                return await converse(client, target, session)
+
+        tasks = []
+        for session in sessions:
+            tasks.append(asyncio.ensure_future(one(session, due)))
+            due += rng.expovariate(rate) if rate else 0.0
+        results = await asyncio.gather(*tasks)
+    records = [record for session in results for record in session]
+    return records, max(record.end for record in records) - min(record.start for record in records)
+
+
+async def converse(client: aiohttp.ClientSession, target: Target, session: Session) -> list[Record]:
+    """The turns of one session, each with the history of those before; stops at an error."""
+    records: list[Record] = []
+    messages: list[dict[str, str]] = []
+    history = ""
+    for turn in session:
+        if target.api == "chat":
+            messages.append({"role": "user", "content": str(turn.prompt)})
+            record = await ask(client, target, {"messages": messages}, turn.max_tokens)
+            messages.append({"role": "assistant", "content": record.text})
+        else:
+            prompt: Prompt = history + turn.prompt if isinstance(turn.prompt, str) else turn.prompt
+            record = await ask(client, target, {"prompt": prompt}, turn.max_tokens)
+            history = prompt + record.text if isinstance(prompt, str) else ""
+        records.append(record)
+        if record.error:
+            break
+    return records
+
+
+async def ask(
+    client: aiohttp.ClientSession, target: Target, prompt: dict[str, Any], max_tokens: int
+) -> Record:
+    """One streamed request. Failures are noted in the record."""
+    body = prompt | {"model": target.model, "max_tokens": max_tokens, "stream": True} | target.extra
+    route = "/v1/chat/completions" if target.api == "chat" else "/v1/completions"
+    data = msgspec.json.encode(body)
+    record = Record(start=now())
+    pieces: list[tuple[float, bytes]] = []
+    try:
+        async with client.post(target.url + route, data=data, headers=target.headers) as response:
+            if response.status != 200:
+                record.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+            else:
+                async for piece in response.content.iter_any():
+                    pieces.append((now(), piece))
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        record.error = f"{type(error).__name__}: {error}"
+    record.end = now()
+    read_stream(record, pieces)
+    if record.error is None and not record.chunks:
+        record.error = "no output"
+    return record
+
+
+def read_stream(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:
+    """Fill ``record`` from the pieces of an SSE body; an event belongs to the piece that completed it."""
+    rest = b""
+    for when, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.strip().removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                continue
+            message = msgspec.json.decode(data)
+            if message.get("error"):
+                record.error = str(message["error"])
+                continue
+            if message.get("usage"):
+                _read_usage(record, message["usage"])
+            if any(_has_output(choice) for choice in message.get("choices", [])):
+                record.chunks.append(when)
+                record.text += "".join(_text(choice) for choice in message["choices"])
+    record.completion_tokens = record.completion_tokens or len(record.chunks)
+
+
+def _read_usage(record: Record, usage: dict[str, Any]) -> None:
+    record.prompt_tokens = usage.get("prompt_tokens") or 0
+    record.completion_tokens = usage.get("completion_tokens") or 0
+    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _text(choice: dict[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+
+
+def _has_output(choice: dict[str, Any]) -> bool:
+    """False for the chunk that only announces the role, and for a last chunk that only has the finish reason."""
+    return bool(_text(choice)) or ("text" in choice and choice.get("finish_reason") is None)

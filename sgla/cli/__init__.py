@@ -1,0 +1,24 @@
+"""The ``sgla`` command. Commands are imported when they run, so that ``sgla --help`` is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sgla.cli.args import parse
+from sgla.errors import ConfigError, SglaError
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (2: wrong flags, files or settings)."""
+    try:
+        args = parse(sys.argv[1:] if argv is None else list(argv))
+        return importlib.import_module(f"sgla.cli.{args.command}").run(args)
+    except SglaError as error:
+        print(f"sgla: {error.message}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED

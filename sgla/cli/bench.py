@@ -1,0 +1,97 @@
+"""``sgla bench``: run a workload against a server and print one JSON object a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from typing import Any
+
+import aiohttp
+
+from sgla.bench import load, workloads
+from sgla.bench.report import summarize
+from sgla.errors import ConfigError
+from sgla.observe.machine import detect
+
+
+def run(args: argparse.Namespace) -> int:
+    if min(args.requests, args.input_len, args.output_len, args.concurrency, args.repeat, args.turns) < 1:
+        raise ConfigError("counts and lengths must be at least 1")
+    if args.rate is not None and args.rate <= 0:
+        raise ConfigError("--rate must be positive")
+    url = args.url.rstrip("/").removesuffix("/v1")
+    facts = asyncio.run(describe(url, args.api_key))
+    target = load.Target(
+        url=url, model=args.model or facts["model"], api=args.api, key=args.api_key, extra=extra_of(args)
+    )
+    head = {
+        "engine": facts["engine"],
+        "version": facts["version"],
+        "machine": detect().label(),
+        "model": target.model,
+        "w": args.name or name_of(args),
+        "concurrency": args.concurrency,
+    }
+    failed = False
+    for repeat in range(args.repeat):
+        sessions = sessions_of(args, random.Random(args.seed + repeat))
+        records, seconds = asyncio.run(load.run(target, sessions, args.concurrency, args.rate, args.seed))
+        numbers = summarize(records, seconds)
+        failed |= numbers["errors"] > 0
+        print(json.dumps(head | ({"rate": args.rate} if args.rate else {}) | numbers), flush=True)
+    if failed:
+        print("sgla bench: some requests failed; first_error says how", file=sys.stderr)
+    return int(failed)
+
+
+def extra_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of every body."""
+    extra: dict[str, Any] = {"temperature": args.temperature, "stream_options": {"include_usage": True}}
+    return extra if args.stop_at_eos else extra | {"ignore_eos": True}
+
+
+def name_of(args: argparse.Namespace) -> str:
+    lengths = f"{args.input_len}x{args.output_len}"
+    kinds = {
+        "random": f"random-{lengths}",
+        "shared-prefix": f"shared-{args.prefix_len}+{lengths}",
+        "multi-turn": f"turns-{args.turns}x{lengths}",
+    }
+    return f"{kinds[args.workload]}-n{args.requests}-c{args.concurrency}"
+
+
+def sessions_of(args: argparse.Namespace, rng: random.Random) -> list[workloads.Session]:
+    """The requests that the flags describe. Chat messages and conversations are text, the rest token ids."""
+    text = args.text or args.api == "chat"
+    count, sizes = args.requests, (args.input_len, args.output_len)
+    if args.workload == "shared-prefix":
+        return workloads.shared_prefix_sessions(rng, count, args.prefix_len, *sizes, text=text)
+    if args.workload == "multi-turn":
+        return workloads.multi_turn_sessions(rng, count, args.turns, *sizes, spread=args.spread)
+    return workloads.random_sessions(rng, count, *sizes, spread=args.spread, text=text)
+
+
+async def describe(url: str, key: str | None = None) -> dict[str, str]:
+    """Engine, version and first model of a server, as far as it tells."""
+    headers = load.Target(url=url, key=key).headers
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), headers=headers) as client:
+        try:
+            async with client.get(f"{url}/v1/models") as response:
+                listed = await response.json(content_type=None)
+            async with client.get(f"{url}/version") as response:
+                version = (await response.json(content_type=None)) if response.status == 200 else {}
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ConfigError(f"no server at {url}: {error}; start one with 'sgla serve'") from error
+        except ValueError as error:
+            raise ConfigError(f"{url} is no OpenAI-style server: {error}") from error
+    if not listed.get("data"):
+        raise ConfigError(f"{url}/v1/models: {listed.get('error', listed)}")
+    model = listed["data"][0]
+    return {
+        "engine": model.get("owned_by") or "unknown",
+        "version": version.get("version", "unknown"),
+        "model": model["id"],
+    }

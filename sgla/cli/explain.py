@@ -1,0 +1,100 @@
+"""``sgla explain``: every setting with its reason, and the memory it takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgla.cli.args import descriptions
+from sgla.cli.settings import load_config
+from sgla.config import Config
+from sgla.hub.fetch import find_local
+from sgla.observe.machine import Machine, detect
+from sgla.resolve import GIB, MIB, Resolved, kv_shape, resolve, weight_bytes
+
+SECRET = "api_key"
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_config(args.flags, args.config)
+    machine = detect()
+    model = model_config(config)
+    resolved = resolve(config, machine, model)
+    rows = ledger(resolved.config, model) if model else {}
+    print(as_json(resolved, rows) if args.json else as_text(resolved, rows, machine))
+    return 0
+
+
+def model_config(config: Config) -> dict[str, Any] | None:
+    """Content of the model's config.json, if the model is on this disk; nothing is downloaded."""
+    path = find_local(config)
+    if path is None:
+        return None
+    if path.is_dir():
+        content: dict[str, Any] = json.loads((path / "config.json").read_text())
+        return content
+    from sgla.hub.gguf import read_gguf
+
+    return read_gguf(Path(path)).config
+
+
+def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
+    """Bytes by purpose for all ranks together, and what the KV cache holds. Weights are estimated from the shape."""
+    per_token = kv_shape(model).bytes_per_token(config.dtype)
+    kv = (config.kv_cache_bytes or 0) * config.tp
+    pages = kv // (per_token * config.page_size)
+    return {
+        "weights": weight_bytes(model, config.dtype, config.quantization),
+        "kv_cache": kv,
+        "kv_bytes_per_token": per_token,
+        "kv_pages": pages,
+        "kv_tokens": pages * config.page_size,
+    }
+
+
+def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine) -> str:
+    values = {name: shown(name, getattr(resolved.config, name)) for name in Config.__struct_fields__}
+    width, column = max(map(len, values)), min(28, max(map(len, values.values())))
+    lines = [
+        f"{name:<{width}}  {value:<{column}}  {resolved.reasons[name]}" for name, value in values.items()
+    ]
+    if rows:
+        total = rows["weights"] + rows["kv_cache"]
+        lines += [
+            "",
+            f"weights    {size(rows['weights']):>10}  estimated from the model's shape",
+            f"KV cache   {size(rows['kv_cache']):>10}  {rows['kv_pages']} pages, {rows['kv_tokens']} tokens "
+            f"of {rows['kv_bytes_per_token']} bytes",
+            f"together   {size(total):>10}  of {size(machine.memory_available)} available",
+        ]
+    else:
+        lines += ["", "the model is not on this disk yet, so its memory is unknown"]
+    return "\n".join(lines + [f"note: {note}" for note in resolved.notes])
+
+
+def as_json(resolved: Resolved, rows: dict[str, int]) -> str:
+    values = msgspec.to_builtins(resolved.config)
+    values[SECRET] = shown(SECRET, values[SECRET])
+    settings = {name: {"value": value, "reason": resolved.reasons[name]} for name, value in values.items()}
+    return json.dumps({"settings": settings, "memory": rows, "notes": resolved.notes}, indent=2)
+
+
+def shown(name: str, value: Any) -> str:
+    """A value as the user would write it; the key itself is never printed."""
+    if value is None or value == []:
+        return "-"
+    if name == SECRET:
+        return "(set)"
+    if name.endswith("_bytes"):
+        return size(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def size(value: int) -> str:
+    return f"{value / GIB:.1f} GiB" if value >= 4 * GIB else f"{value / MIB:.1f} MiB"

@@ -1,0 +1,45 @@
+"""``sgla serve``: settings in, progress and a ready line out; the server itself is ``sgla.http.serve``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from sgla.cli.progress import ProgressPrinter
+from sgla.cli.settings import load_config
+from sgla.config import Config
+from sgla.messages import Facts
+from sgla.observe.log import setup_logging
+from sgla.resolve import check
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_config(args.flags, args.config)
+    check(config)
+    setup_logging(config.log_level)
+    from sgla.http.serve import run as serve
+
+    progress = ProgressPrinter()
+
+    def ready(facts: Facts, url: str, seconds: float) -> None:
+        progress.close()
+        print(ready_text(config, facts, url, seconds), flush=True)
+
+    try:
+        return serve(config, progress, ready)
+    finally:
+        progress.close()
+
+
+def ready_text(config: Config, facts: Facts, url: str, seconds: float) -> str:
+    """What is served, and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
+    name = (config.served_model_name or [config.model])[0]
+    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
+    text = json.dumps(body).replace("'", "'\\''")
+    return (
+        f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens, "
+        f"KV cache {(facts.pages - 1) * facts.page_size} tokens\n"
+        + "".join(f"note: {note}\n" for note in facts.notes)
+        + f"try: curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{text}'"
+    )
