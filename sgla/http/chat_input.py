@@ -30,7 +30,9 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
     if "tool_calls" in result:
         result["tool_calls"] = _tool_calls(result["tool_calls"], path)
     content = message.get("content")
-    if content is None and not (role == "assistant" and (message.get("tool_calls") or message.get("refusal"))):
+    if content is None and not (
+        role == "assistant" and (message.get("tool_calls") or message.get("refusal"))
+    ):
         raise InvalidField(f"{path}.content is required: a string or a list of text parts", param="messages")
     result["content"] = _content(content, f"{path}.content")
     return result
@@ -51,7 +53,9 @@ def _part(part: Any, path: str) -> str:
     if not isinstance(kind, str):
         raise InvalidField(f"{path} must be an object with a type", param="messages")
     if kind not in TEXT_PARTS:
-        raise unsupported("messages", f" with content of type {kind[:40]!r} ({path}): the model takes text only")
+        raise unsupported(
+            "messages", f" with content of type {kind[:40]!r} ({path}): the model takes text only"
+        )
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidField(f"{path}.{TEXT_PARTS[kind]} must be a string", param="messages")
@@ -86,7 +90,9 @@ def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
             kwargs.setdefault("documents", request.documents)
         if request.reasoning_effort is not None:
             if request.reasoning_effort not in EFFORTS:
-                raise InvalidField(f"reasoning_effort must be one of {', '.join(sorted(EFFORTS))}", param="reasoning_effort")
+                raise InvalidField(
+                    f"reasoning_effort must be one of {', '.join(sorted(EFFORTS))}", param="reasoning_effort"
+                )
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
     return kwargs
@@ -97,8 +103,11 @@ def prompt_flags(request: ChatRequest | TokenizeRequest) -> tuple[bool, bool]:
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidField(
-            "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
         )
     if continues and request.messages and request.messages[-1].get("role") != "assistant":
-        raise InvalidField("continue_final_message needs a last message of the assistant", param="continue_final_message")
+        raise InvalidField(
+            "continue_final_message needs a last message of the assistant", param="continue_final_message"
+        )
     return request.add_generation_prompt is not False and not continues, continues

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
@@ -29,8 +30,14 @@ class Aborted(BadRequest):
 
 
 class MethodNotAllowed(BadRequest):
+    """``allowed``: the methods that the route takes."""
+
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: Iterable[str]) -> None:
+        super().__init__(message)
+        self.allowed = ", ".join(allowed)
 
 
 class Refused(SglaError):
@@ -54,4 +61,6 @@ def error_response(error: SglaError) -> web.Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1.0)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = error.allowed
     return json_response(error_body(error), status=error.status, headers=headers)

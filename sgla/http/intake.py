@@ -11,7 +11,7 @@ from sgla.http.schema import Schema
 from sgla.http.server import SERVER
 from sgla.http.wire import read_body
 
-IGNORED_FIELDS = "ignored_fields"  # key of web.Request: names for the x-ignored-fields header
+IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
 
 R = TypeVar("R", bound=msgspec.Struct)
 

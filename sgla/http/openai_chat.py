@@ -48,7 +48,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     work = make_work(request, fields, [prompt], sampling, first(fields.rid, fields.request_id))
     if fields.stream:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
-        return await sse.stream(request, server, work, ChatStream(head, fields, sampling, server.ingress.tokenizer))
+        return await sse.stream(
+            request, server, work, ChatStream(head, fields, sampling, server.ingress.tokenizer)
+        )
     choices = await server.collect(work)
     raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
@@ -75,7 +77,9 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
     )
 
 
-def response(head: dict[str, Any], choices: list[Choice], fields: ChatRequest, work: Work, tokenizer: Any) -> dict[str, Any]:
+def response(
+    head: dict[str, Any], choices: list[Choice], fields: ChatRequest, work: Work, tokenizer: Any
+) -> dict[str, Any]:
     shapes = Shapes(fields, work.jobs[0].sampling, tokenizer)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
     return {**head, "choices": [shapes.choice(choice) for choice in choices], "usage": usage_object(usage)}
@@ -114,7 +118,9 @@ class Shapes:
 class ChatStream(ChunkStream):
     """Events -> chat.completion.chunk. A choice's role chunk goes out together with its first content."""
 
-    def __init__(self, head: dict[str, Any], fields: ChatRequest, sampling: SamplingParams, tokenizer: Any) -> None:
+    def __init__(
+        self, head: dict[str, Any], fields: ChatRequest, sampling: SamplingParams, tokenizer: Any
+    ) -> None:
         super().__init__(head, fields, plain=sampling.logprobs is None)
         self._shapes = Shapes(fields, sampling, tokenizer)
         self._sampling = sampling

@@ -71,4 +71,3 @@ def response_head(prefix: str, uid: str, kind: str, model: str, fingerprint: str
         "model": model,
         "system_fingerprint": fingerprint,
     }
-

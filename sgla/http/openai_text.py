@@ -11,7 +11,13 @@ from sgla.http import sse
 from sgla.http.collect import Choice, total_usage
 from sgla.http.errors import Aborted
 from sgla.http.intake import intake
-from sgla.http.openai_common import ChunkStream, check_stream_options, response_head, stop_fields, usage_object
+from sgla.http.openai_common import (
+    ChunkStream,
+    check_stream_options,
+    response_head,
+    stop_fields,
+    usage_object,
+)
 from sgla.http.sampling import check_max_tokens, first, sampling_params
 from sgla.http.schema import CompletionRequest, Schema, unsupported
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
@@ -40,22 +46,30 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
     if fields.stream:
-        return await sse.stream(request, server, work, TextStream(head, fields, work, server.ingress.tokenizer))
+        return await sse.stream(
+            request, server, work, TextStream(head, fields, work, server.ingress.tokenizer)
+        )
     choices = await server.collect(work)
     raise_aborted(choices)
     shapes = Shapes(fields, work, server.ingress.tokenizer)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
-    return json_response({**head, "choices": [shapes.choice(choice) for choice in choices], "usage": usage_object(usage)})
+    return json_response(
+        {**head, "choices": [shapes.choice(choice) for choice in choices], "usage": usage_object(usage)}
+    )
 
 
 def prompts(prompt: str | list[int | str | list[int]]) -> list[dict[str, Any]]:
     """The Job fields of each prompt. Raises InvalidField for an empty or mixed list."""
-    items: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+    items: list[Any] = (
+        [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+    )
     if not items:
         raise InvalidField("prompt: the list is empty", param="prompt")
     kinds = {type(item) for item in (prompt if isinstance(prompt, list) else items)}
     if len(kinds) > 1:
-        raise InvalidField("prompt must be a string, a list of strings, a list of ids or a list of id lists", param="prompt")
+        raise InvalidField(
+            "prompt must be a string, a list of strings, a list of ids or a list of id lists", param="prompt"
+        )
     return [token_prompt(item, "prompt") if isinstance(item, list) else {"text": item} for item in items]
 
 
@@ -75,7 +89,9 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     if fields.best_of not in (None, 1, fields.n or 1):
         raise unsupported("best_of", " unless it equals n")
     if fields.logprobs is not None and not 0 <= fields.logprobs <= MAX_LOGPROBS:
-        raise InvalidField(f"logprobs must be between 0 and {MAX_LOGPROBS}, got {fields.logprobs}", param="logprobs")
+        raise InvalidField(
+            f"logprobs must be between 0 and {MAX_LOGPROBS}, got {fields.logprobs}", param="logprobs"
+        )
     return sampling_params(
         fields,
         server.sampling_defaults,
@@ -114,11 +130,19 @@ class Shapes:
                 result["prompt_token_ids"] = choice.prompt_tokens
         return result
 
+    def shows_prompt(self, event: Event) -> bool:
+        return event.prompt_tokens is not None and (self._echo or self._token_ids)
+
+    def shows_ids(self, event: Event) -> bool:
+        return self._token_ids and bool(event.tokens)
+
     def prompt_text(self, choice: Choice | Event) -> str:
         job = self._job(choice.index)
         if job.text is not None:
             return job.text
-        return self._tokenizer.decode(choice.prompt_tokens, skip_special_tokens=self._sampling.skip_special_tokens)
+        return self._tokenizer.decode(
+            choice.prompt_tokens, skip_special_tokens=self._sampling.skip_special_tokens
+        )
 
     def logprobs(self, choice: Choice | Event) -> dict[str, Any] | None:
         if self._sampling.logprobs is None:
@@ -152,8 +176,18 @@ class TextStream(ChunkStream):
             if self.plain:
                 if not event.text:
                     return b""
-                return b'%b{"index":%d,"text":%b%b' % (self._head, event.index, encode(event.text), self._text_tail)
-            if not (event.text or event.prompt_tokens or event.logprobs or (self._token_ids and event.tokens)):
+                return b'%b{"index":%d,"text":%b%b' % (
+                    self._head,
+                    event.index,
+                    encode(event.text),
+                    self._text_tail,
+                )
+            if not (
+                event.text
+                or event.logprobs
+                or self._shapes.shows_prompt(event)
+                or self._shapes.shows_ids(event)
+            ):
                 return b""
         elif event.finish == "abort":
             return self.error(Aborted(ABORTED))

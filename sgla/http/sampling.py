@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgla.errors import InvalidField
-from sgla.http.schema import MAX_STOP_CHARS, MAX_STOPS, RANGES, SamplingFields, TOKENS
+from sgla.http.schema import MAX_STOP_CHARS, MAX_STOPS, RANGES, TOKENS, SamplingFields
 from sgla.messages import SamplingParams
 
 # The fields of generation_config.json that change how tokens are chosen.
@@ -71,7 +71,9 @@ def check_ids(ids: list[int] | None) -> None:
     if ids is None:
         return
     if len(ids) > MAX_STOPS:
-        raise InvalidField(f"stop_token_ids may list at most {MAX_STOPS} ids, got {len(ids)}", param="stop_token_ids")
+        raise InvalidField(
+            f"stop_token_ids may list at most {MAX_STOPS} ids, got {len(ids)}", param="stop_token_ids"
+        )
     if any(not 0 <= token < 2**31 for token in ids):
         raise InvalidField("stop_token_ids must be token ids: integers of at least 0", param="stop_token_ids")
 
@@ -83,7 +85,9 @@ def logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise InvalidField(f"logit_bias: keys must be token ids, got {key[:32]!r}", param="logit_bias")
         if not -100 <= value <= 100:
-            raise InvalidField(f"logit_bias: values must be between -100 and 100, got {value}", param="logit_bias")
+            raise InvalidField(
+                f"logit_bias: values must be between -100 and 100, got {value}", param="logit_bias"
+            )
         result[int(key)] = value
     return result
 

@@ -89,9 +89,25 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # Fields of the APIs that cannot change the output here.
 IGNORED = frozenset(
-    """user metadata store service_tier prediction safety_identifier prompt_cache_key prompt_cache_retention
-    prompt_cache_options verbosity moderation web_search_options parallel_tool_calls separate_reasoning
-    stream_interval log_metrics background""".split()
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prediction",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "verbosity",
+        "moderation",
+        "web_search_options",
+        "parallel_tool_calls",
+        "separate_reasoning",
+        "stream_interval",
+        "log_metrics",
+        "background",
+    ]
 )
 
 
@@ -166,7 +182,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """Fields about the request rather than its text."""
+    """Fields about the request rather than its text. ``OpenAIFields`` repeats them: structs inherit from one base."""
 
     model: str | None = None
     stream: bool | None = None
@@ -181,7 +197,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIFields(SamplingFields, RequestFields, kw_only=True):
+class OpenAIFields(SamplingFields, kw_only=True):
+    model: str | None = None
+    stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    timeout: float | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None
     rid: str | None = None

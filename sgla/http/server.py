@@ -18,7 +18,7 @@ from sgla.http.collect import Choice, Collector, PromptOnly
 from sgla.http.errors import Aborted, Refused
 from sgla.http.ports import Ingress, Sink
 from sgla.http.sampling import model_defaults
-from sgla.http.schema import MAX_CHOICES, RequestFields
+from sgla.http.schema import MAX_CHOICES, OpenAIFields, RequestFields
 from sgla.messages import Job, SamplingParams
 from sgla.observe.metrics import Metrics
 
@@ -56,7 +56,9 @@ class Server:
         self.config = config
         self.metrics = metrics
         self.created = int(time.time())
-        self.fingerprint = "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
+        self.fingerprint = (
+            "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
+        )
         self._live: dict[str, tuple[Work, EndableSink]] = {}
 
     # facts -----------------------------------------------------------------------------------------------------------
@@ -67,7 +69,9 @@ class Server:
         if not asked:
             return names[0]
         if asked not in names:
-            raise ModelNotFound(f"model {asked[:200]!r} does not exist; this server has {', '.join(names)}", param="model")
+            raise ModelNotFound(
+                f"model {asked[:200]!r} does not exist; this server has {', '.join(names)}", param="model"
+            )
         return asked
 
     @property
@@ -97,9 +101,7 @@ class Server:
     def abort(self, rid: str | None) -> int:
         """End the running requests with this id, or all of them for None. Returns how many there were."""
         found = [
-            (work, sink)
-            for work, sink in self._live.values()
-            if rid is None or rid in (work.rid, work.uid)
+            (work, sink) for work, sink in self._live.values() if rid is None or rid in (work.rid, work.uid)
         ]
         for work, sink in found:
             self.close(work)
@@ -120,14 +122,15 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
-RID, UID = "rid", "uid"  # keys of web.Request: the id that clients see, and its unique form
+RID = web.RequestKey("rid", str)  # the id that the client sees
+UID = web.RequestKey("uid", str)  # its unique form
 ABORTED = "the request was aborted"
 _counter = itertools.count()
 
 
 def make_work(
     request: web.Request,
-    fields: RequestFields,
+    fields: RequestFields | OpenAIFields,
     prompts: Sequence[Mapping[str, Any]],
     sampling: SamplingParams | Sequence[SamplingParams],
     rid: str | None = None,
@@ -140,7 +143,9 @@ def make_work(
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     n = each[0].n
     if len(prompts) * n > MAX_CHOICES:
-        raise InvalidField(f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices in one request", param="n")
+        raise InvalidField(
+            f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices in one request", param="n"
+        )
     uid = request[UID] if rid is None else unique(rid)
     common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
     common["namespace"] = "\0".join(filter(None, (fields.cache_salt, fields.extra_key)))

@@ -7,7 +7,12 @@ import os
 import sys
 from typing import TextIO
 
-COLOURS = {logging.DEBUG: "\x1b[2m", logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
+COLOURS = {
+    logging.DEBUG: "\x1b[2m",
+    logging.WARNING: "\x1b[33m",
+    logging.ERROR: "\x1b[31m",
+    logging.CRITICAL: "\x1b[31m",
+}
 RESET = "\x1b[0m"
 
 
@@ -27,7 +32,9 @@ class LineFormatter(logging.Formatter):
         if colour:
             line = f"{colour}{line}{RESET}"
         if record.exc_info:
-            line += "\n" + "\n".join("    " + part for part in self.formatException(record.exc_info).splitlines())
+            line += "\n" + "\n".join(
+                "    " + part for part in self.formatException(record.exc_info).splitlines()
+            )
         return line
 
 

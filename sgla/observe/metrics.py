@@ -23,8 +23,50 @@ if TYPE_CHECKING:
 
 PREFIX = "sgla:"
 
-LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-SHORT = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
+LATENCY = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+SHORT = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2.5,
+    5,
+)
 E2E = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 400, 600, 1200, 2400)
 GAP_MS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000)
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -156,12 +198,18 @@ class Metrics(Collector):
     def _requests(self) -> Iterator[Metric]:
         reasons = {(reason,): self.requests[reason] for reason in ("stop", "length", "abort", "error")}
         yield self._counter("num_requests", "Finished requests", reasons, ["finish_reason"])
-        yield self._counter("num_aborted_requests", "Requests ended by the client or by /abort_request", self.requests["abort"])
+        yield self._counter(
+            "num_aborted_requests",
+            "Requests ended by the client or by /abort_request",
+            self.requests["abort"],
+        )
         yield self._counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens of finished requests", self.generation_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", self.cached_tokens)
         yield self._counter("num_retracted_requests", "Preemptions of running requests", self.retracted)
-        yield self._counter("slow_readers", "Streams dropped because the client did not read", self.slow_readers)
+        yield self._counter(
+            "slow_readers", "Streams dropped because the client did not read", self.slow_readers
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (
@@ -185,7 +233,9 @@ class Metrics(Collector):
         yield self._gauge("http_requests_active", "HTTP requests being answered", self.http_active)
 
     def _model(self, facts: Facts) -> Iterator[Metric]:
-        yield self._gauge("max_total_num_tokens", "Tokens the KV cache can hold", (facts.pages - 1) * facts.page_size)
+        yield self._gauge(
+            "max_total_num_tokens", "Tokens the KV cache can hold", (facts.pages - 1) * facts.page_size
+        )
         yield self._gauge("page_size", "Tokens in one KV page", facts.page_size)
         ledger = {(purpose,): size for purpose, size in facts.ledger.items()}
         yield self._gauge("memory_bytes", "Memory by purpose", ledger, ["purpose"])
@@ -199,11 +249,21 @@ class Metrics(Collector):
         yield self._gauge("num_running_reqs", "Requests in the running batch", stats.running)
         yield self._gauge("num_queue_reqs", "Requests waiting", stats.waiting)
         yield self._gauge("num_used_tokens", "KV tokens held by requests", used * page_size)
-        yield self._gauge("kv_available_tokens", "KV tokens free or evictable", (stats.pages_total - used) * page_size)
-        yield self._gauge("token_usage", "Share of the KV cache held by requests", used / max(1, stats.pages_total))
+        yield self._gauge(
+            "kv_available_tokens", "KV tokens free or evictable", (stats.pages_total - used) * page_size
+        )
+        yield self._gauge(
+            "token_usage", "Share of the KV cache held by requests", used / max(1, stats.pages_total)
+        )
         yield self._gauge("cached_prefix_tokens", "Tokens in the prefix cache", stats.cached_tokens)
-        yield self._gauge("cache_hit_rate", "Share of prompt tokens found cached", stats.hit_tokens / max(1, stats.query_tokens))
-        yield self._gauge("gen_throughput", "Output tokens per second since the last scrape", self._throughput)
+        yield self._gauge(
+            "cache_hit_rate",
+            "Share of prompt tokens found cached",
+            stats.hit_tokens / max(1, stats.query_tokens),
+        )
+        yield self._gauge(
+            "gen_throughput", "Output tokens per second since the last scrape", self._throughput
+        )
         yield self._counter("steps", "Model steps", stats.steps)
         yield self._counter("rejected_requests", "Requests refused by the scheduler", stats.rejected)
 

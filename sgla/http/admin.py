@@ -1,0 +1,143 @@
+"""Routes about the server itself: models, health, facts, metrics, cache, aborts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sgla import __version__
+from sgla.errors import InvalidField
+from sgla.http.errors import Busy
+from sgla.http.intake import intake
+from sgla.http.schema import AbortRequest, RequestFields, Schema
+from sgla.http.server import SERVER, Server, make_work
+from sgla.http.wire import json_response
+from sgla.messages import SamplingParams
+
+ABORT = Schema(AbortRequest)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def models(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    return json_response(
+        {"object": "list", "data": [card(server, name) for name in server.ingress.model_names]}
+    )
+
+
+async def model(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    name = request.path.strip("/").partition("models/")[2]
+    return json_response(card(server, server.model(name)))
+
+
+def card(server: Server, name: str) -> dict[str, Any]:
+    facts = server.ingress.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "sgla",
+        "root": server.config.model,
+        "parent": None,
+        "max_model_len": facts.context_len if facts is not None else None,
+    }
+
+
+async def live(request: web.Request) -> web.Response:
+    """200 while the process can recover by itself; 503 once the engine is dead."""
+    phase = request.app[SERVER].ingress.phase
+    return json_response(
+        {"status": "dead" if phase == "dead" else "alive", "phase": phase}, 503 if phase == "dead" else 200
+    )
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 while requests are accepted; else the typed 503 with the phase."""
+    ingress = request.app[SERVER].ingress
+    if ingress.ready:
+        return json_response({"status": "ready", "phase": ingress.phase})
+    progress = ingress.progress
+    body = {
+        "status": "not_ready",
+        "phase": ingress.phase,
+        "message": progress.message,
+        "done": progress.done,
+        "total": progress.total,
+    }
+    return json_response(body, 503, {"Retry-After": "1"})
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """200 if one token comes out of the engine."""
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    await server.collect(make_work(request, RequestFields(timeout=20.0), [{"token_ids": [0]}], sampling))
+    return json_response({"status": "ready"})
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": __version__})
+
+
+async def model_info(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    config, facts = server.config, server.ingress.facts
+    return json_response(
+        {
+            "model_path": config.model,
+            "tokenizer_path": config.tokenizer or config.model,
+            "served_model_name": server.ingress.model_names[0],
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "max_model_len": facts.context_len if facts is not None else None,
+            "vocab_size": facts.vocab_size if facts is not None else None,
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Settings (no secrets), what the workers have, and the scheduler's counters as ``internal_states[0]``."""
+    server = request.app[SERVER]
+    settings = msgspec.to_builtins(server.config)
+    settings["api_key"] = None
+    stats = server.ingress.stats()
+    return json_response(
+        {
+            **settings,
+            "version": __version__,
+            "phase": server.ingress.phase,
+            "facts": server.ingress.facts,
+            "internal_states": [] if stats is None else [stats],
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    stats = server.ingress.stats()
+    if stats is not None:
+        server.metrics.gauges(stats)
+    return web.Response(body=server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    if not await request.app[SERVER].ingress.flush_cache():
+        raise Busy("requests are running, so the cache was not flushed; try again when they are done")
+    return json_response({"success": True, "message": "the prefix cache is empty"})
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI)."""
+    fields = await intake(request, ABORT)
+    if not fields.rid and not fields.abort_all:
+        raise InvalidField("give rid, or abort_all: true", param="rid")
+    aborted = request.app[SERVER].abort(None if fields.abort_all else fields.rid)
+    return json_response({"success": True, "aborted": aborted})

@@ -1,0 +1,111 @@
+"""The aiohttp application: one table of routes, one dispatcher that forgives slashes and answers in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from sgla import clock
+from sgla.config import Config
+from sgla.errors import NotFound, SglaError
+from sgla.http import admin, native, openai_chat, openai_text, tokens
+from sgla.http.errors import MethodNotAllowed, error_response
+from sgla.http.middleware import CLIENT_GONE, add_headers, authorize, identify, preflight
+from sgla.http.ports import Ingress
+from sgla.http.server import RID, SERVER, Server
+from sgla.observe.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MODELS = "/v1/models"
+
+ROUTES: dict[str, dict[str, Handler]] = {
+    "/v1/chat/completions": {"POST": openai_chat.chat_completions},
+    "/v1/completions": {"POST": openai_text.completions},
+    MODELS: {"GET": admin.models},
+    f"{MODELS}/{{id}}": {"GET": admin.model},
+    "/generate": {"POST": native.generate, "PUT": native.generate},
+    "/tokenize": {"POST": tokens.tokenize},
+    "/v1/tokenize": {"POST": tokens.tokenize},
+    "/detokenize": {"POST": tokens.detokenize},
+    "/v1/detokenize": {"POST": tokens.detokenize},
+    "/": {"GET": admin.live},
+    "/health": {"GET": admin.ready},
+    "/health/live": {"GET": admin.live},
+    "/health/ready": {"GET": admin.ready},
+    "/health_generate": {"GET": admin.health_generate},
+    "/ready": {"GET": admin.ready},
+    "/readyz": {"GET": admin.ready},
+    "/ping": {"GET": admin.ready},
+    "/version": {"GET": admin.version},
+    "/get_model_info": {"GET": admin.model_info},
+    "/model_info": {"GET": admin.model_info},
+    "/get_server_info": {"GET": admin.server_info},
+    "/server_info": {"GET": admin.server_info},
+    "/metrics": {"GET": admin.metrics},
+    "/flush_cache": {"POST": admin.flush_cache, "GET": admin.flush_cache},
+    "/reset_prefix_cache": {"POST": admin.flush_cache},
+    "/abort_request": {"POST": admin.abort_request},
+}
+
+
+def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Application:
+    """The server's application. It may listen before the model is loaded: requests get a typed 503 until then.
+
+    Run it with ``handler_cancellation=True``: that is how a client's hang-up reaches the engine.
+    """
+    app = web.Application(client_max_size=config.max_body_bytes)
+    app[SERVER] = Server(ingress, config, metrics)
+    app.router.add_route("*", "/{path:.*}", dispatch)
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+async def dispatch(request: web.Request) -> web.StreamResponse:
+    """Answer with JSON whatever happens; count and log it."""
+    server = request.app[SERVER]
+    began = clock.now()
+    path = "/" + "/".join(filter(None, request.path.split("/")))
+    route = f"{MODELS}/{{id}}" if path.startswith(f"{MODELS}/") else path
+    identify(request)
+    server.metrics.http_started(request.method, route if route in ROUTES else "unknown")
+    status = CLIENT_GONE
+    try:
+        response = await answer(request, path, route)
+        status = response.status
+        return response
+    finally:
+        server.metrics.http_finished(status)
+        if server.config.log_requests:
+            millis = 1000 * (clock.now() - began)
+            log.info("%s %s %d %.1f ms %s", request.method, route[:100], status, millis, request[RID])
+
+
+async def answer(request: web.Request, path: str, route: str) -> web.StreamResponse:
+    try:
+        if request.method == "OPTIONS":
+            return preflight(request)
+        authorize(request, path, request.app[SERVER].config.api_key)
+        return await find(request.method, route)(request)
+    except SglaError as error:
+        return error_response(error)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception:
+        log.exception("request %s failed", request[RID])
+        return error_response(SglaError("internal error; the server's log has the details"))
+
+
+def find(method: str, route: str) -> Handler:
+    methods = ROUTES.get(route)
+    if methods is None:
+        raise NotFound(f"there is no route {route[:200]}")
+    handler = methods.get("GET" if method == "HEAD" else method)
+    if handler is None:
+        raise MethodNotAllowed(f"{route} does not take {method[:20]}; use {' or '.join(methods)}", methods)
+    return handler

@@ -1,0 +1,206 @@
+"""A stand-in for the engine: deterministic tokens, controllable pace, a record of what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+from sgla.errors import ContextTooLong, Loading
+from sgla.messages import Control, Event, Facts, Job, Rejected, TokenLogprob, Usage
+from sgla.sched.stats import Stats
+
+WORDS = [
+    " alpha",
+    " beta",
+    " gamma",
+    " delta",
+    " \u00e9t\u00e9",
+    " \u4e2d\u6587",
+    " \U0001f600",
+    ' "quoted"',
+    " back\\slash",
+    "\n",
+]
+BOS, EOS = 510, 511
+
+
+class FakeTokenizer:
+    """Bytes are ids 0-255; ids 256-509 are whole words, which only the model writes."""
+
+    vocab_size = 512
+    special_ids = frozenset({BOS, EOS})
+    decoding = SimpleNamespace(kind="bytes")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        kept = (i for i in ids if not (skip_special_tokens and i in self.special_ids))
+        return b"".join(self.token_bytes(i) for i in kept).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        if token < 256:
+            return bytes([token])
+        if token in self.special_ids:
+            return b"<bos>" if token == BOS else b"<eos>"
+        return WORDS[(token - 256) % len(WORDS)].encode()
+
+    def byte_table(self, skip_special_tokens: bool) -> list[bytes]:
+        return [
+            b"" if skip_special_tokens and i in self.special_ids else self.token_bytes(i) for i in range(512)
+        ]
+
+
+class FakeTemplate:
+    def render(
+        self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+
+class FakeIngress:
+    """``pace`` is the seconds between events; with ``manual`` the test calls ``emit`` itself."""
+
+    def __init__(self, pace: float = 0.0, manual: bool = False, context: int = 4096) -> None:
+        self.phase = "ready"
+        self.progress = SimpleNamespace(message="", done=0, total=0)
+        self.model_names = ["fake", "fake-alias"]
+        self.facts: Facts | None = Facts(
+            pages=257,
+            page_size=16,
+            slots=64,
+            context_len=context,
+            vocab_size=512,
+            step_tokens=512,
+            dtype="f",
+            device="cpu",
+        )
+        self.tokenizer: Any = FakeTokenizer()
+        self.template: Any = FakeTemplate()
+        self.default_sampling: dict[str, Any] = {"temperature": 0.6, "top_k": 50, "eos_token_id": EOS}
+        self.pace = pace
+        self.manual = manual
+        self.flushable = True
+        self.jobs: list[Job] = []
+        self.cancels: list[tuple[str, str]] = []
+        self.open_jobs: dict[str, tuple[Job, Any]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready"
+
+    def require_ready(self) -> None:
+        if not self.ready:
+            raise Loading(f"the model is not loaded yet (phase {self.phase})", retry_after=2.0)
+
+    def open(self, job: Job, sink: Any) -> None:
+        self.require_ready()
+        assert job.rid not in self.open_jobs
+        self.jobs.append(job)
+        self.open_jobs[job.rid] = (job, sink)
+        if not self.manual:
+            task = asyncio.ensure_future(self._run(job))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    def cancel(self, rid: str, reason: str) -> bool:
+        if self.open_jobs.pop(rid, None) is None:
+            return False
+        self.cancels.append((rid, reason))
+        return True
+
+    def push(self, rid: str, message: Event | Rejected) -> None:
+        """Deliver to the sink of an open request; a Rejected forgets it."""
+        if rid in self.open_jobs:
+            sink = self.open_jobs[rid][1]
+            if isinstance(message, Rejected):
+                del self.open_jobs[rid]
+            sink.push(message)
+
+    def prompt(self, job: Job) -> list[int]:
+        if job.token_ids is not None:
+            return job.token_ids
+        text = job.text
+        if job.messages is not None:
+            text = self.template.render(job.messages, add_generation_prompt=job.add_generation_prompt)
+        return self.tokenizer.encode(text or "", job.add_special_tokens)
+
+    def stats(self) -> Stats | None:
+        return Stats(
+            running=len(self.open_jobs), pages_total=256, pages_free=200, pages_cached=40, pages_evictable=40
+        )
+
+    async def flush_cache(self) -> bool:
+        self.require_ready()
+        return self.flushable
+
+    async def control(self, command: Control) -> Any:
+        return None
+
+    async def _run(self, job: Job) -> None:
+        await asyncio.sleep(0)
+        prompt = self.prompt(job)
+        assert self.facts is not None
+        limit = self.facts.context_len
+        new = job.sampling.max_tokens
+        if len(prompt) + (new or 1) > limit:
+            error = ContextTooLong.of(limit, len(prompt), new or 0)
+            self.push(job.rid, error.rejected(job.rid))
+            return
+        count = min(new or 24, 200)
+        for step in range(count):
+            for child in range(job.sampling.n):
+                self.push(job.rid, make_event(job, prompt, child, step, last=step == count - 1))
+            await asyncio.sleep(self.pace)
+        self.open_jobs.pop(job.rid, None)
+
+    def check(self) -> None:
+        """Nothing is open any more."""
+        assert not self.open_jobs
+
+
+def token_at(job: Job, prompt: list[int], child: int, step: int) -> int:
+    """The token of a choice at a position: a function of the prompt, the seed and the choice."""
+    seed = 0 if job.sampling.temperature == 0 else (job.sampling.seed or 0) * 1000 + child + 1
+    digest = hashlib.blake2s(repr((prompt, seed, step)).encode(), digest_size=4).digest()
+    return 256 + int.from_bytes(digest, "little") % len(WORDS)
+
+
+def expected_text(job: Job, prompt: list[int], child: int, steps: int) -> str:
+    tokenizer = FakeTokenizer()
+    return tokenizer.decode([token_at(job, prompt, child, step) for step in range(steps)])
+
+
+def make_event(job: Job, prompt: list[int], child: int, step: int, last: bool) -> Event:
+    """The event of one token."""
+    token = token_at(job, prompt, child, step)
+    text = FakeTokenizer().decode([token])
+    first = step == 0
+    sampling = job.sampling
+    return Event(
+        rid=job.rid,
+        index=job.index_base + child,
+        text=text,
+        tokens=[token],
+        logprobs=None if sampling.logprobs is None else [entry(token, sampling.logprobs)],
+        prompt_tokens=prompt if first else None,
+        prompt_logprobs=prompt_entries(prompt, sampling.prompt_logprobs) if first else None,
+        finish=("stop" if sampling.stop else "length") if last else None,
+        matched=sampling.stop[0] if last and sampling.stop else None,
+        usage=Usage(len(prompt), step + 1, 3),
+    )
+
+
+def entry(token: int, k: int) -> TokenLogprob:
+    top = [((token + i) % 510, -0.5 - i) for i in range(k)]
+    return TokenLogprob(token, -0.5, 1, top)
+
+
+def prompt_entries(prompt: list[int], k: int | None) -> list[TokenLogprob | None] | None:
+    if k is None:
+        return None
+    return [None, *(entry(token, k) for token in prompt[1:])]

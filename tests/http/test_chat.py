@@ -1,0 +1,213 @@
+"""/v1/chat/completions through the openai client, with strict validation of every response."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from conftest import Site
+from http_fake import FakeIngress, expected_text
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def answer(site: Site, steps: int, child: int = 0) -> str:
+    job = site.ingress.jobs[-1]
+    return expected_text(job, site.ingress.prompt(job), child, steps)
+
+
+async def test_chat(site: Site) -> None:
+    reply = await site.client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=7)
+    assert reply.choices[0].message.content == answer(site, 7)
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.choices[0].logprobs is None
+    assert reply.id.startswith("chatcmpl-")
+    assert reply.object == "chat.completion"
+    prompt = len(site.ingress.prompt(site.ingress.jobs[-1]))
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (
+        prompt,
+        7,
+        prompt + 7,
+    )
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
+    site.ingress.check()
+
+
+async def test_stream_equals_whole(site: Site) -> None:
+    whole = await site.client.chat.completions.create(
+        model="fake", messages=MESSAGES, max_tokens=20, seed=5, n=3
+    )
+    stream = await site.client.chat.completions.create(
+        model="fake",
+        messages=MESSAGES,
+        max_tokens=20,
+        seed=5,
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = {0: "", 1: "", 2: ""}
+    finishes: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        (choice,) = chunk.choices
+        if choice.delta.role is not None:
+            assert texts[choice.index] == ""
+            assert not finishes[choice.index]
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            assert choice.delta.content is None
+            finishes[choice.index].append(choice.finish_reason)
+    assert [texts[i] for i in range(3)] == [choice.message.content for choice in whole.choices]
+    assert len(set(texts.values())) == 3
+    assert all(reasons == ["length"] for reasons in finishes.values())
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    assert sum(1 for chunk in chunks[:-1] if chunk.choices[0].delta.role == "assistant") == 3
+
+
+async def test_stream_bytes(site: Site) -> None:
+    payloads = await site.sse("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, "stream": True})
+    assert payloads[-1] == "[DONE]"
+    chunks = [json.loads(payload) for payload in payloads[:-1]]
+    assert all(len(chunk["choices"]) == 1 and "usage" not in chunk for chunk in chunks)
+    assert [chunk["choices"][0]["delta"].keys() for chunk in chunks] == [
+        {"role", "content"},
+        {"content"},
+        {"content"},
+        set(),
+    ]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_continuous_usage(site: Site) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "stream_options": options}
+    chunks = [json.loads(p) for p in (await site.sse("/v1/chat/completions", body))[:-1]]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 3, 3, 3]
+    assert all("total_tokens" in chunk["usage"] for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs(site: Site, stream: bool) -> None:
+    create = site.client.chat.completions.create
+    asked = {"model": "fake", "messages": MESSAGES, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    if stream:
+        chunks = [chunk async for chunk in await create(**asked, stream=True)]
+        parts = [c.choices[0] for c in chunks if c.choices[0].logprobs is not None]
+        text = "".join(part.delta.content for part in parts)
+        entries = [entry for part in parts for entry in part.logprobs.content]
+    else:
+        choice = (await create(**asked)).choices[0]
+        text, entries = choice.message.content, choice.logprobs.content
+    assert len(entries) == 12
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == text == answer(site, 12)
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob == -0.5 for entry in entries)
+
+
+async def test_token_ids(site: Site) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 5, "return_token_ids": True}
+    _, whole = await site.post("/v1/chat/completions", body)
+    choice = whole["choices"][0]
+    prompt = site.ingress.prompt(site.ingress.jobs[-1])
+    assert choice["prompt_token_ids"] == prompt
+    assert site.ingress.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
+    payloads = await site.sse("/v1/chat/completions", body | {"stream": True})
+    choices = [json.loads(payload)["choices"][0] for payload in payloads[:-1]]
+    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [prompt]
+    assert [token for c in choices for token in c.get("token_ids", [])] == choice["token_ids"]
+
+
+async def test_stop_fields(site: Site) -> None:
+    _, body = await site.post(
+        "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 3, "stop": ["", "END"]}
+    )
+    choice = body["choices"][0]
+    assert (choice["finish_reason"], choice["matched_stop"], choice["stop_reason"]) == ("stop", "END", "END")
+    assert site.ingress.jobs[-1].sampling.stop == ["END"]
+
+
+async def test_request_reaches_the_engine(site: Site) -> None:
+    body = {
+        "model": "fake-alias",
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "q"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": "42"},
+            {"role": "assistant", "content": "so"},
+        ],
+        "max_tokens": 2,
+        "max_completion_tokens": 3,
+        "temperature": None,
+        "top_p": 0.5,
+        "logit_bias": {"7": -100},
+        "seed": -3,
+        "min_tokens": 1,
+        "stop_token_ids": [5],
+        "priority": 4,
+        "cache_salt": "tenant",
+        "continue_final_message": True,
+        "reasoning_effort": "none",
+        "chat_template_kwargs": {"a": 1},
+        "timeout": 5,
+        "user": "u",
+        "metadata": {},
+        "tools": None,
+        "response_format": {"type": "text"},
+    }
+    status, reply = await site.post("/v1/chat/completions", body)
+    assert status == 200
+    assert reply["model"] == "fake-alias"
+    job = site.ingress.jobs[-1]
+    assert job.messages[0] == {"role": "system", "content": "a\nb"}
+    assert job.messages[2]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert (job.add_generation_prompt, job.continue_final_message, job.add_special_tokens) == (
+        False,
+        True,
+        False,
+    )
+    assert job.template_kwargs == {"a": 1, "reasoning_effort": "none", "enable_thinking": False}
+    assert (job.priority, job.namespace) == (4, "tenant")
+    assert job.deadline is not None
+    sampling = job.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.6, 50, 0.5)
+    assert (sampling.logit_bias, sampling.seed, sampling.min_tokens) == ({7: -100}, -3, 1)
+    assert sampling.stop_token_ids == [5]
+
+
+async def test_openai_sampling_defaults(serve) -> None:  # type: ignore[no-untyped-def]
+    site = await serve(sampling_defaults="openai")
+    await site.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
+    assert (site.ingress.jobs[-1].sampling.temperature, site.ingress.jobs[-1].sampling.top_k) == (1.0, 0)
+
+
+async def test_tools_with_choice_none_are_shown_to_the_model(site: Site) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = {"messages": MESSAGES, "max_tokens": 1, "tools": tools}
+    assert (await site.post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
+    assert site.ingress.jobs[-1].tools == tools
+    with pytest.raises(openai.BadRequestError) as caught:
+        await site.client.chat.completions.create(model="fake", messages=MESSAGES, tools=tools)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tools")
+
+
+async def test_late_refusal_keeps_its_status_in_a_stream(serve) -> None:  # type: ignore[no-untyped-def]
+    site = await serve(FakeIngress(context=32))
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 32 tokens") as caught:
+        await site.client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x" * 50}], stream=True
+        )
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    site.ingress.check()
