@@ -1,0 +1,136 @@
+"""A single-producer, single-consumer ring of byte records in shared memory, woken by an eventfd.
+
+The memory is a ``torch.multiprocessing`` shared tensor made by the worker and handed over as a file descriptor, so it
+has no name and nothing is left behind by a SIGKILL. The main process maps the descriptor and needs no torch for it.
+
+Layout: word 0 is ``head`` (bytes ever produced), word 8 is ``tail`` (bytes ever consumed), each in a cache line of its
+own; records start at byte 128: a uint32 length, the bytes, padding to 8. A record may wrap around the end. When the
+ring is empty and far from its start, the producer skips to the start: a ring that is sized for the largest record then
+touches only as much memory as its records need.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from typing import Any
+
+DATA = 128  # bytes before the first record
+SKIP = 0xFFFFFFFF  # instead of a length: go on at the start of the ring
+REWIND = 1 << 18  # an empty ring whose next record would start above this offset is rewound
+_LENGTH = struct.Struct("<I")
+
+
+class RingFull(RuntimeError):
+    """More was pushed than the ring holds. Steps in flight are bounded, so this is a bug of the producer."""
+
+
+class Ring:
+    """One end of the ring. ``push`` belongs to one process and thread, ``pop`` and ``clear`` to one other.
+
+    ``memory``: writable buffer of ``DATA + capacity`` bytes, ``capacity`` a multiple of 8. ``event``: an eventfd, set by
+    every ``push``; the consumer polls ``fileno()`` and calls ``clear`` *before* it pops.
+    """
+
+    def __init__(self, memory: memoryview, event: int, *, shared_fd: int = -1, owner: Any = None) -> None:
+        self.capacity = len(memory) - DATA
+        assert self.capacity % 8 == 0, "records are aligned to 8 bytes"
+        self.shared_fd = shared_fd
+        self._event = event
+        self._owner = owner
+        self._words = memory[:DATA].cast("Q")
+        self._data = memory[DATA:]
+        # Releasing and taking a lock orders the loads and stores around it on machines with a weak memory model.
+        self._fence = threading.Lock()
+        self._fence.acquire()
+
+    @classmethod
+    def create(cls, capacity: int) -> Ring:
+        """A new ring in torch shared memory; ``shared_fd`` and ``fileno()`` are what the other side attaches to."""
+        import torch
+
+        tensor = torch.zeros(DATA + capacity, dtype=torch.uint8)
+        tensor.share_memory_()
+        fd, size = tensor.untyped_storage()._share_fd_cpu_()
+        assert size == DATA + capacity
+        event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        return cls(memoryview(tensor.numpy()), event, shared_fd=fd, owner=tensor)
+
+    @classmethod
+    def attach(cls, shared_fd: int, event: int) -> Ring:
+        """The other end of ``create``; takes over both descriptors."""
+        mapping = mmap.mmap(shared_fd, os.fstat(shared_fd).st_size)
+        return cls(memoryview(mapping), event, shared_fd=shared_fd, owner=mapping)
+
+    def fileno(self) -> int:
+        return self._event
+
+    @property
+    def empty(self) -> bool:
+        return self._words[0] == self._words[8]
+
+    def push(self, record: bytes) -> None:
+        """Append ``record`` and wake the consumer. Never blocks; raises RingFull."""
+        head, tail = self._words[0], self._words[8]
+        size = (4 + len(record) + 7) & ~7
+        offset = head % self.capacity
+        if head == tail and offset > REWIND and size <= offset:
+            _LENGTH.pack_into(self._data, offset, SKIP)
+            head += self.capacity - offset
+            offset = 0
+        if size > self.capacity - (head - tail):
+            raise RingFull(f"a record of {len(record)} bytes does not fit: {head - tail} of {self.capacity} bytes in use")
+        _LENGTH.pack_into(self._data, offset, len(record))
+        first = min(len(record), self.capacity - offset - 4)
+        self._data[offset + 4 : offset + 4 + first] = record[:first]
+        self._data[: len(record) - first] = record[first:]
+        self._order()
+        self._words[0] = head + size
+        os.eventfd_write(self._event, 1)
+
+    def pop(self) -> bytes | None:
+        """The oldest record, or None."""
+        head, tail = self._words[0], self._words[8]
+        if head == tail:
+            return None
+        self._order()
+        offset = tail % self.capacity
+        (length,) = _LENGTH.unpack_from(self._data, offset)
+        if length == SKIP:
+            tail += self.capacity - offset
+            offset = 0
+            (length,) = _LENGTH.unpack_from(self._data, 0)
+        first = min(length, self.capacity - offset - 4)
+        record = bytes(self._data[offset + 4 : offset + 4 + first])
+        if first < length:
+            record += bytes(self._data[: length - first])
+        self._order()
+        self._words[8] = tail + ((4 + length + 7) & ~7)
+        return record
+
+    def clear(self) -> None:
+        """Reset the eventfd. A record pushed later sets it again."""
+        try:
+            os.eventfd_read(self._event)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give back the mapping and the descriptors; idempotent."""
+        if self._event < 0:
+            return
+        self._words.release()
+        self._data.release()
+        if isinstance(self._owner, mmap.mmap):
+            self._owner.close()
+        self._owner = None
+        os.close(self._event)
+        if self.shared_fd >= 0:
+            os.close(self.shared_fd)
+        self._event = self.shared_fd = -1
+
+    def _order(self) -> None:
+        self._fence.release()
+        self._fence.acquire()

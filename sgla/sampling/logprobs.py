@@ -1,0 +1,57 @@
+"""Logprobs of given tokens under the model's own distribution (temperature 1, before any rule)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla.messages import LogprobBlock
+from sgla.sampling.draw import Floats, Ints, largest
+
+
+class Scores(NamedTuple):
+    """Of n tokens: logprob, rank (1 + number of larger logits), and the k most probable alternatives."""
+
+    values: Floats  # [n]
+    ranks: NDArray[np.int32]  # [n]
+    top_ids: NDArray[np.int32]  # [n, k]
+    top_values: Floats  # [n, k]
+
+    def block(self, row: int, prompt: bool, start: int) -> LogprobBlock:
+        """The message for row ``row`` of the step, tokens from position ``start`` on."""
+        return LogprobBlock(
+            row=row,
+            prompt=prompt,
+            start=start,
+            values=self.values.tobytes(),
+            ranks=self.ranks.tobytes(),
+            top_ids=self.top_ids.tobytes(),
+            top_values=self.top_values.tobytes(),
+            k=self.top_ids.shape[1],
+        )
+
+
+def score(logits: Floats, targets: Sequence[int] | Ints, k: int) -> Scores:
+    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V]."""
+    n, k = len(targets), min(k, logits.shape[1])
+    scores = Scores(
+        np.empty(n, np.float32), np.empty(n, np.int32), np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+    )
+    for i, (row, target) in enumerate(zip(logits, targets)):
+        top = row.max()
+        norm = top + np.log(np.exp(row - top).sum())
+        scores.values[i] = row[target] - norm
+        scores.ranks[i] = 1 + np.count_nonzero(row > row[target])
+        if k:
+            ids = largest(row, k)
+            scores.top_ids[i] = ids
+            scores.top_values[i] = row[ids] - norm
+    return scores
+
+
+def join(parts: list[Scores]) -> Scores:
+    """Scores of consecutive tokens, in one."""
+    return Scores(*(np.concatenate(columns) for columns in zip(*parts)))

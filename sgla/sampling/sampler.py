@@ -1,0 +1,83 @@
+"""Chooses the next token of every row that is due, with what it knows of each slot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla.messages import LogprobBlock, RowSampling
+from sgla.sampling.draw import Floats, Shape, draw, uniform
+from sgla.sampling.logprobs import score
+from sgla.sampling.rules import Rule, make_rules
+
+COLD = 1e-5  # temperatures below are greedy
+
+
+class Samples(NamedTuple):
+    tokens: NDArray[np.int32]  # [S]
+    logprobs: list[LogprobBlock]
+
+
+class Choice(NamedTuple):
+    """How one request chooses; ``shape`` None is greedy."""
+
+    shape: Shape | None
+    seed: int
+    rules: list[Rule]
+    logprobs: int
+
+
+class Sampler:
+    """``tokens`` int32[slots, context + 1] is the worker's token table: read by the rules, written by ``sample``."""
+
+    def __init__(self, tokens: NDArray[np.int32], vocab_size: int) -> None:
+        self._tokens = tokens
+        self._vocab_size = vocab_size
+        self._choices: list[Choice | None] = [None] * len(tokens)
+        self._plain = np.zeros(len(tokens), bool)  # greedy and nothing else
+
+    def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
+        """A request takes ``slot``; whatever the slot had is forgotten."""
+        rules = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab_size)
+        shape = None
+        if sampling.temperature >= COLD:
+            shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self._choices[slot] = Choice(shape, sampling.seed, rules, sampling.logprobs)
+        self._plain[slot] = shape is None and not rules and sampling.logprobs < 0
+
+    def plain(self, slots: NDArray[np.int32]) -> bool:
+        """True if the argmax of the logits is all that these slots need."""
+        return bool(self._plain[slots].all())
+
+    def sample(
+        self, logits: Floats, rows: NDArray[np.int32], slots: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> Samples:
+        """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token table.
+
+        ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry.
+        """
+        blocks: list[LogprobBlock] = []
+        if self.plain(slots):
+            chosen = logits.argmax(-1).astype(np.int32)
+        else:
+            chosen = np.empty(len(slots), np.int32)
+            for i, (row, slot, position) in enumerate(zip(rows.tolist(), slots.tolist(), positions.tolist())):
+                chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
+        self._tokens[slots, positions] = chosen
+        return Samples(chosen, blocks)
+
+    def _sample_row(self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]) -> int:
+        choice = self._choices[slot]
+        assert choice is not None, f"slot {slot} was never admitted"
+        raw = logits.copy() if choice.rules and choice.logprobs >= 0 else logits
+        for rule in choice.rules:
+            rule.apply(logits, position)
+        if choice.shape is None:
+            token = int(logits.argmax())
+        else:
+            token = draw(logits, choice.shape, uniform(choice.seed, position))
+        if choice.logprobs >= 0:
+            blocks.append(score(raw[None], [token], choice.logprobs).block(row, False, position))
+        return token
