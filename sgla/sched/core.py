@@ -26,7 +26,7 @@ from sgla.sched.step import Step
 
 FINISHED_KEPT = 4096  # ended requests remembered for drain_finished
 RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
-RATIO_RISE, RATIO_FALL, RATIO_LEAST = 0.1, 0.001, 0.1
+RATIO_RISE, RATIO_FALL = 0.1, 0.001
 
 
 def _by_rank(request: Request) -> tuple[float, float, int]:
@@ -56,7 +56,7 @@ class Core:
         self._steps = 0
         self._short = 0  # pages that running rows lack in the plan being made
         self._reserved = 0  # pages that they are expected to need
-        self._ratio = 0.5  # part of its possible outputs that a request is expected to produce
+        self._ratio = limits.reserve  # part of its possible outputs that a request is expected to produce
         self._last = Step(0)
         self._counts = Stats()
         self._turnover = (0.0, 1.0)  # time of the last finish, and smoothed seconds between finishes
@@ -430,7 +430,7 @@ class Core:
         self._costs.observe(step.tokens, step.work, result.seconds)
         self._counts.step_seconds += result.seconds
         self._counts.gap_seconds += result.gap
-        self._ratio = max(RATIO_LEAST, self._ratio - RATIO_FALL)
+        self._ratio = max(self.limits.reserve / 5, self._ratio - RATIO_FALL)
         if result.logprobs:
             self._take_prompt_logprobs(step, result)
         deltas: list[Delta] = []

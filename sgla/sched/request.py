@@ -128,10 +128,10 @@ class Request:
         """A retracted request has left every step: all its samples are committed, and it starts over with them."""
         assert self.finish is None
         assert self.slot < 0
+        assert self.planned == 0
         self._move(State.DRAINING, State.WAITING)
         self.preemptions += 1
-        self.known = len(self.tokens)
-        self.planned = 0
+        assert self.known == len(self.tokens), "a sample is missing"
         self.data = array("i", self.tokens).tobytes()
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:

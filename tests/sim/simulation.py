@@ -145,8 +145,8 @@ def random_limits(random: Random, **changes: Any) -> Limits:
     values: dict[str, Any] = dict(
         slots=random.randint(1, 6),
         page_size=page_size,
-        pages=1 + random.randint(24 // page_size, 80 // page_size),
-        context_len=random.choice((20, 40, 64)),
+        pages=1 + random.choice((16, 24, 32, 60)) // page_size,
+        context_len=random.choice((20, 40, 40)),
         step_tokens=random.choice((1, 3, 8, 20, 64)),
         depth=random.randint(1, 3),
         itl_target=random.choice((None, None, 2.0)),
@@ -154,24 +154,28 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         eviction=random.choice(("lru", "lfu", "fifo", "mru")),
         prefix_cache=random.random() < 0.8,
         patience=random.choice((5.0, 1000.0)),
+        reserve=random.choice((0.0, 0.0, 0.5)),
     )
     return Limits(**(values | changes))
 
 
-def random_submits(random: Random, count: int, longest: int = 18, end: float = 60.0) -> list[Submit]:
+def random_submits(random: Random, count: int, longest: int = 24, end: float = 60.0) -> list[Submit]:
     """Requests that share prefixes, in order of arrival."""
-    stems = [[random.randrange(VOCAB) for _ in range(random.randint(1, longest))] for _ in range(2)]
+    stems = []
+    for _ in range(random.randint(1, 3)):
+        words = random.choice((1, 2, VOCAB))  # repetitive prompts look alike at different depths
+        stems.append([random.randrange(words) for _ in range(random.randint(1, longest))])
     submits = []
     arrival = 1.0
     for i in range(count):
         stem = random.choice(stems)
-        tokens = stem[: random.randint(1, len(stem))]
-        tokens += [random.randrange(3) for _ in range(random.randint(0, 4))]
-        arrival += random.choice((0.0, 0.0, 1.0, 4.0))
+        tokens = stem[: random.choice((len(stem), len(stem), random.randint(1, len(stem))))]
+        tokens += [random.randrange(3) for _ in range(random.choice((0, 1, 4)))]
+        arrival += random.choice((0.0, 0.0, 0.0, 1.0, 4.0))
         stop_ids = frozenset(random.sample(range(VOCAB), random.choice((0, 4))))
         sampling = RowSampling(
             min_tokens=random.choice((0, 0, 3)),
-            stop_ids=sorted(stop_ids),
+            stop_ids=random.choice((sorted(stop_ids), [])),
             logprobs=random.choice((-1, -1, 0, 2)),
             prompt_logprobs=random.choice((-1, -1, -1, 0, 1)),
         )
@@ -179,7 +183,7 @@ def random_submits(random: Random, count: int, longest: int = 18, end: float = 6
             make_submit(
                 f"r{i}",
                 tokens,
-                random.choice((0, 1, 2, 5, 12)),
+                random.choice((0, 1, 3, 10, 20)),
                 stop_ids=stop_ids,
                 sampling=sampling,
                 priority=random.choice((0, 0, 1, 5)),

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation import Simulation, random_limits, random_submits
 
-SCENARIOS = 400
+SCENARIOS = 1200
 SHARDS = 8
 
 
 def play(random: Random) -> Simulation:
     """A scenario: arrivals, cancels and deadlines at random times while steps go on."""
     simulation = Simulation(random_limits(random))
-    pending = random_submits(random, random.randint(1, 7))[::-1]
-    bound = 400 + 60 * len(pending)
+    pending = random_submits(random, random.randint(2, 9))[::-1]
+    bound = 400 + 80 * len(pending)
     for _ in range(bound):
         while pending and pending[-1].arrival <= simulation.now:
             submit = pending.pop()
