@@ -1,0 +1,78 @@
+"""One rank of a tensor-parallel group. ``Shard()`` is the only rank of a group of one, where collectives do nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """``rank`` of ``size``. All ranks must call the same collectives in the same order."""
+
+    rank: int = 0
+    size: int = 1
+
+    def range(self, count: int, unit: int = 1) -> range:
+        """This rank's part of ``count`` things: contiguous, balanced, in multiples of ``unit`` if that divides them.
+
+        Parts may differ by one unit: 3 KV heads over 2 ranks are 1 and 2.
+        """
+        unit = unit if count % unit == 0 else 1
+        units = count // unit
+        return range(self.rank * units // self.size * unit, (self.rank + 1) * units // self.size * unit)
+
+    def peers(self) -> Iterator[Shard]:
+        """Every rank of the group, in order."""
+        return (Shard(rank, self.size) for rank in range(self.size))
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """Join the ranks' columns: x ``[S, w]``, w this rank's ``range(W)``, into out ``[S, W]`` of every rank."""
+        if self.size == 1:
+            out.copy_(x)
+            return
+        parts = [peer.range(out.shape[1]) for peer in self.peers()]
+        width = max(len(part) for part in parts)
+        padded = x.new_zeros(x.shape[0], width)
+        padded[:, : x.shape[1]] = x
+        received = [x.new_empty(padded.shape) for _ in parts]
+        dist.all_gather(received, padded)
+        for part, columns in zip(parts, received):
+            out[:, part.start : part.stop] = columns[:, : len(part)]
+
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """Overwrite x with rank ``source``'s, in place."""
+        if self.size > 1:
+            dist.broadcast(x, source)
+
+
+@contextmanager
+def join(rank: int, size: int, store: Path, timeout: float = 300.0) -> Iterator[Shard]:
+    """Meet the other ranks on this host over gloo and leave at the end.
+
+    ``store`` is a path that does not exist yet, the same for all ranks and never used before: they find each other
+    through that file, so no port has to be agreed on. ``timeout`` in seconds holds for each collective.
+    """
+    if size == 1:
+        yield Shard()
+        return
+    # All ranks are on this host; without this gloo wants to resolve the host's name, which containers often cannot.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    file = dist.FileStore(str(store), size)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    try:
+        yield Shard(rank, size)
+    finally:
+        dist.destroy_process_group()
