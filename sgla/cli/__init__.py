@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,5 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SglaError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    except BrokenPipeError:  # the reader of our output has left; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

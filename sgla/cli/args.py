@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -129,6 +130,7 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+@functools.cache
 def descriptions() -> dict[str, str]:
     """The description of every field of Config."""
     hints = typing.get_type_hints(Config, include_extras=True)

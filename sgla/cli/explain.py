@@ -60,7 +60,7 @@ def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine) -> str:
     values = {name: shown(name, getattr(resolved.config, name)) for name in Config.__struct_fields__}
     width, column = max(map(len, values)), min(28, max(map(len, values.values())))
     lines = [
-        f"{name:<{width}}  {value:<{column}}  {resolved.reasons[name]}" for name, value in values.items()
+        f"{name:<{width}}  {value:<{column}}  {reason(resolved, name)}" for name, value in values.items()
     ]
     if rows:
         total = rows["weights"] + rows["kv_cache"]
@@ -74,6 +74,12 @@ def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine) -> str:
     else:
         lines += ["", "the model is not on this disk yet, so its memory is unknown"]
     return "\n".join(lines + [f"note: {note}" for note in resolved.notes])
+
+
+def reason(resolved: Resolved, name: str) -> str:
+    """Why the value is what it is; what the setting means, where the reason alone says nothing of that."""
+    text = resolved.reasons[name]
+    return f"{text}: {descriptions()[name]}" if text in ("default", "given") else text
 
 
 def as_json(resolved: Resolved, rows: dict[str, int]) -> str:

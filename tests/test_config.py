@@ -1,0 +1,252 @@
+"""Settings: flags, files, presets, and what open values resolve to."""
+
+from __future__ import annotations
+
+import math
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgla.cli.args import parse
+from sgla.cli.explain import ledger
+from sgla.cli.settings import load_config, parse_bytes
+from sgla.config import ALIASES, Config
+from sgla.errors import ConfigError
+from sgla.observe.machine import Gpu, Machine, detect
+from sgla.resolve import GIB, MIB, RANGES, check, resolve
+
+PRESETS = sorted(Path(__file__).parent.parent.glob("configs/*.yaml"))
+LAPTOP = Machine(
+    cores=8,
+    physical_cores=4,
+    memory_total=16 * GIB,
+    memory_available=8 * GIB,
+    compiler="/usr/bin/c++",
+    torch="2.13.0+cpu",
+)
+H200 = Gpu("NVIDIA H200", 140 * GIB, (9, 0))
+SMOLLM2 = {
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
+    "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def config_of(*argv: str) -> Config:
+    args = parse(["serve", *argv])
+    return load_config(args.flags, args.config)
+
+
+def sample(name: str) -> tuple[list[str], Any]:
+    """Words after the flag of field ``name``, and the value that they mean, unlike the default."""
+    kind = typing.get_args(typing.get_type_hints(Config, include_extras=True)[name])[0]
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    kind = parts[0] if type(None) in typing.get_args(kind) else kind
+    if typing.get_origin(kind) is typing.Literal:
+        choice = typing.get_args(kind)[-1]
+        return [choice], choice
+    if typing.get_origin(kind) is list:
+        return ["a", "b"], ["a", "b"]
+    return {int: (["7"], 7), float: (["7.5"], 7.5), str: (["text"], "text")}[kind]
+
+
+@pytest.mark.parametrize("name", Config.__struct_fields__)
+def test_every_field_is_a_flag(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    default = getattr(Config(), name)
+    if isinstance(default, bool):
+        assert getattr(config_of(flag), name) is True
+        assert getattr(config_of(flag.replace("--", "--no-")), name) is False
+        return
+    words, value = sample(name)
+    assert getattr(config_of(flag, *words), name) == value != default
+    assert msgspec.structs.replace(config_of(flag, *words), **{name: default}) == Config()
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_aliases(alias: str, name: str) -> None:
+    words, value = sample(name)
+    assert getattr(config_of(f"--{alias}", *words), name) == value
+
+
+def test_model_may_be_positional() -> None:
+    assert config_of("a/b").model == config_of("a/b", "--model", "a/b").model == "a/b"
+    with pytest.raises(ConfigError, match="two models"):
+        config_of("a/b", "--model", "c/d")
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 1234\nhost: 0.0.0.0\nkv_cache_bytes: 1.5G\nserved_model_name: [x]\n")
+    config = config_of("--config", str(file), "--port", "5")
+    assert (config.port, config.host, config.kv_cache_bytes) == (5, "0.0.0.0", 1536 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", r"c\.yaml: unknown key 'prot'; did you mean 'port'\?"),
+        ("max_model_len: 1", "unknown key 'max_model_len'; did you mean 'context_length'"),
+        ("port: many", r"c\.yaml: port: expected `int`"),
+        ("dtype: float16", r"c\.yaml: dtype: .*float16"),
+        ("kv_cache_bytes: 3 bananas", "kv_cache_bytes: '3 bananas' is no size"),
+        ("- port", "expected lines of 'key: value'"),
+        ("port: [", "is not YAML"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_key(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config_of("--config", str(tmp_path / "c.yaml"))
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        config_of("--config", "/no/such.yaml")
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_presets_are_valid(path: Path) -> None:
+    config = load_config({}, str(path))
+    resolve(config, LAPTOP)
+    assert config != Config()
+
+
+def test_there_are_presets() -> None:
+    assert {path.stem for path in PRESETS} >= {"cpu", "low-latency", "high-throughput"}
+
+
+@given(st.integers(0, 2**50))
+def test_plain_sizes(count: int) -> None:
+    assert parse_bytes(str(count)) == count
+
+
+@given(st.integers(0, 10**6), st.sampled_from("kKmMgGtT"), st.sampled_from(["", "B", "iB", "b"]))
+def test_sizes_with_units(count: int, unit: str, suffix: str) -> None:
+    assert parse_bytes(f"{count}{unit}{suffix}") == count * 1024 ** ("kmgt".index(unit.lower()) + 1)
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1", "1e3", "1 000", "5X", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_bytes(text)
+
+
+# resolve -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_value_is_filled_and_has_a_reason() -> None:
+    open_names = [
+        "dtype",
+        "device",
+        "threads",
+        "depth",
+        "max_running_requests",
+        "step_tokens",
+        "itl_target_ms",
+        "kv_cache_bytes",
+    ]
+    for machine in (LAPTOP, Machine(), Machine(gpus=(H200,), torch_cuda="13.0")):
+        resolved = resolve(Config(), machine, SMOLLM2)
+        for name in [*open_names, "context_length"]:
+            assert getattr(resolved.config, name) not in (None, "auto"), name
+            assert resolved.reasons[name] not in ("", "default", "given")
+        assert set(resolved.reasons) == set(Config.__struct_fields__)
+        check(resolved.config)
+
+
+def test_given_values_stay() -> None:
+    given_config = Config(
+        dtype="float32",
+        threads=3,
+        depth=1,
+        kv_cache_bytes=99,
+        context_length=5,
+        step_tokens=7,
+        served_model_name=["m"],
+    )
+    resolved = resolve(given_config, LAPTOP, SMOLLM2)
+    for name in (
+        "dtype",
+        "threads",
+        "depth",
+        "kv_cache_bytes",
+        "context_length",
+        "step_tokens",
+        "served_model_name",
+    ):
+        assert getattr(resolved.config, name) == getattr(given_config, name)
+        assert resolved.reasons[name] == "given"
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(Config(), LAPTOP, SMOLLM2).config
+    assert resolve(once, LAPTOP, SMOLLM2).config == once
+
+
+def test_threads_follow_cores_and_ranks() -> None:
+    small = Machine(cores=2, physical_cores=1)
+    assert resolve(Config(), small).config.threads == 2
+    assert resolve(Config(tp=2), small).config.threads == 1
+    assert resolve(Config(tp=4), small).config.threads == 1
+    assert resolve(Config(), LAPTOP).config.threads == 4
+
+
+def test_device_follows_gpu_and_torch_build() -> None:
+    assert resolve(Config(), Machine(gpus=(H200,), torch_cuda="13.0")).config.device == "cuda"
+    cpu_build = resolve(Config(), Machine(gpus=(H200,), torch="2.13.0+cpu"))
+    assert cpu_build.config.device == "cpu"
+    assert any("CUDA build" in note for note in cpu_build.notes)
+
+
+def test_kv_cache_is_at_most_a_quarter_of_what_is_free() -> None:
+    tight = Machine(memory_available=GIB)
+    assert resolve(Config(), tight).config.kv_cache_bytes == GIB // 4
+    assert resolve(Config(), LAPTOP).config.kv_cache_bytes == 512 * MIB
+
+
+def test_context_is_bounded_by_the_model_and_by_the_cache() -> None:
+    assert resolve(Config(), LAPTOP, SMOLLM2).config.context_length == 8192
+    per_token = 2 * 30 * 3 * 64 * 2
+    assert resolve(Config(kv_cache_bytes=100 * per_token), LAPTOP, SMOLLM2).config.context_length == 100
+    assert resolve(Config(), LAPTOP).config.context_length is None
+
+
+def test_ledger_of_a_known_model() -> None:
+    rows = ledger(resolve(Config(), LAPTOP, SMOLLM2).config, SMOLLM2)
+    assert rows["kv_bytes_per_token"] == 23040
+    assert rows["kv_tokens"] * 23040 <= rows["kv_cache"] < (rows["kv_tokens"] + 16) * 23040
+    matrices = 49152 * 576 + 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    assert rows["weights"] == 2 * matrices
+    assert (
+        ledger(resolve(Config(quantization="int4"), LAPTOP, SMOLLM2).config, SMOLLM2)["weights"]
+        < rows["weights"] / 2
+    )
+
+
+def test_missing_compiler_is_noted() -> None:
+    assert any("compiler" in note for note in resolve(Config(), Machine(cores=2)).notes)
+    assert not resolve(Config(native_kernels=False), Machine(cores=2)).notes
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("value", [-1, -math.inf, math.nan, math.inf])
+def test_numbers_out_of_range(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be"):
+        check(msgspec.structs.replace(Config(), **{name: value}))
+
+
+def test_more_ranks_than_gpus() -> None:
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        resolve(Config(tp=2), Machine(gpus=(H200,), torch_cuda="13.0"))
+
+
+def test_this_machine_is_plausible() -> None:
+    machine = detect()
+    assert 1 <= machine.physical_cores <= machine.cores
+    assert 0 < machine.memory_available <= machine.memory_total
+    assert machine.torch

