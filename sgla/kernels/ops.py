@@ -191,6 +191,15 @@ def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
     return x
 
 
+def call(fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
+    """Call ``fn(x, out)``, which fills a new ``out`` [T, width], and return it: ``inplace`` for an all-gather of columns."""
+    if recorder is not None:
+        return recorder.call(fn, x, width)
+    out = x.new_empty(x.shape[0], width)
+    fn(x, out)
+    return out
+
+
 def argmax(logits: Tensor) -> Tensor:
     """Index of the first largest value of each row: float [S, V] -> int32[S]."""
     if recorder is not None:
