@@ -39,14 +39,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse; ``flags`` of the result holds the fields of Config that were given. Exits with 2 on a wrong flag."""
+    """Parse; ``flags`` holds the fields of Config that were given, where a command takes them. Exits with 2 on a wrong flag."""
     parser = build()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         _refuse(args.parser, unknown)
+    if "model_argument" not in args:
+        return args
     fields = [name for name in Config.__struct_fields__ if name in args]
     args.flags = {name: vars(args).pop(name) for name in fields}
-    model = vars(args).pop("model_argument", None)
+    model = args.model_argument
     if model is not None and args.flags.setdefault("model", model) != model:
         raise ConfigError(f"two models given: {model} and --model {args.flags['model']}", param="model")
     return args

@@ -50,8 +50,8 @@ class Remote:
 
     def _open(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self.headers)
         try:
+            request = urllib.request.Request(self.url + path, data, self.headers)
             return self._opener.open(request, timeout=600)
         except urllib.error.HTTPError as error:
             raise SglaError(f"{self.url}: {error_text(error.read()) or error.reason}") from error

@@ -1,0 +1,507 @@
+"""The command line, driven as a user does; servers are stand-ins on a local port."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgla
+from sgla import cli
+from sgla.bench import load, report, workloads
+from sgla.cli import chat, doctor
+from sgla.cli.progress import ProgressPrinter
+from sgla.cli.serve import ready_text
+from sgla.config import Config
+from sgla.errors import ConfigError, SglaError
+from sgla.messages import Event, Facts, Progress, Usage
+
+HEAVY = {"torch", "transformers", "numpy", "aiohttp"}
+
+
+def modules_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after ``code``."""
+    script = f"import contextlib, sys\nwith contextlib.suppress(SystemExit):\n    {code}\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return {name.split(".")[0] for name in done.stderr.split()}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sgla",
+        "import sgla.cli; sgla.cli.main(['--help'])",
+        "import sgla.cli; sgla.cli.main(['serve', '--help'])",
+    ],
+)
+def test_help_and_import_load_nothing_heavy(code: str) -> None:
+    assert not modules_after(code) & HEAVY
+
+
+@pytest.mark.parametrize(
+    "module", ["sgla.http.serve", "sgla.engine", "sgla.bench.load", "sgla.cli.doctor", "sgla.cli.explain"]
+)
+def test_main_process_modules_load_no_torch(module: str) -> None:
+    assert "torch" not in modules_after(f"import {module}")
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of ``sgla argv``."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(argv)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"sgla {sgla.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--prot", "1"], "unknown argument --prot; did you mean --port?"),
+        (["serve", "--max_running_requests", "1"], "did you mean --max-running-requests?"),
+        (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["serve", "--kv-cache-bytes", "5X"], "'5X' is no size"),
+        (["serve", "--port", "70000"], "--port must be from 0 to 65535"),
+        (["serve", "--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["explain", "./nowhere"], "no file or folder './nowhere'"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["bench", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
+        (["chat", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
+        (["chat", "--url", "nonsense"], "--url nonsense"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) -> None:
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# explain, doctor ------------------------------------------------------------------------------------------------------
+
+
+def tiny_model(folder: Path) -> str:
+    config = {
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+        "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_explain_shows_every_setting_with_its_reason(tmp_path: Path) -> None:
+    argv = ["explain", tiny_model(tmp_path), "--load-format", "dummy", "--api-key", "geheim", "--port", "1"]
+    code, out, _ = run(*argv)
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    assert set(Config.__struct_fields__) <= set(lines)
+    assert "given" in lines["port"]
+    assert "the model's own limit" in lines["context_length"]
+    assert "weights" in lines
+    facts = json.loads(run(*argv, "--json")[1])
+    assert facts["settings"]["port"] == {"value": 1, "reason": "given"}
+    assert facts["memory"]["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert "geheim" not in out + json.dumps(facts)
+
+
+def test_doctor_looks_at_everything() -> None:
+    code, out, _ = run("doctor", "--json")
+    found = {finding["name"]: finding for finding in json.loads(out)}
+    assert code == 0
+    assert set(found) >= {
+        "cpu",
+        "memory",
+        "torch",
+        "compiler",
+        "gpu",
+        "shared memory",
+        "demo model",
+        "packages",
+    }
+    assert "(missing)" not in found["packages"]["detail"]
+    text = run("doctor")[1]
+    assert all(name in text for name in found)
+
+
+def test_doctor_advises() -> None:
+    machine = doctor.Machine(cores=1, torch=None, compiler=None, shm_free=1 << 20)
+    found = {finding.name: finding for finding in doctor.examine(machine)}
+    assert {name for name, finding in found.items() if finding.status == "broken"} == {
+        "torch",
+        "shared memory",
+    }
+    assert {name for name, finding in found.items() if finding.status == "missing"} >= {"cpu", "compiler"}
+    assert all(finding.advice for finding in found.values() if finding.status != "ok")
+    assert "--shm-size" in found["shared memory"].advice
+
+
+# serve ---------------------------------------------------------------------------------------------------------------
+
+FACTS = Facts(
+    pages=101, page_size=16, slots=8, context_len=512, vocab_size=300, step_tokens=64, dtype="bfloat16", device="cpu",
+    notes=["torch operations"],
+)  # fmt: skip
+
+
+def test_ready_line_has_a_curl_command_that_parses() -> None:
+    config = Config(model="it's", api_key="k")
+    text = ready_text(config, FACTS, "http://127.0.0.1:1234", 1.25)
+    assert text.startswith(
+        "ready in 1.2 s: it's on cpu, bfloat16, context 512 tokens, KV cache 1600 tokens\n"
+    )
+    assert "note: torch operations" in text
+    words = shlex.split(text.split("try: ")[1])
+    assert words[:2] == ["curl", "http://127.0.0.1:1234/v1/chat/completions"]
+    assert "Authorization: Bearer YOUR_KEY" in words
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "it's"
+    assert body["messages"][0]["role"] == "user"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(out: io.StringIO) -> str:
+    printer = ProgressPrinter(out)
+    for done in range(0, 101):
+        printer(Progress(phase="download", message="model.gguf", done=done * 2_000_000, total=200_000_000))
+    printer(Progress(phase="load"))
+    printer(Progress(phase="warmup", done=3, total=3))
+    printer.close()
+    return out.getvalue()
+
+
+def test_progress_without_a_terminal_is_a_few_plain_lines() -> None:
+    text = show(io.StringIO())
+    assert "\x1b" not in text
+    assert [line.split()[0] for line in text.splitlines()] == ["download"] * 5 + ["load", "warmup"]
+    assert "100% 200 of 200 MB" in text
+
+
+def test_progress_on_a_terminal_ends_each_phase_with_its_last_state() -> None:
+    kept = [line.split("\r\x1b[K")[-1] for line in show(Terminal()).split("\n")[:-1]]
+    assert [line.split()[0] for line in kept] == ["download", "load", "warmup"]
+    assert "########################] 100%" in kept[0]
+
+
+# a stand-in server ---------------------------------------------------------------------------------------------------
+
+
+class StandIn(http.server.BaseHTTPRequestHandler):
+    """Answers with the prompt's length, one word a chunk; ``bodies`` keeps the requests."""
+
+    bodies: list[dict[str, Any]] = []
+
+    def do_GET(self) -> None:
+        known = {
+            "/v1/models": {
+                "object": "list",
+                "data": [{"id": "stand-in", "object": "model", "owned_by": "test"}],
+            },
+            "/version": {"version": "9"},
+        }
+        self._send(200, json.dumps(known[self.path]).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        if body["model"] == "wrong":
+            return self._send(
+                404, json.dumps({"error": {"message": "no such model", "code": "model_not_found"}}).encode()
+            )
+        chat_route = self.path == "/v1/chat/completions"
+        events: list[Any] = (
+            [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}] if chat_route else []
+        )
+        for number in range(body.get("max_tokens", 3)):
+            text = f" w{number}"
+            events.append(
+                {
+                    "choices": [
+                        {"delta": {"content": text}} if chat_route else {"text": text, "finish_reason": None}
+                    ]
+                }
+            )
+        events.append(
+            {
+                "choices": [
+                    {"delta": {}, "finish_reason": "length"}
+                    if chat_route
+                    else {"text": "", "finish_reason": "length"}
+                ]
+            }
+        )
+        length = len(body["prompt"]) if "prompt" in body else len(body["messages"])
+        details = {"prompt_tokens_details": {"cached_tokens": 1}}
+        usage = {"prompt_tokens": length, "completion_tokens": len(events) - 1 - chat_route, **details}
+        events.append({"choices": [], "usage": usage})
+        data = (
+            ": ping\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        )
+        self._send(200, data.encode())
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    StandIn.bodies = []
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    httpd.server_close()
+
+
+# bench ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize("workload", ["random", "shared-prefix", "multi-turn"])
+def test_bench_prints_one_json_line_a_run(server: str, workload: str, api: str) -> None:
+    argv = [
+        "bench",
+        "--url",
+        server,
+        "--workload",
+        workload,
+        "--api",
+        api,
+        "--requests",
+        "3",
+        "--input-len",
+        "5",
+    ]
+    code, out, err = run(*argv, "--output-len", "4", "--turns", "2", "--repeat", "2", "--concurrency", "2")
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    count = 6 if workload == "multi-turn" else 3
+    assert len(lines) == 2
+    for line in lines:
+        assert (line["engine"], line["version"], line["model"]) == ("test", "9", "stand-in")
+        assert (line["requests"], line["errors"], line["out_tokens"]) == (count, 0, 4 * count)
+        assert line["cached_tokens"] == count
+        assert {
+            "machine",
+            "w",
+            "out_tok_s",
+            "in_tok_s",
+            "ms_per_tok",
+            "ttft_ms",
+            "itl_ms",
+            "itl_p99_ms",
+        } <= set(line)
+    assert all(body["ignore_eos"] and body["stream"] for body in StandIn.bodies)
+
+
+def test_bench_multi_turn_carries_the_history(server: str) -> None:
+    run(
+        "bench",
+        "--url",
+        server,
+        "--workload",
+        "multi-turn",
+        "--requests",
+        "1",
+        "--turns",
+        "3",
+        "--output-len",
+        "2",
+    )
+    first, second, third = (body["prompt"] for body in StandIn.bodies)
+    assert second.startswith(first + " w0 w1 ")
+    assert third.startswith(second + " w0 w1 ")
+
+
+def test_bench_reports_failures(server: str) -> None:
+    code, out, err = run("bench", "--url", server, "--model", "wrong", "--requests", "2")
+    line = json.loads(out)
+    assert (code, line["errors"], line["out_tok_s"]) == (1, 2, 0)
+    assert "no such model" in line["first_error"]
+    assert "failed" in err
+
+
+def test_summary_numbers() -> None:
+    records = [
+        load.Record(start=0.0, end=1.0, chunks=[0.2, 0.4, 0.6, 1.0], prompt_tokens=10, completion_tokens=4),
+        load.Record(start=0.0, end=2.0, chunks=[0.4, 2.0], prompt_tokens=30, completion_tokens=5),
+        load.Record(start=0.0, end=9.0, error="HTTP 500"),
+    ]
+    numbers = report.summarize(records, 2.0)
+    assert (numbers["requests"], numbers["errors"], numbers["first_error"]) == (3, 1, "HTTP 500")
+    assert numbers["out_tok_s"] == 9 / 2.0
+    assert numbers["in_tok_s"] == 40 / 0.4
+    assert numbers["ttft_ms"] == pytest.approx(300)
+    assert numbers["ms_per_tok"] == pytest.approx((800 / 3 + 400) / 2, abs=1e-3)
+    assert numbers["itl_max_ms"] == pytest.approx(1600)
+    assert report.median_of([numbers, numbers]) == pytest.approx(numbers)
+
+
+def test_percentiles() -> None:
+    assert [report.percentile([4, 1, 3, 2], share) for share in (0, 0.5, 1)] == [1, 2.5, 4]
+    assert report.percentile([], 0.5) == 0
+
+
+def test_stream_is_read_the_same_however_it_is_split() -> None:
+    events = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("a", "", "é", "b")]
+    data = (
+        b": x\n\n"
+        + b"".join(b"data: %s\r\n\r\n" % json.dumps(event).encode() for event in events)
+        + b"data: [DONE]\n\n"
+    )
+    for size in (1, 3, 7, len(data)):
+        record = load.Record(start=0.0)
+        load.read_stream(record, [(float(at), data[at : at + size]) for at in range(0, len(data), size)])
+        assert (record.text, len(record.chunks), record.completion_tokens) == ("aéb", 4, 4)
+        assert record.chunks == sorted(record.chunks)
+
+
+def test_workloads_repeat_and_have_their_lengths() -> None:
+    import random
+
+    def make(seed: int) -> list[workloads.Session]:
+        return workloads.shared_prefix_sessions(random.Random(seed), 3, 20, 5, 7)
+
+    assert make(1) == make(1) != make(2)
+    prompts = [session[0].prompt for session in make(1)]
+    assert all(len(prompt) == 25 and prompt[:20] == prompts[0][:20] for prompt in prompts)
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    spread = workloads.random_sessions(random.Random(0), 50, 100, 10, spread=0.5)
+    assert {50 <= len(session[0].prompt) <= 150 for session in spread} == {True}
+
+
+# chat ----------------------------------------------------------------------------------------------------------------
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, text: str, *argv: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return run("chat", *argv)
+
+
+def test_chat_keeps_history_and_resets(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--url", server + "/v1", "--system", "be brief", "--max-tokens", "2", "--temperature", "0"]
+    code, out, err = talk(monkeypatch, "one\ntwo\n/reset\n/what\nthree\n/exit\nnever\n", *argv)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [" w0 w1", " w0 w1", chat.HELP, " w0 w1"]
+    roles = [[message["role"] for message in body["messages"]] for body in StandIn.bodies]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert StandIn.bodies[1]["messages"][2]["content"] == " w0 w1"
+    assert (StandIn.bodies[0]["max_tokens"], StandIn.bodies[0]["temperature"]) == (2, 0)
+
+
+def test_chat_goes_on_after_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = talk(monkeypatch, "one\ntwo\n", "--url", server, "--model", "wrong")
+    assert (code, out.strip()) == (0, "")
+    assert err.count("no such model") == 2
+    assert [len(body["messages"]) for body in StandIn.bodies] == [1, 1]
+
+
+class Stopped:
+    """A backend whose answer is interrupted by Ctrl-C after its first word."""
+
+    name = "stopped"
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self.seen: list[int] = []
+
+    def stream(self, messages: chat.Messages) -> Any:
+        self.seen.append(len(messages))
+        try:
+            yield "half"
+            raise KeyboardInterrupt
+        finally:
+            self.closed += 1
+
+
+def test_ctrl_c_stops_the_answer_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    backend = Stopped()
+    assert chat.talk(backend) == 0
+    assert capsys.readouterr().out.splitlines() == ["half [stopped]"] * 2
+    assert (backend.closed, backend.seen) == (2, [1, 3])
+
+
+def test_chat_in_process_uses_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class FakeEngine:
+        def __init__(self, **fields: Any) -> None:
+            self.on_progress = fields.pop("on_progress")
+            self.config = Config(**fields)
+            self.closed = False
+            made.append(self)
+
+        def __enter__(self) -> FakeEngine:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            self.closed = True
+
+        def stream(self, *, messages: chat.Messages, sampling: Any) -> Iterator[Event]:
+            self.sampling = sampling
+            for text in ("He", "llo"):
+                yield Event(rid="r", index=0, text=text, usage=Usage())
+
+    monkeypatch.setattr("sgla.Engine", FakeEngine, raising=False)
+    code, out, _ = talk(monkeypatch, "hi\n", "gemma3-270m", "--threads", "1", "--max-tokens", "9")
+    assert (code, out) == (0, "Hello\n")
+    assert (made[0].config.model, made[0].config.threads, made[0].sampling.max_tokens) == (
+        "gemma3-270m",
+        1,
+        9,
+    )
+    assert made[0].closed
+
+
+def test_errors_of_servers_are_shown_as_text() -> None:
+    assert chat.error_text(b'{"error": {"message": "m"}}') == "m"
+    assert chat.error_text(b"<html>") == "<html>"
+    assert chat.error_text(b'{"error": "plain"}') == '{"error": "plain"}'
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = [ConfigError("a"), SglaError("b"), KeyboardInterrupt(), BrokenPipeError()]
+
+    def fail(args: Any) -> int:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(doctor, "run", fail)
+    monkeypatch.setattr(cli.os, "dup2", lambda *fds: None)
+    monkeypatch.setattr(cli.sys, "stdout", sys.__stdout__)
+    codes = []
+    while errors:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            codes.append(cli.main(["doctor"]))
+        assert not re.search("Traceback", err.getvalue())
+    assert codes == [2, 1, 130, 1]
