@@ -56,7 +56,7 @@ class Ring:
         fd, size = tensor.untyped_storage()._share_fd_cpu_()
         assert size == DATA + capacity
         event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return cls(memoryview(tensor.numpy()), event, shared_fd=fd, owner=tensor)
+        return cls(tensor.numpy().data, event, shared_fd=fd, owner=tensor)
 
     @classmethod
     def attach(cls, shared_fd: int, event: int) -> Ring:

@@ -1,0 +1,94 @@
+"""The first code of a worker process: tie it to the main process, make the rings, load, serve.
+
+``python -c "from sgla.executor.child import main; main()" PIPE PARENT SPAWNED RANK RUNNER``: descriptor of the pipe,
+pid of the main process, its monotonic time at the start, the rank, and the runner as ``module:class``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from sgla import clock
+from sgla.errors import SglaError
+from sgla.executor.ring import Ring
+from sgla.messages import Progress
+
+PLANS = 8 << 20  # bytes; the largest plan admits prompts of two million tokens at once
+RESULTS = 4 << 20
+SPIN = 50e-6  # seconds to look for the next plan before sleeping, where there are cores to spare
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    fd, parent, spawned, rank, runner = sys.argv[1:]
+    begun = clock.now()
+    die_with(int(parent))
+    # The terminal and service managers signal the whole group; when to stop is the main process's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(int(fd), False)
+    pipe = Connection(int(fd))
+    code = 1
+    try:
+        code = run(pipe, int(rank), runner, {"spawn": begun - float(spawned)})
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        code = 0  # the main process gave up on us
+    except BaseException:
+        traceback.print_exc()
+    # Not sys.exit: joining thread pools and destroying torch takes longer than the process is worth.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> int:
+    """Exit code of the process."""
+    begun = clock.now()
+    pipe.send(("progress", Progress(phase="spawn", message="importing torch")))
+    rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if rank == 0 else [])
+    pipe.send(("rings", len(rings)))
+    for ring in rings:
+        send_handle(pipe, ring.shared_fd, os.getppid())
+        send_handle(pipe, ring.fileno(), os.getppid())
+    module, _, name = runner.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    timings["import"] = clock.now() - begun
+    config, source, size, rendezvous = pipe.recv()
+    logging.basicConfig(
+        format=f"%(asctime)s.%(msecs)03d %(levelname)-7s worker {rank}: %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("sgla").setLevel(config.log_level.upper())
+
+    def report(progress: Progress) -> None:
+        pipe.send(("progress", progress))
+
+    try:
+        worker: Any = make(config, source, rank, size, rendezvous, report)
+    except SglaError as error:
+        pipe.send(("error", error))
+        return 2
+    worker.facts.timings = timings | worker.facts.timings
+    gc.collect()
+    gc.freeze()
+    pipe.send(("facts", worker.facts))
+    from sgla.worker.loop import serve
+
+    spare = len(os.sched_getaffinity(0)) - size * (config.threads or 1)
+    done = serve(worker, rings[0], rings[1] if rank == 0 else None, pipe, SPIN if spare > 1 else 0.0)
+    return 0 if done else 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends (prctl(2)); Linux only."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the call
+        os._exit(1)

@@ -1,0 +1,126 @@
+"""The worker's runner on a thread of this process: for debugging and for machines where a second process is unwelcome."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from sgla import clock
+from sgla.config import Config
+from sgla.errors import ConfigError, SglaError, WorkerDied
+from sgla.executor.base import Results
+from sgla.executor.procs import RUNNER
+from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from sgla.hub.source import ModelSource
+
+Command = tuple[Control, "asyncio.Future[dict[str, Any]]"]
+
+
+class InlineExecutor:
+    """See ``executor.base.Executor``. One rank only."""
+
+    def __init__(self, config: Config, source: ModelSource | None, *, runner: str = RUNNER) -> None:
+        if config.tp > 1:
+            raise ConfigError("--executor inline runs one rank; use procs for --tp above 1", param="executor")
+        self._config = config
+        self._source = source
+        self._runner = runner
+        self._results = Results()
+        self._inbox: SimpleQueue[StepPlan | Command | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._on_death: Callable[[WorkerDied], None] | None = None
+        self._gone = False
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[Facts] = self._loop.create_future()
+        self._thread = Thread(target=self._run, args=(on_progress, ready), name="worker", daemon=True)
+        self._thread.start()
+        return await ready
+
+    def _run(self, on_progress: Callable[[Progress], None], ready: asyncio.Future[Facts]) -> None:
+        begun = clock.now()
+        try:
+            module, _, name = self._runner.partition(":")
+            make = getattr(importlib.import_module(module), name)
+            imported = clock.now()
+            runner = make(
+                self._config, self._source, 0, 1, "", lambda p: self._loop.call_soon_threadsafe(on_progress, p)
+            )
+        except BaseException as error:
+            self._settle(ready, error)
+            return
+        runner.facts.timings = {"import": imported - begun} | runner.facts.timings
+        self._settle(ready, runner.facts)
+        self._serve(runner)
+
+    def _serve(self, runner: Any) -> None:
+        from sgla.worker.loop import timed
+
+        free = clock.now()
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, tuple):
+                command, future = item
+                try:
+                    self._settle(future, runner.control(command))
+                except SglaError as error:
+                    self._settle(future, error)
+                continue
+            result = timed(runner, item, free)
+            free = clock.now()
+            self._results.put(result)
+            if result.error is not None:
+                self._loop.call_soon_threadsafe(self._died, WorkerDied(f"a model step failed: {result.error}"))
+                return
+
+    def _settle(self, future: asyncio.Future[Any], outcome: Any) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self._loop.call_soon_threadsafe(settle)
+
+    def _died(self, error: WorkerDied) -> None:
+        if not self._gone and self._on_death is not None:
+            self._on_death(error)
+        self._gone = True
+
+    def submit(self, plan: StepPlan) -> None:
+        if not self._gone:
+            self._inbox.put(plan)
+
+    def results_fd(self) -> int:
+        return self._results.fd
+
+    def drain(self) -> list[StepResult]:
+        results = self._results.drain()
+        return [] if self._gone else results
+
+    async def control(self, command: Control) -> dict[str, Any]:
+        """``{"ranks": [reply]}``. Raises the runner's SglaError, or WorkerDied."""
+        if self._gone:
+            raise WorkerDied("the worker is gone")
+        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._inbox.put((command, future))
+        return {"ranks": [await future]}
+
+    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
+        self._on_death = callback
+
+    async def close(self) -> None:
+        self._gone = True
+        if self._thread is not None:
+            self._inbox.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        self._results.close()

@@ -1,0 +1,285 @@
+"""Workers as processes, one a rank.
+
+A worker is a fresh interpreter that imports nothing of the main process's ``__main__``. Between the two: a socket pair
+for set-up and control commands, whose end of file also tells of a death; a ring of plans to every rank and a ring of
+results from rank 0; and a pipe from the worker's stdout and stderr, shown to the user and kept as its last words.
+The main process imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Pipe
+from multiprocessing.reduction import recv_handle
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sgla import clock
+from sgla.config import Config
+from sgla.errors import SglaError, WorkerDied
+from sgla.executor.ring import Ring
+from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from sgla.hub.source import ModelSource
+
+RUNNER = "sgla.worker.runner:Runner"
+GRACE = 2.0  # seconds a worker gets to leave by itself
+LAST_LINES = 20
+ENTRY = "from sgla.executor.child import main; main()"
+
+
+class Rank:
+    """One worker process and our ends of everything shared with it."""
+
+    def __init__(self, number: int, runner: str) -> None:
+        self.number = number
+        self.plans: Ring | None = None
+        self.results: Ring | None = None
+        self.facts: Facts | None = None
+        self.replies: deque[asyncio.Future[Any]] = deque()
+        self.lines: deque[str] = deque([""], maxlen=LAST_LINES)  # the last one is unfinished
+        self.pipe, theirs = Pipe()
+        self.stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.stderr, False)
+        argv = (theirs.fileno(), os.getpid(), clock.now(), number, runner)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-X", "faulthandler", "-c", ENTRY, *map(str, argv)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+            stdout=their_stderr,
+            stderr=their_stderr,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        os.close(their_stderr)
+
+    def forward_stderr(self) -> bool:
+        """Pass on what the worker has printed; False at the end of file."""
+        try:
+            data = os.read(self.stderr, 1 << 16)
+        except BlockingIOError:
+            return True
+        text = data.decode(errors="replace")
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        first, *rest = text.split("\n")
+        self.lines[-1] += first
+        self.lines.extend(rest)
+        return bool(data)
+
+    async def ended(self, seconds: float) -> bool:
+        """Wait until the process has ended, at most ``seconds``."""
+        end = clock.now() + seconds
+        while self.process.poll() is None:
+            if clock.now() > end:
+                return False
+            await asyncio.sleep(0.001)
+        return True
+
+    def obituary(self) -> str:
+        """How it ended, and its last words."""
+        code = self.process.returncode
+        if code >= 0:
+            how = f"exited with code {code}"
+        else:
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if -code == signal.SIGKILL:
+                how += "; if nobody did that, the system was out of memory: lower --kv-cache-bytes"
+        words = "\n".join(line for line in self.lines if line.strip())
+        return f"worker rank {self.number} (pid {self.process.pid}) {how}" + (f". Its last output:\n{words}" if words else "")
+
+    def close(self) -> None:
+        for ring in (self.plans, self.results):
+            if ring is not None:
+                ring.close()
+        self.pipe.close()
+        os.close(self.stderr)
+
+
+class ProcsExecutor:
+    """See ``executor.base.Executor``. ``runner`` names the class that does the work (tests have their own)."""
+
+    def __init__(self, config: Config, source: ModelSource | None, *, runner: str = RUNNER) -> None:
+        self._config = config
+        self._source = source
+        self._runner = runner
+        self._ranks: list[Rank] = []
+        self._rendezvous = ""
+        self._ready: asyncio.Future[Facts] | None = None
+        self._on_progress: Callable[[Progress], None] = lambda progress: None
+        self._on_death: Callable[[WorkerDied], None] | None = None
+        self._gone = False  # a worker died, or we are closing
+        self._obituary: asyncio.Task[None] | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(StepResult).decode
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        if self._config.tp > 1:
+            self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
+        for number in range(self._config.tp):
+            rank = Rank(number, self._runner)
+            self._ranks.append(rank)
+            self._loop.add_reader(rank.pipe.fileno(), self._on_message, rank)
+            self._loop.add_reader(rank.stderr, self._on_stderr, rank)
+        try:
+            # The description of a model can be larger than the pipe, which the worker reads when torch is imported.
+            await asyncio.to_thread(self._send_setup)
+            return await self._ready
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            self._remove_rendezvous()
+
+    def _send_setup(self) -> None:
+        for rank in self._ranks:
+            try:
+                rank.pipe.send((self._config, self._source, len(self._ranks), self._rendezvous))
+            except OSError:
+                pass  # it died: the end of file on the pipe says so, with more words
+
+    def _on_message(self, rank: Rank) -> None:
+        assert self._ready is not None
+        try:
+            kind, payload = rank.pipe.recv()
+            if kind == "rings":
+                rings = [Ring.attach(recv_handle(rank.pipe), recv_handle(rank.pipe)) for _ in range(payload)]
+                rank.plans, rank.results = rings[0], rings[1] if payload > 1 else None
+        except (EOFError, OSError):
+            self._loop.remove_reader(rank.pipe.fileno())
+            if not self._gone:
+                self._gone = True
+                self._obituary = self._loop.create_task(self._lost(rank))
+            return
+        if kind == "progress" and rank.number == 0:
+            self._on_progress(payload)
+        elif kind == "reply":
+            future = rank.replies.popleft()
+            if not future.done():
+                future.set_result(payload)
+        elif kind == "error" and not self._ready.done():
+            self._gone = True
+            self._ready.set_exception(payload)
+        elif kind == "facts":
+            rank.facts = payload
+            if all(r.facts for r in self._ranks) and not self._ready.done():
+                self._ready.set_result(self._common_facts())
+
+    def _common_facts(self) -> Facts:
+        """Rank 0's, with no more pages than any rank has."""
+        facts = [rank.facts for rank in self._ranks if rank.facts]
+        facts[0].pages = min(f.pages for f in facts)
+        return facts[0]
+
+    def _on_stderr(self, rank: Rank) -> None:
+        if not rank.forward_stderr():
+            self._loop.remove_reader(rank.stderr)
+
+    async def _lost(self, rank: Rank) -> None:
+        """A rank's end of the pipe is closed: find out why, end the others, tell."""
+        assert self._ready is not None
+        if not await rank.ended(1.0):
+            rank.process.kill()
+            await rank.ended(GRACE)
+        self._on_stderr(rank)
+        error = WorkerDied(rank.obituary())
+        for other in self._ranks:
+            if other.process.poll() is None:
+                other.process.kill()
+        self._fail_replies(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        elif self._on_death is not None:
+            self._on_death(error)
+
+    def _fail_replies(self, error: SglaError) -> None:
+        for rank in self._ranks:
+            while rank.replies:
+                future = rank.replies.popleft()
+                if not future.done():
+                    future.set_exception(error)
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._gone:
+            return
+        record = self._encode(plan)
+        for rank in self._ranks:
+            assert rank.plans is not None
+            rank.plans.push(record)
+
+    def results_fd(self) -> int:
+        results = self._ranks[0].results
+        assert results is not None
+        return results.fileno()
+
+    def drain(self) -> list[StepResult]:
+        if self._gone:
+            return []
+        ring = self._ranks[0].results
+        assert ring is not None
+        ring.clear()
+        results = []
+        while (record := ring.pop()) is not None:
+            results.append(self._decode(record))
+        return results
+
+    async def control(self, command: Control) -> dict[str, Any]:
+        """``{"ranks": [reply of each rank]}``. Raises the ranks' SglaError, or WorkerDied."""
+        if self._gone:
+            raise WorkerDied("the workers are gone")
+        futures = []
+        for rank in self._ranks:
+            future = self._loop.create_future()
+            rank.replies.append(future)
+            futures.append(future)
+            try:
+                rank.pipe.send(command)
+            except OSError:
+                pass  # the death watch fails the future
+        replies = await asyncio.gather(*futures)
+        for reply in replies:
+            if isinstance(reply, SglaError):
+                raise reply
+        return {"ranks": replies}
+
+    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
+        self._on_death = callback
+
+    async def close(self) -> None:
+        """Closing the pipe asks a worker to leave after its step; one that is loading, or takes too long, is killed."""
+        self._gone = True
+        if self._obituary is not None:
+            await self._obituary
+        ranks, self._ranks = self._ranks, []
+        self._fail_replies(WorkerDied("the workers are gone"))
+        for rank in ranks:
+            self._loop.remove_reader(rank.pipe.fileno())
+            rank.pipe.close()
+            if rank.facts is None:
+                rank.process.kill()
+        for rank in ranks:
+            if not await rank.ended(GRACE):
+                rank.process.kill()
+                await rank.ended(GRACE)
+            self._loop.remove_reader(rank.stderr)
+            rank.forward_stderr()
+            rank.close()
+        self._remove_rendezvous()
+
+    def _remove_rendezvous(self) -> None:
+        if self._rendezvous:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+            self._rendezvous = ""

@@ -1,0 +1,50 @@
+"""What the worker knows of each slot, as tables that a step reads with one numpy operation a column."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla.messages import NewRow, StepPlan
+
+Int32s = NDArray[np.int32]
+
+
+def column(data: bytes) -> Int32s:
+    """An integer column of a message, without a copy (read-only)."""
+    return np.frombuffer(data, np.int32)
+
+
+class SlotTables:
+    """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[slots, max_pages] (0, the dummy, where unset).
+
+    Memory is touched only where a request has written.
+    """
+
+    def __init__(self, slots: int, context_len: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.tokens: Int32s = np.empty((slots, context_len + 1), np.int32)
+        self.page_table: Int32s = np.zeros((slots, -(-(context_len + 1) // page_size)), np.int32)
+        self.page_count: Int32s = np.zeros(slots, np.int32)
+        self.prompt_len: Int32s = np.zeros(slots, np.int32)
+        self.prompt_logprobs: Int32s = np.zeros(slots, np.int32)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in the new rows, then the appended pages."""
+        for new in plan.new:
+            self._admit(new)
+        if not plan.page_slots:
+            return
+        slots, counts = column(plan.page_slots), column(plan.page_counts)
+        first = np.cumsum(counts) - counts
+        offsets = np.arange(len(plan.page_ids) // 4) - np.repeat(first - self.page_count[slots], counts)
+        self.page_table[np.repeat(slots, counts), offsets] = column(plan.page_ids)
+        self.page_count[slots] += counts
+
+    def _admit(self, new: NewRow) -> None:
+        tokens, pages = column(new.tokens), column(new.pages)
+        self.tokens[new.slot, : len(tokens)] = tokens
+        self.page_table[new.slot, : len(pages)] = pages
+        self.page_count[new.slot] = len(pages)
+        self.prompt_len[new.slot] = new.prompt_len
+        self.prompt_logprobs[new.slot] = new.sampling.prompt_logprobs

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from sgla.config import Config
+from sgla.errors import UnsupportedField, WeightError, WorkerDied
+from sgla.executor.base import Executor
+from sgla.executor.inline import InlineExecutor
+from sgla.executor.procs import ProcsExecutor
+from sgla.messages import Control, NewRow, Progress, RowSampling, StepPlan, StepResult
+
+STUB = "stub_runner:StubRunner"
+
+
+def ints(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def make_plan(step: int, new: list[NewRow] | None = None) -> StepPlan:
+    return StepPlan(
+        step=step, slots=ints(1, 2), starts=ints(step, 10 * step), q_lens=ints(1, 1), flags=b"\1\1", new=new or []
+    )
+
+
+async def collect(executor: Executor, count: int) -> list[StepResult]:
+    """Wait for ``count`` results on the descriptor."""
+    results: list[StepResult] = []
+    done = asyncio.Event()
+
+    def ready() -> None:
+        results.extend(executor.drain())
+        if len(results) >= count:
+            done.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(executor.results_fd(), ready)
+    try:
+        await asyncio.wait_for(done.wait(), 20)
+    finally:
+        loop.remove_reader(executor.results_fd())
+    return results
+
+
+def resources() -> tuple[int, int, int, int]:
+    """Descriptors, child processes, shared memory files, rendezvous folders."""
+    process = psutil.Process()
+    folders = [name for name in os.listdir("/tmp") if name.startswith("sgla-")]
+    return process.num_fds(), len(process.children()), len(os.listdir("/dev/shm")), len(folders)
+
+
+@pytest.fixture
+async def clean():
+    """Nothing may be left behind."""
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, int)  # the loop's own descriptors and threads exist from here on
+    before = resources()
+    yield
+    assert resources() == before
+
+
+@pytest.mark.parametrize("kind", [ProcsExecutor, InlineExecutor])
+async def test_plans_go_in_and_results_come_out_in_order(kind: Callable[..., Any], clean: None) -> None:
+    executor = kind(Config(threads=1), {"blob": "x" * (1 << 20)}, runner=STUB)
+    progress: list[Progress] = []
+    facts = await executor.start(progress.append)
+    assert [p.message for p in progress if p.phase == "load"] == ["rank 0"]
+    assert facts.vocab_size == 1 << 20
+    for step in (1, 2, 3):
+        executor.submit(make_plan(step))
+    results = await collect(executor, 3)
+    assert [r.step for r in results] == [1, 2, 3]
+    assert [r.tokens for r in results] == [ints(1 + s, 2 + 10 * s) for s in (1, 2, 3)]
+    assert all(r.seconds >= 0 and r.gap >= 0 and r.error is None for r in results)
+
+    long = array("i", range(100_000)).tobytes()
+    row = NewRow(slot=1, tokens=long, prompt_len=100_000, pages=ints(*range(1, 6000)), sampling=RowSampling())
+    for step in range(4, 40):
+        executor.submit(make_plan(step, [row]))
+        await collect(executor, 1)
+    with pytest.raises(UnsupportedField, match="no verb nonsense"):
+        await executor.control(Control(verb="nonsense"))
+    if kind is ProcsExecutor:
+        assert facts.notes[0] == "False"  # nothing of this process was imported there
+        assert (await executor.control(Control(verb="signals")))["ranks"][0]["executed"] == 39
+        executor.submit(make_plan(40))  # it ignores the terminal's signals
+        assert (await collect(executor, 1))[0].step == 40
+    await executor.close()
+    await executor.close()
+    with pytest.raises(WorkerDied):
+        await executor.control(Control(verb="signals"))
+
+
+async def test_every_rank_gets_every_plan_and_one_death_ends_all(clean: None, capfd: Any) -> None:
+    executor = ProcsExecutor(Config(threads=1, tp=2), {"rank": 1, "at": 3, "step": "kill"}, runner=STUB)
+    deaths: list[WorkerDied] = []
+    executor.on_death(deaths.append)
+    facts = await executor.start(lambda p: None)
+    assert facts.pages == 100
+    assert not os.path.exists(facts.notes[1])
+    for step in (1, 2):
+        executor.submit(make_plan(step))
+    await collect(executor, 2)
+    replies = (await executor.control(Control(verb="signals")))["ranks"]
+    assert [r["executed"] for r in replies] == [2, 2]
+    begun = time.monotonic()
+    executor.submit(make_plan(3))
+    while not deaths and time.monotonic() < begun + 5:
+        await asyncio.sleep(0.001)
+    (death,) = deaths
+    assert f"worker rank 1 (pid {replies[1]['pid']}) was killed by signal 9 (SIGKILL)" in death.message
+    assert death.message.endswith("rank 1 of 2 loads\nthese are my last words")
+    executor.submit(make_plan(4))
+    assert executor.drain() == []
+    with pytest.raises(WorkerDied):
+        await executor.control(Control(verb="signals"))
+    await executor.close()
+    assert not any(psutil.pid_exists(reply["pid"]) for reply in replies)
+    assert len(deaths) == 1
+    assert "these are my last words" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "words"),
+    [
+        ({"load": "kill"}, WorkerDied, "SIGKILL.*my last words"),
+        ({"load": "exit", "rank": 1}, WorkerDied, "rank 1 .* exited with code 3"),
+        ({"load": "raise"}, WorkerDied, "exited with code 1.*ZeroDivisionError: a bug"),
+        ({"load": "typed"}, WeightError, "^lm_head is missing$"),
+    ],
+)
+async def test_trouble_while_loading_fails_start(
+    trouble: dict[str, str], error: type[Exception], words: str, clean: None
+) -> None:
+    executor = ProcsExecutor(Config(threads=1, tp=1 + ("rank" in trouble)), trouble, runner=STUB)
+    executor.on_death(lambda death: pytest.fail("start raises instead"))
+    with pytest.raises(error, match=f"(?s){words}") as caught:
+        await executor.start(lambda p: None)
+    assert error is not WeightError or caught.value.param == "model"
+    await executor.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "importing", "loading"])
+async def test_a_worker_killed_from_outside_at_any_phase_fails_start(when: str, clean: None) -> None:
+    executor = ProcsExecutor(Config(threads=1), {"load": "hang"}, runner=STUB)
+    phases: list[str] = []
+
+    async def kill() -> None:
+        wanted = {"at once": None, "importing": "spawn", "loading": "load"}[when]
+        while not psutil.Process().children() or (wanted and wanted not in phases):
+            await asyncio.sleep(0.001)
+        psutil.Process().children()[0].send_signal(signal.SIGKILL)
+
+    killer = asyncio.create_task(kill())
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        await asyncio.wait_for(executor.start(lambda p: phases.append(p.phase)), 20)
+    await killer
+
+
+@pytest.mark.parametrize("kind", [ProcsExecutor, InlineExecutor])
+async def test_a_failed_step_is_told_and_final(kind: Callable[..., Any], clean: None, capfd: Any) -> None:
+    executor = kind(Config(threads=1), {"at": 2, "step": "raise"}, runner=STUB)
+    died = asyncio.get_running_loop().create_future()
+    executor.on_death(died.set_result)
+    await executor.start(lambda p: None)
+    executor.submit(make_plan(1))
+    assert (await collect(executor, 1))[0].error is None
+    executor.submit(make_plan(2))
+    error = await asyncio.wait_for(died, 20)
+    assert "ZeroDivisionError: a bug" in error.message
+    await executor.close()
+
+
+async def test_start_can_be_cancelled_and_closing_does_not_wait_for_a_hung_step(clean: None) -> None:
+    executor = ProcsExecutor(Config(threads=1), {"load": "hang"}, runner=STUB)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(executor.start(lambda p: None), 0.3)
+    await executor.close()
+    executor = ProcsExecutor(Config(threads=1), {"at": 1, "step": "hang"}, runner=STUB)
+    await executor.start(lambda p: None)
+    executor.submit(make_plan(1))
+    await asyncio.wait_for(executor.close(), 10)
+
+
+def test_a_killed_main_process_leaves_nothing_behind() -> None:
+    code = f"""
+import asyncio, sys
+sys.path[:] = {sys.path!r}
+from sgla.config import Config
+from sgla.executor.procs import ProcsExecutor
+async def main():
+    executor = ProcsExecutor(Config(threads=1, tp=2), {{}}, runner={STUB!r})
+    await executor.start(lambda p: None)
+    print(*(r["pid"] for r in (await executor.control(__import__("sgla.messages").messages.Control(verb="signals")))["ranks"]), flush=True)
+    assert "torch" not in sys.modules
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    before = set(os.listdir("/dev/shm"))
+    main = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert main.stdout is not None
+    pids = [int(pid) for pid in main.stdout.readline().split()]
+    assert len(pids) == 2
+    main.kill()
+    main.wait()
+    main.stdout.close()
+    psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=5)
+    assert not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in pids)
+    assert set(os.listdir("/dev/shm")) <= before
