@@ -78,6 +78,10 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     try:
         response = await answer(request, path, route)
         status = response.status
+        if (
+            request.content.exception() is not None
+        ):  # a body that cannot be read leaves the connection useless
+            response.force_close()
         return response
     finally:
         server.metrics.http_finished(status)

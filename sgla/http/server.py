@@ -98,6 +98,11 @@ class Server:
             for job in work.jobs:
                 self.ingress.cancel(job.rid, reason)
 
+    def drop_slow(self, work: Work) -> None:
+        """The client of a stream does not read."""
+        self.metrics.slow_reader()
+        self.close(work, "slow")
+
     def abort(self, rid: str | None) -> int:
         """End the running requests with this id, or all of them for None. Returns how many there were."""
         found = [

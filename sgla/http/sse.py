@@ -192,7 +192,7 @@ class SseSink:
 
 async def stream(request: web.Request, server: Server, work: Work, encoder: Encoder) -> web.StreamResponse:
     """Run ``work`` and stream it. Raises what refuses the request as long as no header has been sent."""
-    sink = SseSink(encoder, work, server.config.sink_limit_bytes, lambda: server.close(work, "slow"))
+    sink = SseSink(encoder, work, server.config.sink_limit_bytes, lambda: server.drop_slow(work))
     server.open(work, sink)
     try:
         with contextlib.suppress(TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,7 @@ class FakeIngress:
         self.jobs: list[Job] = []
         self.cancels: list[tuple[str, str]] = []
         self.open_jobs: dict[str, tuple[Job, Any]] = {}
+        self.finished: Counter[str] = Counter()
         self.tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -114,11 +116,15 @@ class FakeIngress:
         return True
 
     def push(self, rid: str, message: Event | Rejected) -> None:
-        """Deliver to the sink of an open request; a Rejected forgets it."""
+        """Deliver to the sink of an open request; its last finish or a Rejected forgets it."""
         if rid in self.open_jobs:
-            sink = self.open_jobs[rid][1]
+            job, sink = self.open_jobs[rid]
             if isinstance(message, Rejected):
                 del self.open_jobs[rid]
+            elif message.finish is not None:
+                self.finished[rid] += 1
+                if self.finished[rid] == job.sampling.n:
+                    del self.open_jobs[rid]
             sink.push(message)
 
     def prompt(self, job: Job) -> list[int]:
@@ -156,7 +162,6 @@ class FakeIngress:
             for child in range(job.sampling.n):
                 self.push(job.rid, make_event(job, prompt, child, step, last=step == count - 1))
             await asyncio.sleep(self.pace)
-        self.open_jobs.pop(job.rid, None)
 
     def check(self) -> None:
         """Nothing is open any more."""

@@ -1,0 +1,387 @@
+"""Everything a client can get wrong: status, body, headers. Never a 5xx, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from conftest import Serve, Site
+from http_fake import FakeIngress
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sgla.errors import Overloaded
+from sgla.http.schema import UNSUPPORTED
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"prompt": "hi"}
+
+
+def check_error(body: Any) -> dict[str, Any]:
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert isinstance(error["code"], str)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (CHAT, {}, "messages", "messages is required"),
+        (CHAT, {"messages": []}, "messages", "at least one"),
+        (CHAT, {"messages": "hi"}, "messages", "messages: expected array, got str"),
+        (CHAT, {"messages": [5]}, "messages", "messages[0]: expected object"),
+        (
+            CHAT,
+            {"messages": [{"role": "king", "content": ""}]},
+            "messages",
+            "messages[0].role must be one of",
+        ),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "messages[0].content must be"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages",
+            "content[0].text",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text only"),
+        (CHAT, HI | {"temperature": "hot"}, "temperature", "temperature: expected float, got str"),
+        (CHAT, HI | {"temperature": -0.1}, "temperature", "temperature must be at least 0, got -0.1"),
+        (CHAT, HI | {"top_p": 0}, "top_p", "top_p must be greater than 0 and at most 1, got 0"),
+        (CHAT, HI | {"top_p": 1.01}, "top_p", "at most 1"),
+        (CHAT, HI | {"min_p": 2}, "min_p", "between 0 and 1"),
+        (CHAT, HI | {"presence_penalty": -2.5}, "presence_penalty", "between -2 and 2"),
+        (CHAT, HI | {"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        (CHAT, HI | {"top_k": -2}, "top_k", "top_k must be between -1 and"),
+        (CHAT, HI | {"n": 0}, "n", "between 1 and 128"),
+        (CHAT, HI | {"n": 129}, "n", "between 1 and 128"),
+        (CHAT, HI | {"n": True}, "n", "expected int, got bool"),
+        (CHAT, HI | {"seed": 2**63}, "seed", "seed must be"),
+        (CHAT, HI | {"max_tokens": 0}, "max_tokens", "max_tokens must be"),
+        (CHAT, HI | {"max_tokens": -5}, "max_tokens", "max_tokens must be"),
+        (
+            CHAT,
+            HI | {"max_completion_tokens": 0},
+            "max_completion_tokens",
+            "max_completion_tokens must be between 1 and",
+        ),
+        (CHAT, HI | {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        (CHAT, HI | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+        (CHAT, HI | {"logprobs": 3}, "logprobs", "expected bool"),
+        (CHAT, HI | {"stop": ["x"] * 65}, "stop", "at most 64 strings, got 65"),
+        (CHAT, HI | {"stop": ["x"] * 5000}, "stop", "at most 64"),
+        (CHAT, HI | {"stop": "x" * 2000}, "stop", "1024"),
+        (CHAT, HI | {"stop": [1]}, "stop", "stop[0]: expected str"),
+        (CHAT, HI | {"stop_token_ids": [-1]}, "stop_token_ids", "token ids"),
+        (CHAT, HI | {"logit_bias": {"a": 1}}, "logit_bias", "keys must be token ids"),
+        (CHAT, HI | {"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+        (CHAT, HI | {"stream_options": {}}, "stream_options", "stream: true"),
+        (CHAT, HI | {"tool_choice": "auto"}, "tool_choice", "not supported"),
+        (CHAT, HI | {"reasoning_effort": "enormous"}, "reasoning_effort", "must be one of"),
+        (CHAT, HI | {"continue_final_message": True}, "continue_final_message", "assistant"),
+        (CHAT, HI | {"timeout": 0}, "timeout", "greater than 0"),
+        (CHAT, HI | {"modalities": ["text", "audio"]}, "modalities", "not supported"),
+        (CHAT, HI | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (TEXT, {}, "prompt", "prompt is required"),
+        (TEXT, {"prompt": None}, "prompt", "prompt: expected"),
+        (TEXT, {"prompt": []}, "prompt", "empty"),
+        (TEXT, {"prompt": [[]]}, "prompt", "empty"),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "a list of strings"),
+        (TEXT, {"prompt": ["a", [1]]}, "prompt", "a list of strings"),
+        (TEXT, {"prompt": [1.5]}, "prompt", "prompt[0]"),
+        (TEXT, {"prompt": [-1]}, "prompt", "at least 0"),
+        (TEXT, {"prompt": [2**40]}, "prompt", "vocabulary"),
+        (TEXT, {"prompt": ["x"] * 4097}, "n", "4096 choices"),
+        (TEXT, PROMPT | {"logprobs": 21}, "logprobs", "between 0 and 20"),
+        (TEXT, PROMPT | {"suffix": "end"}, "suffix", "suffix is not supported"),
+        ("/tokenize", {}, "prompt", "either prompt or messages"),
+        ("/detokenize", {"tokens": [512]}, "tokens", "between 0 and 511"),
+        ("/detokenize", {"tokens": [[1], 2]}, "tokens", "between 0 and 511"),
+    ],
+)
+async def test_field_errors(site: Site, path: str, body: dict[str, Any], param: str, words: str) -> None:
+    status, reply = await site.post(path, body)
+    error = check_error(reply)
+    assert (status, error["param"]) == (400, param)
+    assert words in error["message"]
+    assert not site.ingress.jobs
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"{", "not valid JSON"),
+        (b"[]", "expected object, got array"),
+        (b'"x"', "expected object"),
+        (b'{"prompt": "x", "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": Infinity}', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature: number out of range"),
+        (b'{"prompt": "x", "seed": %b}' % (b"9" * 5000), "seed: integer value out of range"),
+        (b'{"prompt": "\xff\xfe"}', "not valid UTF-8"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"a\xff": 1, "prompt": "x"}', "not valid UTF-8"),
+        (b'{"prompt": "x", "guided_json": 1e999}', "out of range"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+        (b'{"other": ' + b"[" * 100_000 + b"]" * 100_000 + b', "prompt": "x"}', "nested too deeply"),
+    ],
+)
+async def test_bad_bodies(site: Site, body: bytes, words: str) -> None:
+    status, reply = await site.post(TEXT, body)
+    assert status == 400
+    assert words in check_error(reply)["message"]
+    assert (await site.post(TEXT, PROMPT))[0] == 200
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+async def test_unsupported_fields_are_named(site: Site, name: str) -> None:
+    for value in UNSUPPORTED[name]:
+        assert (await site.post(TEXT, PROMPT | {name: value}))[0] == 200
+    status, reply = await site.post(TEXT, PROMPT | {name: {"asks": "something"}})
+    assert (status, reply["error"]["code"], reply["error"]["param"]) == (400, "unsupported_parameter", name)
+
+
+async def test_unknown_fields_are_told(site: Site) -> None:
+    names = {"foo": 1, "b.a-r_2": None, "bad\r\nname": 2, "user": "me", "store": True}
+    async with site.http.post(TEXT, json=PROMPT | names) as response:
+        assert response.status == 200
+        assert response.headers["x-ignored-fields"] == "foo, b.a-r_2"
+    async with site.http.post("/generate", json={"text": "a", "sampling_params": {"inner": 1}}) as response:
+        assert response.headers["x-ignored-fields"] == "inner"
+    async with site.http.post(TEXT, json=PROMPT) as response:
+        assert "x-ignored-fields" not in response.headers
+
+
+async def test_too_large(serve: Serve) -> None:
+    """Refused by Content-Length at once; without one, as soon as the limit is passed, though the body goes on for ever."""
+    site = await serve(max_body_bytes=100_000)
+    assert (await site.post(TEXT, b" " * 99_990 + b"{}"))[0] == 400
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n{")
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(110):
+        writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert b" 413 " in head.splitlines()[0]
+    assert b"x-should-retry: false" in head
+    writer.close()
+
+
+async def test_broken_transfer(site: Site) -> None:
+    async with site.http.post(TEXT, data=b"not gzip", headers={"Content-Encoding": "gzip"}) as response:
+        assert response.status == 400
+        check_error(await response.json())
+    assert (await site.post(TEXT, PROMPT))[0] == 200
+
+
+async def test_models_by_name(site: Site) -> None:
+    for name in ("", None, "fake", "fake-alias"):
+        status, reply = await site.post(TEXT, PROMPT | {"model": name})
+        assert (status, reply["model"]) == (200, name or "fake")
+    with pytest.raises(openai.NotFoundError) as caught:
+        await site.client.completions.create(model="gpt-4", prompt="x")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_routes_and_methods(site: Site) -> None:
+    status, reply = await site.get("/v1/nothing")
+    assert (status, check_error(reply)["code"]) == (404, "not_found")
+    async with site.http.get(TEXT) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert check_error(await response.json())["code"] == "method_not_allowed"
+    for path in ("/v1/models/", "//v1//models", "/v1/models//"):
+        async with site.http.get(site.url + path) as response:
+            assert response.status == 200
+    assert (await site.post(site.url + "//v1//completions/", PROMPT))[0] == 200
+    async with site.http.head("/v1/models") as response:
+        assert response.status == 200
+        assert await response.read() == b""
+
+
+async def test_cors(site: Site) -> None:
+    asked = {"Origin": "http://a", "Access-Control-Request-Headers": "authorization,x-foo"}
+    async with site.http.options(CHAT, headers=asked) as response:
+        assert response.status == 204
+        assert response.headers["Access-Control-Allow-Headers"] == "authorization,x-foo"
+        assert "POST" in response.headers["Access-Control-Allow-Methods"]
+    async with site.http.post(CHAT, json=HI | {"stream": True}) as response:
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+
+
+async def test_request_ids(site: Site) -> None:
+    async with site.http.post(TEXT, json=PROMPT, headers={"X-Request-Id": "abc-1"}) as response:
+        assert response.headers["x-request-id"] == "abc-1"
+    for bad in ("a b", "\u00e9", "x" * 300):
+        async with site.http.get("/version", headers={"X-Request-Id": bad}) as response:
+            assert response.headers["x-request-id"].isalnum()
+    async with site.http.get("/nothing") as response:
+        assert response.headers["x-request-id"]
+    same = [site.post(TEXT, PROMPT | {"rid": "twice"}) for _ in range(2)]
+    assert [status for status, _ in await asyncio.gather(*same)] == [200, 200]
+
+
+async def test_authorization(serve: Serve) -> None:
+    site = await serve(key="secret", api_key="secret")
+    assert (await site.client.models.list()).data[0].id == "fake"
+    for header in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer s\u00e9"},
+        {"Authorization": "secret"},
+    ):
+        status, reply = await site.post(TEXT, PROMPT, headers=header)
+        assert (status, check_error(reply)["code"]) == (401, "invalid_api_key")
+    for path in ("/health", "/health/live", "/health/ready", "/metrics"):
+        async with site.http.get(path) as response:
+            assert response.status == 200
+    with pytest.raises(openai.AuthenticationError):
+        await site.client.with_options(api_key="no").models.list()
+
+
+async def test_not_ready(serve: Serve) -> None:
+    """The application listens before there is a model."""
+    ingress = FakeIngress()
+    ingress.phase, ingress.tokenizer, ingress.template, ingress.facts = "load", None, None, None
+    ingress.stats = lambda: None  # type: ignore[method-assign]
+    site = await serve(ingress)
+    for path in (CHAT, TEXT, "/generate", "/tokenize", "/detokenize", "/flush_cache"):
+        async with site.http.post(path, json={}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "2"
+            assert "x-should-retry" not in response.headers
+            error = check_error(await response.json())
+            assert error["code"] == "model_loading"
+            assert "load" in error["message"]
+    assert (await site.get("/v1/models"))[0] == 503
+    assert (await site.get("/health/live"))[0] == 200
+    assert (await site.get("/health/ready")) == (503, (await site.get("/health"))[1])
+    assert (await site.get("/health"))[1]["phase"] == "load"
+    async with site.http.get("/metrics") as response:
+        assert response.status == 200
+    assert (await site.get("/get_server_info"))[0] == 200
+    ingress.phase = "dead"
+    assert (await site.get("/health/live"))[0] == 503
+
+
+async def test_overload(serve: Serve) -> None:
+    class Full(FakeIngress):
+        def open(self, job: Any, sink: Any) -> None:
+            if self.jobs:
+                raise Overloaded("full", retry_after=2.5)
+            super().open(job, sink)
+
+    ingress = Full(manual=True)
+    site = await serve(ingress)
+    async with site.http.post(TEXT, json={"prompt": ["a", "b"]}) as response:
+        assert response.status == 429
+        assert response.headers["Retry-After"] == "3"
+        assert check_error(await response.json())["type"] == "rate_limit_error"
+    assert ingress.cancels == [(ingress.jobs[0].rid, "client")]
+    ingress.check()
+
+
+async def test_a_bug_is_a_500_with_the_right_body(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    ingress = FakeIngress()
+    ingress.tokenizer.encode = None
+    site = await serve(ingress)
+    status, reply = await site.post("/tokenize", {"prompt": "secret text"})
+    assert (status, check_error(reply)["type"]) == (500, "server_error")
+    assert "secret text" not in caplog.text.replace(repr("secret text"), "")
+
+
+names = st.sampled_from(
+    """messages prompt model stream stream_options n temperature top_p top_k stop seed logit_bias max_tokens logprobs echo
+    top_logprobs tools tool_choice text input_ids sampling_params rid return_logprob priority timeout tokens
+    response_format chat_template_kwargs add_generation_prompt continue_final_message best_of cache_salt""".split()
+)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 130)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["user", "hi", [{"role": "user", "content": "hi"}], {"include_usage": True}]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | names, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+bodies = st.dictionaries(names, values, max_size=5).flatmap(
+    lambda fields: st.sampled_from(
+        [fields, HI | fields, PROMPT | fields, {"text": "hi"} | fields, fields | HI, fields | PROMPT]
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def shared_loop() -> Any:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def test_fuzz(shared_loop: asyncio.Runner) -> None:
+    """No body gives a 5xx or leaves a request open."""
+
+    async def start() -> Any:
+        from aiohttp import web
+
+        from sgla.config import Config
+        from sgla.http.app import make_app
+        from sgla.observe.metrics import Metrics
+
+        ingress = FakeIngress()
+        runner = web.AppRunner(
+            make_app(ingress, Config(), Metrics("m")), access_log=None, handler_cancellation=True
+        )
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return ingress, runner, aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}")
+
+    ingress, runner, session = shared_loop.run(start())
+
+    async def send(path: str, data: bytes) -> None:
+        async with session.post(path, data=data) as response:
+            body = await response.read()
+        assert response.status < 500
+        if response.status != 200:
+            check_error(json.loads(body))
+        ingress.check()
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        path=st.sampled_from([CHAT, TEXT, "/generate", "/tokenize", "/detokenize", "/abort_request"]),
+        body=bodies,
+    )
+    def objects(path: str, body: Any) -> None:
+        shared_loop.run(send(path, json.dumps(body).encode()))
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        path=st.sampled_from([CHAT, TEXT, "/generate"]), cut=st.integers(0, 60), junk=st.binary(max_size=6)
+    )
+    def garbage(path: str, cut: int, junk: bytes) -> None:
+        whole = json.dumps(HI | PROMPT | {"stop": ["a"]}).encode()
+        shared_loop.run(send(path, whole[:cut] + junk + whole[cut:]))
+
+    try:
+        objects()
+        garbage()
+    finally:
+        shared_loop.run(session.close())
+        shared_loop.run(runner.cleanup())

@@ -1,0 +1,140 @@
+"""Metrics and logs without a server: exact numbers from a script with its own clock."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sgla.messages import Facts
+from sgla.observe.log import LineFormatter
+from sgla.observe.metrics import E2E, Histogram, Metrics
+from sgla.sched.stats import Finished, Stats
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """``name{other labels}`` -> value."""
+    result = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "m"
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            result[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return result
+
+
+def finished(**fields: object) -> Finished:
+    values = {
+        "rid": "r",
+        "reason": "stop",
+        "arrival": 10.0,
+        "scheduled": 10.25,
+        "first_token": 10.5,
+        "finished": 12.0,
+        "prompt_tokens": 8,
+        "output_tokens": 4,
+        "cached_tokens": 2,
+        "preemptions": 0,
+    }
+    return Finished(**(values | fields))
+
+
+def test_requests_are_counted_exactly() -> None:
+    metrics = Metrics("m")
+    metrics.finished(finished())
+    metrics.finished(finished(reason="length", finished=20.0, preemptions=3, prompt_tokens=100))
+    metrics.finished(
+        finished(reason="abort", scheduled=None, first_token=None, output_tokens=0, finished=10.1)
+    )
+    values = samples(metrics)
+    assert values["sgla:num_requests_total{finish_reason=stop}"] == 1
+    assert values["sgla:num_requests_total{finish_reason=length}"] == 1
+    assert values["sgla:num_requests_total{finish_reason=error}"] == 0
+    assert values["sgla:num_aborted_requests_total"] == 1
+    assert values["sgla:prompt_tokens_total"] == 116
+    assert values["sgla:generation_tokens_total"] == 8
+    assert values["sgla:cached_tokens_total"] == 6
+    assert values["sgla:num_retracted_requests_total"] == 3
+    assert values["sgla:time_to_first_token_seconds_count"] == 2
+    assert values["sgla:time_to_first_token_seconds_sum"] == 1.0
+    assert values["sgla:queue_time_seconds_sum"] == 0.5
+    assert values["sgla:e2e_request_latency_seconds_sum"] == pytest.approx(12.1)
+    buckets = [values[f"sgla:e2e_request_latency_seconds_bucket{{le={float(bound)}}}"] for bound in E2E[:8]]
+    assert buckets == [0, 1, 1, 1, 1, 2, 2, 3]
+    assert values["sgla:e2e_request_latency_seconds_bucket{le=+Inf}"] == 3
+
+
+def test_histogram_edges() -> None:
+    """A value that equals a bound belongs to it; one above all bounds is in +Inf only."""
+    histogram = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.1):
+        histogram.observe(value)
+    assert histogram.cumulative() == [("1.0", 1), ("2.0", 3), ("+Inf", 4)]
+    assert (histogram.sum, histogram.count) == (6.6, 4)
+
+
+def test_tokens_and_steps() -> None:
+    metrics = Metrics("m")
+    metrics.inter_token(0.03, tokens=3)
+    metrics.inter_token(0.5)
+    metrics.step(0.006, 0.0005)
+    values = samples(metrics)
+    assert values["sgla:inter_token_latency_seconds_count"] == 4
+    assert values["sgla:inter_token_latency_seconds_bucket{le=0.01}"] == 3
+    assert values["sgla:inter_token_latency_seconds_sum"] == pytest.approx(0.53)
+    assert values["sgla:step_seconds_bucket{le=0.006}"] == 1
+    assert values["sgla:step_gap_ms_sum"] == 0.5
+
+
+def test_gauges() -> None:
+    metrics = Metrics("m")
+    facts = Facts(
+        pages=101,
+        page_size=16,
+        slots=4,
+        context_len=64,
+        vocab_size=9,
+        step_tokens=8,
+        dtype="f",
+        device="cpu",
+        ledger={"kv": 7},
+    )
+    metrics.started(facts, {"load": 1.5, "warmup": 0.5})
+    stats = Stats(
+        running=3,
+        waiting=2,
+        pages_total=100,
+        pages_free=50,
+        pages_evictable=20,
+        query_tokens=200,
+        hit_tokens=50,
+    )
+    metrics.gauges(stats, now=100.0)
+    stats.output_tokens = 500
+    metrics.gauges(stats, now=100.5)
+    assert samples(metrics)["sgla:gen_throughput"] == 0
+    metrics.gauges(stats, now=102.0)
+    values = samples(metrics)
+    assert values["sgla:gen_throughput"] == 250
+    assert (values["sgla:num_running_reqs"], values["sgla:num_queue_reqs"]) == (3, 2)
+    assert (values["sgla:num_used_tokens"], values["sgla:max_total_num_tokens"]) == (30 * 16, 1600)
+    assert (values["sgla:token_usage"], values["sgla:cache_hit_rate"]) == (0.3, 0.25)
+    assert values["sgla:startup_time_seconds"] == 2.0
+    assert values["sgla:memory_bytes{purpose=kv}"] == 7
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_log_lines(colours: bool) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter(colours))
+    log = logging.Logger("sgla.http.app")
+    log.addHandler(handler)
+    log.info("two\nlines %d", 1)
+    log.warning("careful")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("http.app: two\\nlines 1")
+    assert ("\x1b[" in lines[1]) == colours
