@@ -87,7 +87,7 @@ class PieceDetokenizer:
             piece = table[token]
             if piece is None:
                 continue
-            if type(piece) is bytes:
+            if isinstance(piece, bytes):
                 self._run += piece
                 continue
             if self._run:

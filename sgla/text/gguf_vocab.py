@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sgla.text.decoding import CHAR_OF, SPACE
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of the conversion; part of the cache key
+VERSION = 2  # of the conversion; part of the cache key
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -52,13 +53,24 @@ _GROUPS: dict[tuple[str, ...], list[str]] = {
     ("default",): [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
 SPLITS = {name: patterns for names, patterns in _GROUPS.items() for name in names}
-_WHOLE_TOKENS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+_WHOLE_TOKENS_FIRST = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+)
 
 
 def backend_from_gguf(raw: dict[str, Any], cache: Path | None = None) -> Tokenizer:
     """``raw``: ``GGUFFile.tokenizer_raw``. ``cache``: folder for the result. Raises ConfigError for an unknown kind."""
     if not raw.get("tokens"):
-        raise ConfigError("the GGUF file has no vocabulary; name a tokenizer folder with --tokenizer", param="tokenizer")
+        raise ConfigError(
+            "the GGUF file has no vocabulary; name a tokenizer folder with --tokenizer", param="tokenizer"
+        )
     file = cache / f"{_digest(raw)}.json" if cache is not None else None
     if file is not None and file.is_file():
         try:
@@ -73,7 +85,10 @@ def backend_from_gguf(raw: dict[str, Any], cache: Path | None = None) -> Tokeniz
 
 def _digest(raw: dict[str, Any]) -> str:
     """A name for what the conversion depends on."""
-    hasher = hashlib.blake2b(json.dumps([VERSION, {k: v for k, v in raw.items() if not isinstance(v, list)}]).encode(), digest_size=12)
+    hasher = hashlib.blake2b(
+        json.dumps([VERSION, {k: v for k, v in raw.items() if not isinstance(v, list)}]).encode(),
+        digest_size=12,
+    )
     for key in ("tokens", "merges"):
         hasher.update("\0".join(raw.get(key) or []).encode())
     for key in ("token_type", "scores"):
@@ -87,7 +102,9 @@ def _save(tokenizer: Tokenizer, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(partial), pretty=False)
         partial.replace(file)
-    except Exception as error:  # plain Exception of the library, OSError: a read-only or full disk costs time, no more
+    except (
+        Exception
+    ) as error:  # plain Exception of the library, OSError: a read-only or full disk costs time, no more
         log.warning("the converted tokenizer is not cached: %s", error)
 
 
@@ -139,22 +156,30 @@ def _sentencepiece(raw: dict[str, Any]) -> Tokenizer:
     tokens = raw["tokens"]
     scores = dict(zip(tokens, raw.get("scores") or range(0, -len(tokens), -1)))
     tokenizer = Tokenizer(_fallback_bpe(raw, tokens, scores))
-    prefix = raw.get("add_space_prefix") is not False
-    scheme = "first" if prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    normalizer: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    if raw.get("add_space_prefix") is not False:
+        normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
 def _gemma(raw: dict[str, Any]) -> Tokenizer:
-    """Gemma's files write runs of spaces as spaces, and their order, not their scores, is the order of merges."""
+    """Gemma's files write runs of spaces as spaces, and the order of tokens, not their scores, is the order of merges.
+
+    Runs of one character are user-defined tokens; SentencePiece gives these the best score of all.
+    """
     tokens = [SPACE * len(t) if len(t) > 1 and not t.strip(" ") else t for t in raw["tokens"]]
-    scores = {token: -index for index, token in enumerate(tokens)}
+    runs = {token for token, kind in zip(tokens, _types(raw)) if kind == USER_DEFINED}
+    scores = {token: 0.0 if token in runs else -1.0 - index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(_fallback_bpe(raw, tokens, scores))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 
@@ -163,19 +188,24 @@ def _fallback_bpe(raw: dict[str, Any], tokens: list[str], scores: dict[str, floa
     merges = [tuple(merge.split(" ")) for merge in raw.get("merges") or []] or _merges(vocab, scores)
     unknown = raw.get("unk_token_id")
     return models.BPE(
-        vocab, merges, fuse_unk=True, byte_fallback=True, unk_token=None if unknown is None else tokens[unknown]
+        vocab,
+        merges,
+        fuse_unk=True,
+        byte_fallback=True,
+        unk_token=None if unknown is None else tokens[unknown],
     )
 
 
 def _merges(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every pair of tokens whose concatenation is a token: best result first, then the longest left part."""
+    """Every pair of tokens whose concatenation is a token: best result first, then the longest parts."""
     merges = []
-    for token in sorted(vocab, key=scores.__getitem__, reverse=True):
-        for cut in range(len(token) - 1, 0, -1):
-            left = token[:cut]
-            if left in vocab and token[cut:] in vocab:
-                merges.append((left, token[cut:]))
-    return merges
+    for token in vocab:
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                merges.append((-scores[token], -cut, -len(right), left, right))
+    merges.sort(key=itemgetter(0, 1, 2))
+    return [(left, right) for *_, left, right in merges]
 
 
 def _types(raw: dict[str, Any]) -> list[int]:

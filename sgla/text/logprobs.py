@@ -79,7 +79,9 @@ def completion_logprobs(
         "text_offset": list(offsets),
         "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
         "tokens": [token_name(tokenizer, token, as_ids) for token in tokens],
-        "top_logprobs": [None if entry is None else _alternatives(tokenizer, entry, as_ids) for entry in entries],
+        "top_logprobs": [
+            None if entry is None else _alternatives(tokenizer, entry, as_ids) for entry in entries
+        ],
     }
 
 

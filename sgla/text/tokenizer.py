@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from sgla.errors import BadRequest, ConfigError
 from sgla.text.decoding import Decoding, decoding_of
@@ -18,6 +17,7 @@ from sgla.text.gguf_vocab import backend_from_gguf
 
 if TYPE_CHECKING:
     from sgla.config import Config
+    from sgla.hub.source import ModelSource
     from sgla.text.template import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -129,21 +129,17 @@ class _Bytes(_Pieces):
         return piece.encode() if isinstance(piece, str) else piece or b""
 
 
-def load_text(
-    config: Config, model: Path, eos_ids: Iterable[int] = ()
-) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template of the model at ``model`` (folder or ``.gguf``), or those that the flags name.
-
-    ``eos_ids``: what the model's configuration lists besides the tokenizer's own. Raises ConfigError.
-    """
+def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Tokenizer and chat template of the model, or those that the flags name. Raises ConfigError."""
     from sgla.hub.fetch import resolve_tokenizer
     from sgla.text.template import ChatTemplate
 
-    tokenizer = load_path(resolve_tokenizer(config) or model, config.download_dir, eos_ids)
-    source = tokenizer.chat_template
+    path = resolve_tokenizer(config) or source.gguf_path or source.folder
+    tokenizer = load_path(path, config.download_dir, source.eos_token_ids)
+    template = tokenizer.chat_template
     if config.chat_template is not None:
-        source = read_template(Path(config.chat_template).expanduser())
-    return tokenizer, ChatTemplate(source, tokenizer.special_tokens) if source else None
+        template = read_template(Path(config.chat_template).expanduser())
+    return tokenizer, ChatTemplate(template, tokenizer.special_tokens) if template else None
 
 
 def load_path(path: Path, download_dir: str | None = None, eos_ids: Iterable[int] = ()) -> Tokenizer:
@@ -181,7 +177,7 @@ def _from_folder(folder: Path, eos_ids: Iterable[int]) -> Tokenizer:
     settings = _read_json(folder / "tokenizer_config.json")
     named = _named_tokens(settings, _read_json(folder / "special_tokens_map.json"))
     backend = _load_backend(folder)
-    _apply_settings(backend, settings, named)
+    _add_listed(backend, settings, named)
     config = _read_json(folder / "generation_config.json") or _read_json(folder / "config.json")
     eos = config.get("eos_token_id")
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -225,18 +221,21 @@ def _named_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict
     return {name: text for name, text in texts.items() if text}
 
 
-def _apply_settings(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
-    """What tokenizer_config.json adds to tokenizer.json: tokens, and whether BOS and EOS are put around a text."""
+def _add_listed(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
+    """Add the tokens that tokenizer_config.json has and tokenizer.json has not.
+
+    Its ``add_bos_token`` is ignored, as transformers 5 does: the post-processor of tokenizer.json decides.
+    """
     known = backend.get_added_tokens_decoder()
     listed = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
     new = [_added(token) for i, token in sorted(listed.items()) if i not in known]
     present = {token.content for token in [*known.values(), *new]}
-    new += [_added({"content": text, "special": True}) for text in dict.fromkeys(named.values()) if text not in present]
+    new += [
+        _added({"content": text, "special": True})
+        for text in dict.fromkeys(named.values())
+        if text not in present
+    ]
     backend.add_tokens(new)
-    if "add_bos_token" in settings or "add_eos_token" in settings or backend.post_processor is None:
-        bos = named.get("bos_token") if settings.get("add_bos_token") else None
-        eos = named.get("eos_token") if settings.get("add_eos_token") else None
-        backend.post_processor = around(backend, bos, eos)
 
 
 def _added(token: dict[str, Any]) -> tokenizers.AddedToken:
@@ -244,16 +243,12 @@ def _added(token: dict[str, Any]) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(token["content"], **{key: token[key] for key in keys if key in token})
 
 
-def around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> TemplateProcessing:
-    """A post-processor that puts ``bos`` before and ``eos`` after every text."""
-    marks = [text for text in (bos, eos) if text]
-    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    return TemplateProcessing(single=single, special_tokens=[(text, backend.token_to_id(text)) for text in marks])
-
-
 def _folder_templates(folder: Path, settings: dict[str, Any]) -> Templates:
     """The chat templates of a folder: ``.jinja`` files first, then chat_template.json, then tokenizer_config.json."""
-    main, named = folder / "chat_template.jinja", sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    main, named = (
+        folder / "chat_template.jinja",
+        sorted((folder / "additional_chat_templates").glob("*.jinja")),
+    )
     if named:
         templates = {path.stem: path.read_text() for path in named}
         return templates | ({"default": main.read_text()} if main.is_file() else {})

@@ -1,0 +1,176 @@
+"""Job -> Submits: render, encode, check, derive seeds. Pure but for the seeds drawn for requests without one."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from sgla.errors import BadRequest, ContextTooLong, InvalidField
+from sgla.messages import Job, RowSampling, SamplingParams, Submit
+from sgla.text.template import ChatTemplate
+from sgla.text.tokenizer import Tokenizer
+
+MASK64 = (1 << 64) - 1
+MASK63 = (1 << 63) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Limits(Protocol):
+    """What of ``Facts`` matters here."""
+
+    context_len: int
+    vocab_size: int
+
+
+class Preparer:
+    """Callable on a Job, in any thread. Raises BadRequest and its kinds."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, rng: random.Random
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.limits = limits
+        self.rng = rng
+
+    def __call__(self, job: Job) -> list[Submit]:
+        tokens = self.tokens(job)
+        max_new = self._max_new(len(tokens), job.sampling.max_tokens)
+        stop_ids = self._stop_ids(job.sampling)
+        seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
+        self._check_bias(job.sampling)
+        return [
+            Submit(
+                rid=f"{job.rid}-{choice}",
+                parent=job.rid,
+                index=job.index_base + choice,
+                tokens=tokens,
+                max_new=max_new,
+                stop_ids=stop_ids,
+                sampling=row_sampling(job.sampling, choice_seed(seed, choice), stop_ids),
+                priority=job.priority,
+                deadline=job.deadline,
+                namespace=job.namespace,
+                arrival=job.arrival,
+            )
+            for choice in range(job.sampling.n)
+        ]
+
+    def tokens(self, job: Job) -> list[int]:
+        """The prompt's token ids, checked."""
+        if job.token_ids is not None:
+            return self._checked_ids(job.token_ids)
+        if job.messages is not None:
+            # As in transformers, BOS is the template's business.
+            return self._encode(self.render(job), add_special_tokens=False, param="messages")
+        assert job.text is not None
+        return self._encode(job.text, job.add_special_tokens, param="prompt")
+
+    def render(self, job: Job) -> str:
+        """The prompt text of a chat."""
+        if not job.messages:
+            raise InvalidField("messages must have at least one message", param="messages")
+        if self.template is None:
+            raise BadRequest(
+                "the model has no chat template; start the server with --chat-template FILE or use /v1/completions",
+                param="messages",
+            )
+        return self.template.render(
+            job.messages,
+            tools=job.tools,
+            add_generation_prompt=job.add_generation_prompt and not job.continue_final_message,
+            continue_final_message=job.continue_final_message,
+            **job.template_kwargs,
+        )
+
+    def _checked_ids(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise InvalidField("the prompt has no tokens; send at least one", param="prompt")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.limits.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidField(
+                f"the prompt has token id {wrong}, the model's vocabulary is 0 to {self.limits.vocab_size - 1}",
+                param="prompt",
+            )
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        limit = self.limits.context_len
+        # Only a text far longer than the context can fail this, so the vocabulary is not measured before.
+        if len(text) > 16 * limit and len(text) > limit * self.tokenizer.longest_token:
+            least = len(text) // self.tokenizer.longest_token
+            raise ContextTooLong.of(limit, least, 0)
+        tokens = self.tokenizer.encode(text, add_special_tokens)
+        if not tokens:
+            raise InvalidField("the prompt is empty; send at least one token", param=param)
+        if max(tokens) >= self.limits.vocab_size:
+            wrong = next(token for token in tokens if token >= self.limits.vocab_size)
+            shown = self.tokenizer.token_bytes(wrong).decode("utf-8", "replace")
+            raise BadRequest(f"the model has no embedding for the token {shown!r} (id {wrong})", param=param)
+        return tokens
+
+    def _max_new(self, prompt: int, max_tokens: int | None) -> int:
+        limit = self.limits.context_len
+        if prompt + (max_tokens or 1) > limit:
+            raise ContextTooLong.of(limit, prompt, max_tokens or (1 if prompt == limit else 0))
+        return limit - prompt if max_tokens is None else max_tokens
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        for token in sampling.stop_token_ids:
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidField(
+                    f"stop_token_ids: {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
+                    param="stop_token_ids",
+                )
+        ends = frozenset() if sampling.ignore_eos else self.tokenizer.eos_ids
+        return frozenset(token for token in ends if token < self.limits.vocab_size).union(
+            sampling.stop_token_ids
+        )
+
+    def _check_bias(self, sampling: SamplingParams) -> None:
+        for token in sampling.logit_bias:
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidField(
+                    f"logit_bias: token id {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
+                    param="logit_bias",
+                )
+
+
+def prepare(
+    job: Job, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, rng: random.Random
+) -> list[Submit]:
+    """One Submit for each of the job's ``n`` choices. Raises BadRequest and its kinds."""
+    return Preparer(tokenizer, template, limits, rng)(job)
+
+
+def row_sampling(sampling: SamplingParams, seed: int, stop_ids: frozenset[int]) -> RowSampling:
+    """What the worker needs of ``sampling``."""
+    return RowSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(0, sampling.top_k),
+        min_p=sampling.min_p,
+        seed=seed,
+        presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty,
+        repetition=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        stop_ids=sorted(stop_ids),
+        logit_bias=sorted(sampling.logit_bias.items()),
+        logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+    )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """uint63 for choice ``choice``: the seed itself for the first, a splitmix64 value for the others.
+
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    if choice == 0:
+        return seed & MASK63
+    z = (seed + choice * GOLDEN) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return (z ^ (z >> 31)) & MASK63

@@ -1,0 +1,257 @@
+"""Chat templates: messages -> prompt text, as transformers' ``apply_chat_template`` renders them.
+
+The rules of the environment (sandbox, block trimming, ``tojson`` without HTML escapes, ``raise_exception``,
+``strftime_now``, the ``generation`` tag) are those of transformers ``utils/chat_template_utils.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
+
+Message = dict[str, Any]
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+PROBE = "Kq7wZ"
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class _Generation(Extension):
+    """``{% generation %}``: marks what the assistant wrote, for training; renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """The compiled chat template(s) of a model. Thread-safe.
+
+    ``source``: Jinja source, or sources by name (``default``, ``tool_use``). ``special_tokens``: ``bos_token`` and so on,
+    variables of the template. Raises ConfigError if a source does not compile.
+    """
+
+    def __init__(self, source: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
+        sources = {"default": source} if isinstance(source, str) else source
+        environment = _environment()
+        tokens = special_tokens or {}
+        self._variants = {name: _Variant(environment, text, tokens) for name, text in sources.items()}
+        if not self._variants:
+            raise ConfigError("the chat template is empty", param="chat_template")
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name.
+
+        Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
+        """
+        variant = self._pick(kwargs.pop("chat_template", None), tools)
+        if wrong := RESERVED.intersection(kwargs) - {"documents"}:
+            raise InvalidField(
+                f"chat_template_kwargs may not set {', '.join(sorted(wrong))}", param="chat_template_kwargs"
+            )
+        if continue_final_message and (not messages or messages[-1].get("content") in (None, [])):
+            raise InvalidField(
+                "continue_final_message needs a last message with text to continue",
+                param="continue_final_message",
+            )
+        chat = [variant.fit(message) for message in messages]
+        final = _tag_final(chat) if continue_final_message else None
+        variables = {
+            "documents": None,
+            **kwargs,
+            "messages": chat,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = variant.render(variables)
+        return text if final is None else _cut_at_tag(text, final)
+
+    def _pick(self, name: str | None, tools: list[dict[str, Any]] | None) -> _Variant:
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self._variants else "default"
+        if name in self._variants:
+            return self._variants[name]
+        if name == "default" and len(self._variants) == 1:
+            return next(iter(self._variants.values()))
+        raise UnsupportedField(
+            f"chat_template must be one of the model's templates ({', '.join(sorted(self._variants))}); "
+            "a template of your own is given to the server with --chat-template",
+            param="chat_template",
+        )
+
+
+class _Variant:
+    """One template, and which shapes of messages it understands, found out by rendering small chats."""
+
+    def __init__(
+        self, environment: ImmutableSandboxedEnvironment, source: str, special_tokens: dict[str, str]
+    ) -> None:
+        self._special_tokens = special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template does not compile: {error.message} (line {error.lineno})",
+                param="chat_template",
+            ) from error
+        self._knows_developer = "developer" in source
+        self._takes_parts = self._shows([{"type": "text", "text": PROBE}])
+        self._takes_text = not self._takes_parts or self._shows(PROBE)
+        self._takes_none = self._shows_call()
+
+    def render(self, variables: dict[str, Any]) -> str:
+        try:
+            return self._template.render(self._special_tokens | variables)
+        except jinja2.TemplateError as error:
+            raise BadRequest(
+                f"the chat template refuses the messages: {error.message}", param="messages"
+            ) from error
+        except Exception as error:  # whatever operation of the template does not fit the messages
+            raise BadRequest(
+                f"the chat template cannot show the messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from error
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a user message with this content comes out as its text."""
+        shown = self._attempt([{"role": "user", "content": content}])
+        return PROBE in shown and "'text'" not in shown and '"text"' not in shown
+
+    def _shows_call(self) -> bool:
+        """Whether an assistant message may have tool calls and the content None."""
+        call = {"type": "function", "id": "call00001", "function": {"name": PROBE, "arguments": {}}}
+        shown = self._attempt(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        )
+        return PROBE in shown and "None" not in shown
+
+    def _attempt(self, chat: list[Message]) -> str:
+        try:
+            return self.render(
+                {"messages": chat, "tools": None, "documents": None, "add_generation_prompt": False}
+            )
+        except BadRequest:
+            return ""
+
+    def fit(self, message: Message) -> Message:
+        """A copy of an OpenAI message in the shape that this template understands."""
+        fitted = dict(message)
+        if fitted.get("role") == "developer" and not self._knows_developer:
+            fitted["role"] = "system"
+        fitted["content"] = self._fit_content(message)
+        if calls := message.get("tool_calls"):
+            fitted["tool_calls"] = [_parsed_call(call) for call in calls]
+        reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
+        if reasoning is not None:
+            fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
+        return fitted
+
+    def _fit_content(self, message: Message) -> Any:
+        content = message.get("content")
+        if content is None:
+            return None if message.get("tool_calls") and self._takes_none else ""
+        if isinstance(content, list):
+            texts = [_part_text(part) for part in content]
+            return (
+                [{"type": "text", "text": text} for text in texts] if self._takes_parts else "\n".join(texts)
+            )
+        return content if self._takes_text else [{"type": "text", "text": content}]
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(TEXT_PARTS[kind]) if kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise InvalidField(
+            f"messages: content parts of type {kind!r} are not supported, this model reads text",
+            param="messages",
+        )
+    return text
+
+
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Templates want a call's arguments as an object; OpenAI's clients send them as a JSON string."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:  # the model's own malformed output, sent back as history
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _tag_final(chat: list[Message]) -> str:
+    """Mark the end of the last message; returns its text."""
+    content = chat[-1]["content"]
+    if isinstance(content, str):
+        chat[-1]["content"] = content + CONTINUE_TAG
+        return content
+    text = content[-1]["text"]
+    content[-1]["text"] = text + CONTINUE_TAG
+    return text
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    """The rendered chat up to the end of its last message's text."""
+    tag = CONTINUE_TAG.strip()
+    if final.strip() not in text or tag not in text:
+        raise BadRequest(
+            "continue_final_message: the chat template does not show the last message as it is",
+            param="continue_final_message",
+        )
+    at = text.rindex(tag)
+    if text.startswith(CONTINUE_TAG, at):
+        return text[:at]
+    return text[:at].rstrip()  # the template strips the message, so what it ended with is gone too
