@@ -32,9 +32,9 @@ class Sinks:
 
     phase, ready, model_names, facts, tokenizer, template = "ready", True, ["bench"], None, None, None
     progress = SimpleNamespace(message="", done=0, total=0)
-    default_sampling: dict[str, Any] = {}
 
     def __init__(self) -> None:
+        self.default_sampling: dict[str, Any] = {}
         self.open_sinks: dict[str, Any] = {}
 
     def require_ready(self) -> None: ...

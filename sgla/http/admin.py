@@ -122,7 +122,9 @@ async def server_info(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
-    stats = server.ingress.stats()
+    facts, stats = server.ingress.facts, server.ingress.stats()
+    if facts is not None:
+        server.metrics.started(facts, facts.timings)
     if stats is not None:
         server.metrics.gauges(stats)
     return web.Response(body=server.metrics.text(), headers={"Content-Type": METRICS_TYPE})

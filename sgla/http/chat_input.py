@@ -1,97 +1,84 @@
-"""Chat messages of the OpenAI API -> what chat templates take: plain dicts whose content is a string."""
+"""Checks of chat requests before the template sees them. What templates need otherwise is ``text.template``'s business."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from sgla.errors import InvalidField
 from sgla.http.schema import ChatRequest, TokenizeRequest, unsupported
+from sgla.text.template import RESERVED, TEXT_PARTS
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def normalize(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for the template. Raises InvalidField or UnsupportedField that names the message."""
+def checked_messages(messages: list[Message]) -> list[Message]:
+    """``messages`` themselves. Raises InvalidField or UnsupportedField that names the wrong one."""
     if not messages:
         raise InvalidField("messages: at least one message is needed", param="messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for i, message in enumerate(messages):
+        _check_message(message, f"messages[{i}]")
+    return messages
 
 
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidField(f"{path}.role must be one of {', '.join(sorted(ROLES))}", param="messages")
-    result = {key: value for key, value in message.items() if value is not None}
-    result["role"] = "system" if role == "developer" else role
-    if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], path)
-    content = message.get("content")
-    if content is None and not (
-        role == "assistant" and (message.get("tool_calls") or message.get("refusal"))
-    ):
-        raise InvalidField(f"{path}.content is required: a string or a list of text parts", param="messages")
-    result["content"] = _content(content, f"{path}.content")
-    return result
+def _check_message(message: Message, path: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise _wrong(f"{path}.role must be one of {', '.join(ROLES)}")
+    calls = message.get("tool_calls")
+    _check_calls(calls, f"{path}.tool_calls")
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            _check_part(part, f"{path}.content[{i}]")
+    elif content is None:
+        if role != "assistant" or not (calls or message.get("refusal") or message.get("reasoning_content")):
+            raise _wrong(f"{path}.content is required: a string or a list of text parts")
+    elif not isinstance(content, str):
+        raise _wrong(f"{path}.content must be a string or a list of text parts")
 
 
-def _content(content: Any, path: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidField(f"{path} must be a string or a list of text parts", param="messages")
-    return "\n".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: Any, path: str) -> str:
+def _check_part(part: Any, path: str) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise InvalidField(f"{path} must be an object with a type", param="messages")
+        raise _wrong(f"{path} must be an object with a type")
     if kind not in TEXT_PARTS:
         raise unsupported(
             "messages", f" with content of type {kind[:40]!r} ({path}): the model takes text only"
         )
-    text = part.get(TEXT_PARTS[kind])
-    if not isinstance(text, str):
-        raise InvalidField(f"{path}.{TEXT_PARTS[kind]} must be a string", param="messages")
-    return text
+    if not isinstance(part.get(TEXT_PARTS[kind]), str):
+        raise _wrong(f"{path}.{TEXT_PARTS[kind]} must be a string")
 
 
-def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Calls of the history; templates want ``arguments`` as an object, the API sends it as a JSON string."""
+def _check_calls(calls: Any, path: str) -> None:
+    if calls is None:
+        return
     if not isinstance(calls, list):
-        raise InvalidField(f"{path}.tool_calls must be a list", param="messages")
-    result = []
+        raise _wrong(f"{path} must be a list")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidField(f"{path}.tool_calls[{i}].function.name must be a string", param="messages")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments or "{}")
-            except (msgspec.DecodeError, RecursionError) as error:
-                where = f"{path}.tool_calls[{i}].function.arguments"
-                raise InvalidField(f"{where} is not valid JSON", param="messages") from error
-        result.append({**call, "function": {**function, "arguments": arguments}})
-    return result
+            raise _wrong(f"{path}[{i}].function.name must be a string")
+
+
+def _wrong(message: str) -> InvalidField:
+    return InvalidField(message, param="messages")
 
 
 def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Extra variables of the template: ``chat_template_kwargs``, then what other fields mean to templates."""
     kwargs = dict(request.chat_template_kwargs or {})
+    if wrong := kwargs.keys() & (RESERVED - {"documents"} | {"self", "chat_template"}):
+        names = ", ".join(sorted(wrong))
+        raise InvalidField(f"chat_template_kwargs may not set {names}", param="chat_template_kwargs")
     if isinstance(request, ChatRequest):
         if request.documents:
             kwargs.setdefault("documents", request.documents)
         if request.reasoning_effort is not None:
             if request.reasoning_effort not in EFFORTS:
                 raise InvalidField(
-                    f"reasoning_effort must be one of {', '.join(sorted(EFFORTS))}", param="reasoning_effort"
+                    f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort"
                 )
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")

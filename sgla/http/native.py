@@ -97,7 +97,7 @@ class Shapes:
     def result(self, choice: Choice) -> dict[str, Any]:
         prompt, nth = divmod(choice.index, self._work.n)
         rid = self._rids[prompt] if self._work.n == 1 else f"{self._rids[prompt]}-{nth}"
-        meta = {
+        meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": self._finish(choice),
             "prompt_tokens": choice.usage.prompt_tokens,
@@ -127,7 +127,7 @@ class Shapes:
         begin = 0 if start is None or start < 0 else start
         entries = (choice.prompt_logprobs or [])[begin:]
         prompt = list(zip((choice.prompt_tokens or [])[begin:], entries))
-        result = {
+        result: dict[str, Any] = {
             "input_token_logprobs": [self._chosen(token, entry) for token, entry in prompt],
             "output_token_logprobs": [self._chosen(entry.token, entry) for entry in choice.logprobs or []],
         }

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from sgla.errors import InvalidField
 from sgla.http import sse
-from sgla.http.chat_input import normalize, prompt_flags, template_kwargs
+from sgla.http.chat_input import checked_messages, prompt_flags, template_kwargs
 from sgla.http.collect import Choice, total_usage
 from sgla.http.errors import Aborted
 from sgla.http.intake import intake
@@ -38,12 +38,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     sampling = chat_sampling(fields, server)
     generate, continues = prompt_flags(fields)
     prompt = {
-        "messages": normalize(fields.messages),
+        "messages": checked_messages(fields.messages),
         "tools": fields.tools or None,
         "template_kwargs": template_kwargs(fields),
         "add_generation_prompt": generate,
         "continue_final_message": continues,
-        "add_special_tokens": bool(fields.add_special_tokens),
     }
     work = make_work(request, fields, [prompt], sampling, first(fields.rid, fields.request_id))
     if fields.stream:
@@ -65,6 +64,8 @@ def check_fields(fields: ChatRequest) -> None:
         raise unsupported("tool_choice", " other than 'none'")
     if fields.tools and fields.tool_choice != "none":  # shown to the model, but calls are not parsed
         raise unsupported("tools", " unless tool_choice is 'none'")
+    if fields.add_special_tokens:
+        raise unsupported("add_special_tokens", ": the chat template writes them")
     check_max_tokens("max_tokens", fields.max_tokens)
 
 

@@ -22,7 +22,7 @@ MAX_STOP_CHARS = 1024
 MAX_CHOICES = 4096  # prompts x n in one request
 
 _OFF = (None, False)
-_EMPTY = (None, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 # Known fields that are not honoured yet, each with the values that ask for nothing and are therefore accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from sgla.errors import InvalidField
-from sgla.http.chat_input import normalize, prompt_flags, template_kwargs
+from sgla.http.chat_input import checked_messages, prompt_flags, template_kwargs
 from sgla.http.intake import intake
 from sgla.http.schema import DetokenizeRequest, Schema, TokenizeRequest
 from sgla.http.server import SERVER, Server
@@ -17,7 +18,9 @@ from sgla.text.logprobs import token_text
 
 TOKENIZE = Schema(TokenizeRequest)
 DETOKENIZE = Schema(DetokenizeRequest)
-INLINE_CHARS = 4096  # longer texts are encoded in a thread
+INLINE_SIZE = 4096
+
+T = TypeVar("T")
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -30,12 +33,12 @@ async def tokenize(request: web.Request) -> web.Response:
     if prompt is None:
         prompt, special = render(server, fields), bool(fields.add_special_tokens)
     texts = prompt if isinstance(prompt, list) else [prompt]
-    if sum(map(len, texts)) <= INLINE_CHARS:
-        encoded = encode_all(server, texts, special)
-    else:
-        encoded = await asyncio.to_thread(encode_all, server, texts, special)
+    tokenizer = server.ingress.tokenizer
+    encoded = await maybe_threaded(
+        sum(map(len, texts)), lambda: [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    )
     lists = isinstance(prompt, list)
-    facts, tokenizer = server.ingress.facts, server.ingress.tokenizer
+    facts = server.ingress.facts
     counts = [len(ids) for ids in encoded]
     result: dict[str, Any] = {
         "count": counts if lists else counts[0],
@@ -56,7 +59,7 @@ def render(server: Server, fields: TokenizeRequest) -> str:
         )
     generate, continues = prompt_flags(fields)
     return server.ingress.template.render(
-        normalize(fields.messages or []),
+        checked_messages(fields.messages or []),
         tools=fields.tools or None,
         add_generation_prompt=generate,
         continue_final_message=continues,
@@ -64,9 +67,9 @@ def render(server: Server, fields: TokenizeRequest) -> str:
     )
 
 
-def encode_all(server: Server, texts: list[str], special: bool) -> list[list[int]]:
-    tokenizer = server.ingress.tokenizer
-    return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+async def maybe_threaded(size: int, work: Callable[[], T]) -> T:
+    """``work()``, in a thread if ``size`` (characters or tokens) makes it slow enough to delay a step."""
+    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -83,6 +86,8 @@ async def detokenize(request: web.Request) -> web.Response:
         ):
             raise InvalidField(f"tokens must be ids between 0 and {limit - 1}", param="tokens")
     skip = bool(fields.skip_special_tokens)
-    texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in batch]
+    texts = await maybe_threaded(
+        sum(map(len, batch)), lambda: [tokenizer.decode(ids, skip_special_tokens=skip) for ids in batch]
+    )
     text = texts if lists else texts[0]
     return json_response({"prompt": text, "text": text})

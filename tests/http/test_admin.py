@@ -98,4 +98,5 @@ async def test_http_metrics(serve: Serve) -> None:
     assert values["sgla:http_responses_total", (("status", "404"),)] == 1
     assert values["sgla:http_requests_active", ()] == 1  # the scrape itself
     assert values["sgla:num_running_reqs", ()] == 0
+    assert values["sgla:max_total_num_tokens", ()] == 256 * 16
     assert values["sgla:token_usage", ()] == (256 - 200 - 40) / 256

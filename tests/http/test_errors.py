@@ -86,6 +86,20 @@ def check_error(body: Any) -> dict[str, Any]:
         (CHAT, HI | {"tool_choice": "auto"}, "tool_choice", "not supported"),
         (CHAT, HI | {"reasoning_effort": "enormous"}, "reasoning_effort", "must be one of"),
         (CHAT, HI | {"continue_final_message": True}, "continue_final_message", "assistant"),
+        (CHAT, HI | {"add_special_tokens": True}, "add_special_tokens", "not supported"),
+        (
+            CHAT,
+            HI | {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "may not set messages",
+        ),
+        (CHAT, HI | {"chat_template_kwargs": {"self": 1, "tools": 2}}, "chat_template_kwargs", "self, tools"),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages",
+            "tool_calls[0].function.name",
+        ),
         (CHAT, HI | {"timeout": 0}, "timeout", "greater than 0"),
         (CHAT, HI | {"modalities": ["text", "audio"]}, "modalities", "not supported"),
         (CHAT, HI | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -304,11 +318,10 @@ async def test_a_bug_is_a_500_with_the_right_body(serve: Serve, caplog: pytest.L
     assert "secret text" not in caplog.text.replace(repr("secret text"), "")
 
 
-names = st.sampled_from(
-    """messages prompt model stream stream_options n temperature top_p top_k stop seed logit_bias max_tokens logprobs echo
-    top_logprobs tools tool_choice text input_ids sampling_params rid return_logprob priority timeout tokens
-    response_format chat_template_kwargs add_generation_prompt continue_final_message best_of cache_salt""".split()
-)
+NAMES = """messages prompt model stream stream_options n temperature top_p top_k stop seed logit_bias max_tokens logprobs
+    echo top_logprobs tools tool_choice text input_ids sampling_params rid return_logprob priority timeout tokens
+    response_format chat_template_kwargs add_generation_prompt continue_final_message best_of cache_salt"""
+names = st.sampled_from(NAMES.split())
 values = st.recursive(
     st.none()
     | st.booleans()

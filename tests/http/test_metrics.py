@@ -46,7 +46,7 @@ def test_requests_are_counted_exactly() -> None:
     metrics.finished(finished())
     metrics.finished(finished(reason="length", finished=20.0, preemptions=3, prompt_tokens=100))
     metrics.finished(
-        finished(reason="abort", scheduled=None, first_token=None, output_tokens=0, finished=10.1)
+        finished(reason="abort", scheduled=None, first_token=None, output_tokens=0, finished=10.125)
     )
     values = samples(metrics)
     assert values["sgla:num_requests_total{finish_reason=stop}"] == 1
@@ -60,7 +60,7 @@ def test_requests_are_counted_exactly() -> None:
     assert values["sgla:time_to_first_token_seconds_count"] == 2
     assert values["sgla:time_to_first_token_seconds_sum"] == 1.0
     assert values["sgla:queue_time_seconds_sum"] == 0.5
-    assert values["sgla:e2e_request_latency_seconds_sum"] == pytest.approx(12.1)
+    assert values["sgla:e2e_request_latency_seconds_sum"] == 12.125
     buckets = [values[f"sgla:e2e_request_latency_seconds_bucket{{le={float(bound)}}}"] for bound in E2E[:8]]
     assert buckets == [0, 1, 1, 1, 1, 2, 2, 3]
     assert values["sgla:e2e_request_latency_seconds_bucket{le=+Inf}"] == 3
