@@ -71,7 +71,9 @@ def join(rank: int, size: int, store: Path, timeout: float = 300.0) -> Iterator[
     # All ranks are on this host; without this gloo wants to resolve the host's name, which containers often cannot.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     file = dist.FileStore(str(store), size)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
     try:
         yield Shard(rank, size)
     finally:

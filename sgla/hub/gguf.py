@@ -11,7 +11,6 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
+
+FourBit = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -127,27 +128,53 @@ class LazyTensor:
     blocks: NDArray[np.uint8]
     shift: float = 0.0
 
-    def numpy(self) -> NDArray[np.float32]:
-        """The values as float32 of ``shape``; decoded in two threads when large (numpy releases the GIL)."""
+    def numpy(self, rows: range | None = None) -> NDArray[np.float32]:
+        """The values as a new float32 array: ``rows`` of the first dim, or all."""
+        values = self._decode(rows or range(self.shape[0])).astype(np.float32, copy=self.type_name == "F32")
+        if self.shift:
+            values += np.float32(self.shift)
+        return values
+
+    def _decode(self, rows: range) -> NDArray[np.float32]:
+        """By the ``gguf`` package, except for three simple types, at which this is two to three times as fast."""
+        if len(self.shape) == 1:
+            return self._dequantize(self.blocks)[0, rows.start : rows.stop]
+        if four_bit := self.four_bit(rows):
+            return _affine(*four_bit)
+        blocks = self.blocks[rows.start : rows.stop]
+        if self.type_name == "Q8_0":
+            records = blocks.view(np.dtype([("scale", "<f2"), ("quants", "i1", 32)]))
+            return _affine(records["quants"].reshape(len(blocks), -1), records["scale"])
+        return self._dequantize(blocks)
+
+    def _dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        kind = GGMLQuantizationType[self.type_name]
-        out = np.empty((len(self.blocks), self.shape[-1]), np.float32)
+        return dequantize(blocks, GGMLQuantizationType[self.type_name])
 
-        def decode(start: int) -> None:
-            out[start : start + step] = dequantize(self.blocks[start : start + step], kind)
+    def four_bit(self, rows: range) -> FourBit | None:
+        """Quants 0..15 ``[n, k]``, scales and minima ``[n, k / 32]`` of a Q4_0 or Q4_1 matrix; None for other types."""
+        constants = {"Q4_0": 1, "Q4_1": 2}.get(self.type_name)
+        if constants is None:
+            return None
+        record = np.dtype([("constants", "<f2", (constants,)), ("quants", "u1", 16)])
+        blocks = self.blocks[rows.start : rows.stop].view(record)
+        quants = np.concatenate([blocks["quants"] & 15, blocks["quants"] >> 4], axis=-1)
+        scale = blocks["constants"][..., 0].copy()
+        minimum = blocks["constants"][..., 1].copy() if constants == 2 else scale * np.float16(-8)
+        return quants.reshape(len(blocks), -1), scale, minimum
 
-        step = max(1, (1 << 20) // self.shape[-1])
-        starts = range(0, len(out), step)
-        if len(starts) == 1:
-            decode(0)
-        else:
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(decode, starts))
-        if self.shift:
-            out += self.shift
-        return out.reshape(self.shape)
+
+def _affine(
+    quants: NDArray[Any], scale: NDArray[np.float16], minimum: NDArray[np.float16] | None = None
+) -> NDArray[np.float32]:
+    """``quants * scale + minimum`` in groups of 32."""
+    values = quants.reshape(*scale.shape, 32).astype(np.float32)
+    values *= scale.astype(np.float32)[..., None]
+    if minimum is not None:
+        values += minimum.astype(np.float32)[..., None]
+    return values.reshape(quants.shape)
 
 
 class GGUFFile:
@@ -205,7 +232,9 @@ class GGUFFile:
     def _gemma_config(self, config: dict[str, Any]) -> dict[str, Any]:
         layers = config["num_hidden_layers"]
         # The 27B model alone scales queries by hidden/heads; the metadata does not say so.
-        scalar = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
+        scalar = (
+            config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
+        )
         return {
             "query_pre_attn_scalar": scalar,
             "sliding_window": self.get("attention.sliding_window"),
@@ -245,7 +274,13 @@ class GGUFFile:
             key: self.metadata.get(f"tokenizer.ggml.{key}")
             for key in ("model", "pre", "tokens", "token_type", "merges", "scores", "add_space_prefix")
         }
-        for short, key in (("bos", "bos"), ("eos", "eos"), ("eot", "eot"), ("unk", "unknown"), ("pad", "padding")):
+        for short, key in (
+            ("bos", "bos"),
+            ("eos", "eos"),
+            ("eot", "eot"),
+            ("unk", "unknown"),
+            ("pad", "padding"),
+        ):
             raw[f"{short}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         raw["add_bos"] = self.metadata.get("tokenizer.ggml.add_bos_token")
         raw["add_eos"] = self.metadata.get("tokenizer.ggml.add_eos_token")
@@ -262,12 +297,16 @@ class GGUFFile:
             try:
                 kind = GGMLQuantizationType(tensor.type)
             except ValueError as error:
-                raise WeightError(f"{self.path}: tensor {tensor.name} has unknown type {tensor.type}") from error
+                raise WeightError(
+                    f"{self.path}: tensor {tensor.name} has unknown type {tensor.type}"
+                ) from error
             block, size = GGML_QUANT_SIZES[kind]
             rows, row_bytes = prod(tensor.shape[:-1]), tensor.shape[-1] // block * size
             start = self._data + tensor.offset
             if start + rows * row_bytes > len(self._map):
-                raise WeightError(f"{self.path}: the file ends before tensor {tensor.name}; is the download complete?")
+                raise WeightError(
+                    f"{self.path}: the file ends before tensor {tensor.name}; is the download complete?"
+                )
             blocks = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).reshape(rows, row_bytes)
             name = self._hf_name(tensor.name)
             yield LazyTensor(name, kind.name, tensor.shape, self._reorder(name, blocks), self._shift(name))

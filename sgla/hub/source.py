@@ -58,7 +58,9 @@ def open_source(path: str | Path, load_format: str = "auto") -> ModelSource:
         found = sorted(path.glob("*.gguf"))
         if len(found) == 1:
             return _open_gguf(found[0], load_format)
-        raise ConfigError(f"{path} has no config.json" + (", and several .gguf files: name one" if found else ""))
+        raise ConfigError(
+            f"{path} has no config.json" + (", and several .gguf files: name one" if found else "")
+        )
     config, generation = _read_json(path / "config.json"), path / "generation_config.json"
     generation_config = _read_json(generation) if generation.is_file() else {}
     if load_format == "dummy":
@@ -80,11 +82,15 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
         names = sorted(set(_read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing or not names:
-            raise ConfigError(f"{index} names files that are not there: {', '.join(missing) or 'none at all'}")
+            raise ConfigError(
+                f"{index} names files that are not there: {', '.join(missing) or 'none at all'}"
+            )
         return tuple(folder / name for name in names)
     files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
-        other = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf")))
+        other = ", ".join(
+            sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        )
         raise ConfigError(f"{folder} has no .safetensors file" + (f" (found {other})" if other else ""))
     return files
 

@@ -1,0 +1,98 @@
+"""What layers are built with, and how they take their part of the checkpoint.
+
+A layer declares the checkpoint tensors it wants under their HF names, each with its full shape and a function that
+takes this rank's part. ``model/load.py`` streams the tensors through that table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sgla.dist import Shard
+from sgla.errors import ConfigError
+from sgla.quant import GROUP, Kind, Weight, pack
+
+CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory beyond the final weights
+
+
+class SourceTensor(Protocol):
+    """One tensor of a checkpoint, read on demand."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        """Any floating-point type; ``rows`` of the first dim, or everything."""
+        ...
+
+    def weight(self, kind: Kind, rows: range) -> Weight:
+        """Rows in the format ``kind``; without a detour over floats where the file has that format."""
+        ...
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
+
+    shape: tuple[int, ...]
+    take: Callable[[SourceTensor], None]
+
+
+@dataclass
+class Build:
+    """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer."""
+
+    shard: Shard = field(default_factory=Shard)
+    kind: Kind = "f32"
+    vocab_kind: Kind = "f32"
+    table: dict[str, Slot] = field(default_factory=dict)
+
+    def declare(self, name: str, shape: tuple[int, ...], take: Callable[[SourceTensor], None]) -> None:
+        assert name not in self.table, name
+        self.table[name] = Slot(shape, take)
+
+    def vector(self, name: str, size: int, part: range | None = None, offset: float = 0.0) -> Tensor:
+        """A float32 vector holding ``part`` (default: all) of the checkpoint's ``name``, plus ``offset``."""
+        vector = torch.zeros(size if part is None else len(part))
+
+        def take(source: SourceTensor) -> None:
+            vector.copy_(source.dense(part)).add_(offset)
+
+        self.declare(name, (size,), take)
+        return vector
+
+
+def empty_weight(n: int, k: int, kind: Kind) -> Weight:
+    """An uninitialized Weight ``[n, k]``."""
+    model = pack(torch.zeros(1, k), kind)
+    parts = (
+        None if t is None else t.new_empty(n, *t.shape[1:]) for t in (model.data, model.scale, model.minimum)
+    )
+    data, scale, minimum = parts
+    assert data is not None
+    return Weight(kind, n, k, data, scale, minimum)
+
+
+def fill(weight: Weight, at: int, source: SourceTensor, rows: range, columns: range | None = None) -> None:
+    """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on."""
+    step = max(1, CHUNK // source.shape[1])
+    for start in range(rows.start, rows.stop, step):
+        taken = range(start, min(start + step, rows.stop))
+        part = source.weight(weight.kind, taken)
+        if columns is not None and len(columns) < part.k:
+            if weight.kind == "int4" and (
+                columns.start % GROUP or (columns.stop % GROUP and columns.stop != part.k)
+            ):
+                raise ConfigError(
+                    f"int4 weights split over ranks in groups of {GROUP}; use another --tp or int8"
+                )
+            part = part.columns(columns.start, columns.stop)
+        place = weight.rows(at + start - rows.start, at + taken.stop - rows.start)
+        for name in ("data", "scale", "minimum"):
+            if (values := getattr(part, name)) is not None:
+                getattr(place, name).copy_(values)

@@ -1,0 +1,111 @@
+"""Linear layers by role. Column-parallel ones (QKV, gate_up) split their outputs over the ranks, row-parallel ones their
+inputs and add up the ranks' results, so a block needs one all-reduce after attention and one after the MLP."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sgla.dist import Shard
+from sgla.errors import ConfigError
+from sgla.kernels import ops
+from sgla.layers.build import Build, SourceTensor, empty_weight, fill
+from sgla.quant import GROUP
+
+
+class MergedColumnLinear:
+    """Several projections of the same input as one matrix; ``parts``: name, full output size, this rank's rows of it."""
+
+    def __init__(self, build: Build, k: int, parts: list[tuple[str, int, range]], bias: bool = False) -> None:
+        n = sum(len(rows) for _, _, rows in parts)
+        self.weight = empty_weight(n, k, build.kind)
+        self.bias = torch.zeros(n) if bias else None
+        at = 0
+        for name, size, rows in parts:
+            build.declare(f"{name}.weight", (size, k), partial(self._take_weight, at, rows))
+            if bias:
+                build.declare(f"{name}.bias", (size,), partial(self._take_bias, at, rows))
+            at += len(rows)
+
+    def _take_weight(self, at: int, rows: range, source: SourceTensor) -> None:
+        fill(self.weight, at, source, rows)
+
+    def _take_bias(self, at: int, rows: range, source: SourceTensor) -> None:
+        assert self.bias is not None
+        self.bias[at : at + len(rows)].copy_(source.dense(rows))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, k]`` -> ``[T, n]``, the parts side by side."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+class QKVLinear(MergedColumnLinear):
+    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + 2 Hkv) * hd]``."""
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+    ) -> None:
+        own, own_kv = split_heads(heads, kv_heads, build.shard)
+        q, kv = _rows(own, head_dim), _rows(own_kv, head_dim)
+        parts = [
+            (f"{name}.q_proj", heads * head_dim, q),
+            (f"{name}.k_proj", kv_heads * head_dim, kv),
+            (f"{name}.v_proj", kv_heads * head_dim, kv),
+        ]
+        super().__init__(build, hidden, parts, bias)
+
+
+class GateUpLinear(MergedColumnLinear):
+    """Gate and up projection of a gated MLP: ``[T, d] -> [T, 2 f]``."""
+
+    def __init__(self, build: Build, name: str, hidden: int, intermediate: int, bias: bool = False) -> None:
+        own = build.shard.range(intermediate, GROUP)
+        parts = [(f"{name}.{which}_proj", intermediate, own) for which in ("gate", "up")]
+        super().__init__(build, hidden, parts, bias)
+
+
+class RowLinear:
+    """``[T, k of this rank] -> [T, n]``, summed over the ranks. ``columns`` are this rank's of the ``k`` inputs."""
+
+    def __init__(self, build: Build, name: str, n: int, k: int, columns: range, bias: bool = False) -> None:
+        self.shard = build.shard
+        self.weight = empty_weight(n, len(columns), build.kind)
+        build.declare(
+            f"{name}.weight", (n, k), lambda source: fill(self.weight, 0, source, range(n), columns)
+        )
+        bias_vector = build.vector(f"{name}.bias", n) if bias else None
+        self.bias = bias_vector if self.shard.rank == 0 else None  # it must enter the sum once
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = ops.linear(x, self.weight, self.bias)
+        return y if self.shard.size == 1 else ops.inplace(self.shard.all_reduce, y)
+
+
+def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:
+    """This rank's query heads and the KV heads they read.
+
+    With fewer KV heads than ranks each one is held by several ranks. Raises ConfigError if the heads do not divide.
+    """
+    group = heads // kv_heads
+    if kv_heads >= shard.size:
+        kv = shard.range(kv_heads)
+        return _rows(kv, group), kv
+    if heads % shard.size or shard.size % kv_heads:
+        raise ConfigError(
+            f"{heads} heads ({kv_heads} of them KV heads) cannot be split over {shard.size} ranks", param="tp"
+        )
+    own = shard.range(heads)
+    return own, range(own.start // group, own.start // group + 1)
+
+
+def _rows(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)

@@ -1,0 +1,56 @@
+"""Embedding and output layer. Every rank holds the whole embedding (a row look-up reads next to nothing, and a split
+one would cost an all-reduce a step); the output layer is split over the vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.layers.build import Build, empty_weight, fill
+
+
+class VocabEmbedding:
+    """ids int32 ``[T]`` -> ``[T, d]``, times ``scale``."""
+
+    def __init__(self, build: Build, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
+        self.weight = empty_weight(vocab, hidden, build.vocab_kind)
+        self.scale = scale
+        build.declare(
+            f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, range(vocab))
+        )
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return ops.embedding(ids, self.weight, self.scale)
+
+
+class LMHead:
+    """Hidden states ``[S, d]`` -> logits float32 ``[S, vocab]`` on every rank.
+
+    ``tied`` is the embedding whose rows it uses instead of its own. ``softcap > 0`` bounds the logits by tanh.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        vocab: int,
+        hidden: int,
+        tied: VocabEmbedding | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        self.shard, self.vocab, self.softcap = build.shard, vocab, softcap
+        own = build.shard.range(vocab)
+        if tied is not None:
+            self.weight = tied.weight.rows(own.start, own.stop)
+        else:
+            self.weight = empty_weight(len(own), hidden, build.vocab_kind)
+            build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = ops.linear(hidden, self.weight)
+        if self.shard.size > 1:
+            logits = ops.call(self.shard.all_gather, logits, self.vocab)
+        return ops.inplace(self._cap, logits) if self.softcap else logits
+
+    def _cap(self, logits: Tensor) -> None:
+        logits.div_(self.softcap).tanh_().mul_(self.softcap)

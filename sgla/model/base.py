@@ -1,0 +1,54 @@
+"""What every causal language model offers to the worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from sgla.kernels.ops import KVLayer
+from sgla.layers.batch import ForwardBatch
+from sgla.layers.build import Build
+from sgla.layers.linear import split_heads
+from sgla.layers.rope import rope_table
+from sgla.layers.vocab import LMHead, VocabEmbedding
+from sgla.model.spec import ModelSpec, RopeSpec
+
+
+class KVSpec(NamedTuple):
+    """What the KV pages of this rank must hold: each layer has k and v of ``kv_heads * head_dim`` values a token."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class CausalLM(ABC):
+    """Layers declare their checkpoint tensors in ``build`` while the model is constructed.
+
+    ``positions`` is the largest number of tokens in a sequence. ``ignored`` names (prefixes of) tensors that
+    checkpoints of this architecture may hold and the model does not need.
+    """
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+    embed: VocabEmbedding
+    lm_head: LMHead
+
+    def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
+        self.spec, self.shard, self.positions = spec, build.shard, positions
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
+        """Final hidden states ``[T, d]`` of the batch's tokens; their KV is written to ``kv``, one entry a layer."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[S, d]`` -> float32 ``[S, vocab]``, the same on every rank."""
+        return self.lm_head(hidden)
+
+    def kv_spec(self) -> KVSpec:
+        _, kv = split_heads(self.spec.heads, self.spec.kv_heads, self.shard)
+        return KVSpec(self.spec.layers, len(kv), self.spec.head_dim)
+
+    def rope(self, rope: RopeSpec) -> Tensor:
+        return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)

@@ -1,0 +1,235 @@
+"""From a ModelSource to a Model with weights: tensors stream one at a time into the places the layers declared."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgla.dist import Shard
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.gguf import LazyTensor
+from sgla.hub.source import ModelSource
+from sgla.layers.build import Build, Slot, SourceTensor
+from sgla.messages import Progress
+from sgla.model.base import CausalLM
+from sgla.model.registry import check_architecture, model_class
+from sgla.model.spec import ModelSpec
+from sgla.quant import Kind, Weight, pack
+
+OnProgress = Callable[[Progress], None]
+
+# Buffers that old checkpoints store and every model computes for itself.
+_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|position_ids)$")
+# Where multimodal checkpoints keep their language model.
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_NAMED = 8  # tensor names shown in an error
+
+
+def load_model(
+    source: ModelSource,
+    dtype: str = "float32",
+    quantization: str | None = None,
+    shard: Shard | None = None,
+    context_len: int | None = None,
+    on_progress: OnProgress | None = None,
+    seed: int = 0,
+) -> CausalLM:
+    """Build the model and load this rank's weights.
+
+    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4; with int4 the
+    embedding and the output layer are int8. ``context_len`` bounds positions (default: the model's own). ``seed``
+    makes dummy weights. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
+    """
+    spec = ModelSpec.from_config(source.config)
+    check_architecture(spec.architecture)
+    kind, vocab_kind = _kinds(dtype, quantization)
+    build = Build(shard or Shard(), kind, vocab_kind)
+    if context_len is not None and context_len > spec.context_len:
+        raise ConfigError(
+            f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
+        )
+    model = model_class(spec.architecture)(spec, build, context_len or spec.context_len)
+    _fill(
+        build.table,
+        _stream(source, build.table, seed),
+        spec,
+        model.ignored,
+        on_progress or (lambda progress: None),
+    )
+    return model
+
+
+def _kinds(dtype: str, quantization: str | None) -> tuple[Kind, Kind]:
+    plain: dict[str, Kind] = {"float32": "f32", "bfloat16": "bf16"}
+    if quantization in ("int8", "int4"):
+        return ("int8" if quantization == "int8" else "int4"), "int8"
+    assert quantization is None, quantization
+    return plain[dtype], plain[dtype]
+
+
+def _fill(
+    table: dict[str, Slot],
+    tensors: Iterator[tuple[str, SourceTensor]],
+    spec: ModelSpec,
+    ignored: tuple[str, ...],
+    on_progress: OnProgress,
+) -> None:
+    """Fill every slot from the tensors, a few at a time in threads; then complain about all that did not fit."""
+    jobs, unexpected, misshapen = {}, [], []
+    for raw, tensor in tensors:
+        name = _canonical(raw)
+        if name in table:
+            if tuple(tensor.shape) == table[name].shape:
+                jobs[name] = tensor
+            else:
+                misshapen.append(f"{raw} has shape {list(tensor.shape)}, expected {list(table[name].shape)}")
+        elif not (
+            _BUFFERS.match(name) or raw.startswith(ignored) or (spec.tied and name == "lm_head.weight")
+        ):
+            unexpected.append(raw)
+    missing = [
+        name for name in table if name not in jobs and not any(m.startswith(f"{name} ") for m in misshapen)
+    ]
+    complaints = (
+        _complain("missing", missing)
+        + _complain("unexpected", unexpected)
+        + _complain("misshapen", misshapen)
+    )
+    if complaints:
+        raise WeightError(f"the weights do not fit {spec.architecture}: " + "; ".join(complaints))
+    _run(table, jobs, on_progress)
+
+
+def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnProgress) -> None:
+    total, done = sum(prod(tensor.shape) for tensor in jobs.values()), 0
+
+    def take(name: str) -> int:
+        try:
+            table[name].take(jobs[name])
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise WeightError(f"tensor {name} cannot be read: {error}") from error
+        return prod(jobs[name].shape)
+
+    # The largest first: the embedding would otherwise keep one thread busy after all others are done.
+    order = sorted(jobs, key=lambda name: -prod(jobs[name].shape))
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="load") as pool:
+        for count in pool.map(take, order):
+            done += count
+            on_progress(Progress(phase="load", message="weights", done=done, total=total))
+
+
+def _canonical(name: str) -> str:
+    for prefix, replacement in _PREFIXES:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def _complain(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}"]
+
+
+def _stream(source: ModelSource, table: dict[str, Slot], seed: int) -> Iterator[tuple[str, SourceTensor]]:
+    if source.kind == "dummy":
+        return ((name, _Dummy(name, slot.shape, seed)) for name, slot in table.items())
+    if source.kind == "gguf":
+        return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
+    return _safetensors(source)
+
+
+def _safetensors(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
+    """Files are memory-mapped; nothing is read before a slot asks for it."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in source.files:
+        try:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                view = file.get_slice(name)
+                yield name, _Stored(view, tuple(view.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a safetensors file."""
+
+    view: Any
+    shape: tuple[int, ...]
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        values: Tensor = self.view[:] if rows is None else self.view[rows.start : rows.stop]
+        if not values.is_floating_point():
+            raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
+        return values
+
+    def weight(self, kind: Kind, rows: range) -> Weight:
+        return pack(self.dense(rows), kind)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A tensor in a GGUF file."""
+
+    tensor: LazyTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return torch.from_numpy(self.tensor.numpy(rows))
+
+    def weight(self, kind: Kind, rows: range) -> Weight:
+        """Q4_0 and Q4_1 have the same groups and constants as int4, so they are taken over as they are."""
+        if kind == "int4" and (parts := self.tensor.four_bit(rows)) is not None:
+            return Weight.from_int4(*(torch.from_numpy(part) for part in parts))
+        return pack(self.dense(rows), kind)
+
+
+@lru_cache(1)
+def _noise(seed: int) -> Tensor:
+    """A pool of normal values; its odd length keeps rows of a matrix from repeating."""
+    return torch.randn(1_000_003, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class _Dummy:
+    """Random values that depend on name, seed and place alone: every split over ranks sees the same model.
+
+    Norm weights and biases are 0 or 1; matrices have the standard deviation 1/sqrt(k), which keeps activations bounded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    seed: int
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        rows = rows or range(self.shape[0])
+        if len(self.shape) == 1:
+            return torch.full((len(rows),), 0.0 if self.name.endswith("bias") else 1.0)
+        width = self.shape[1]
+        at = zlib.crc32(self.name.encode()) + rows.start * width
+        index = torch.arange(at, at + len(rows) * width) % len(_noise(self.seed))
+        return _noise(self.seed)[index].view(len(rows), width) * width**-0.5
+
+    def weight(self, kind: Kind, rows: range) -> Weight:
+        return pack(self.dense(rows), kind)
