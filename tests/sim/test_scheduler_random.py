@@ -5,12 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from simulation import Simulation, random_limits, random_submits
 
-SCENARIOS = 1200
-SHARDS = 8
+SCENARIOS = 10_000
+SHARDS = 2
 
 
 def play(random: Random) -> Simulation:
@@ -48,8 +46,7 @@ def verify_logprobs(simulation: Simulation) -> None:
             else:
                 assert delta.logprobs is None
         prompts = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
-        answered = simulation.finish(rid) in ("length", "stop") or simulation.tokens(rid)
-        if submit.sampling.prompt_logprobs >= 0 and answered and deltas[0].finish not in ("abort", "stop", "error"):
+        if submit.sampling.prompt_logprobs >= 0 and (rid not in simulation.cut or simulation.tokens(rid)):
             assert len(prompts) == 1
             assert prompts[0] is not None
             assert prompts[0][0] is None
@@ -65,7 +62,9 @@ def test_text_is_the_same_as_alone(shard: int) -> None:
             simulation = play(Random(seed))
             for rid in simulation.submits:
                 if simulation.finish(rid) == "stop" and not simulation.deltas[rid][-1].tokens:
-                    simulation.deltas[rid][-1].finish = "abort"  # a cancel for a stop string cuts like any other
+                    simulation.deltas[rid][
+                        -1
+                    ].finish = "abort"  # a cancel for a stop string cuts like any other
             simulation.verify()
             verify_logprobs(simulation)
         except AssertionError as error:

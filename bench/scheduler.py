@@ -1,0 +1,109 @@
+"""Cost of the scheduler itself: time of ``plan`` + ``retire`` for a full batch of decode rows, without a model.
+
+    python bench/scheduler.py [--rows 256] [--steps 400]
+
+Prints one JSON object: medians and 99th percentiles in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from array import array
+from collections import deque
+
+from sgla import __version__
+from sgla.messages import RowSampling, StepPlan, StepResult, Submit
+from sgla.observe.machine import detect
+from sgla.sched.core import Core
+from sgla.sched.limits import Limits
+
+
+def make_core(rows: int, steps: int, prompt: int) -> Core:
+    limits = Limits(
+        slots=rows,
+        pages=rows * (prompt + steps + 64) // 16 + 2,
+        page_size=16,
+        context_len=1 << 16,
+        step_tokens=8192,
+        depth=2,
+        itl_target=0.05,
+    )
+    core = Core(limits)
+    shared = list(range(64))
+    for i in range(rows):
+        rid = f"request-{i}"
+        tokens = shared + [(i * 7919 + j * 31) % 50000 for j in range(prompt - 64)]
+        core.offer(
+            Submit(
+                rid=rid,
+                parent=rid,
+                index=0,
+                tokens=tokens,
+                max_new=steps + 32,
+                stop_ids=frozenset((2, 0)),
+                sampling=RowSampling(),
+            ),
+            0.0,
+        )
+    return core
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    samples = sum(flags & 1 for flags in plan.flags)
+    return StepResult(step=plan.step, tokens=array("i", range(100, 100 + samples)).tobytes(), seconds=0.006)
+
+
+def measure(rows: int, steps: int, prompt: int) -> dict[str, float]:
+    core = make_core(rows, steps, prompt)
+    flights: deque[StepPlan] = deque()
+    plans: list[float] = []
+    retires: list[float] = []
+    while len(plans) < steps:
+        begin = time.perf_counter()
+        plan = core.plan(1.0)
+        planned = time.perf_counter()
+        if plan is not None:
+            flights.append(plan)
+        steady = plan is not None and len(plan.slots) == 4 * rows and not plan.new
+        if steady:
+            plans.append(planned - begin)
+        if len(flights) < 2:
+            continue
+        result = result_of(flights.popleft())
+        begin = time.perf_counter()
+        core.retire(result, 1.0)
+        if steady:
+            retires.append(time.perf_counter() - begin)
+    return {
+        "plan_us": percentile(plans, 0.5),
+        "plan_p99_us": percentile(plans, 0.99),
+        "retire_us": percentile(retires, 0.5),
+        "retire_p99_us": percentile(retires, 0.99),
+    }
+
+
+def percentile(values: list[float], q: float) -> float:
+    return round(sorted(values)[int(q * (len(values) - 1))] * 1e6, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--prompt", type=int, default=256)
+    args = parser.parse_args()
+    line = {
+        "engine": "sgla",
+        "version": __version__,
+        "machine": detect().label(),
+        "model": "none",
+        "w": f"scheduler-{args.rows}",
+        **measure(args.rows, args.steps, args.prompt),
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

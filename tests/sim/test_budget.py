@@ -1,0 +1,67 @@
+"""The cost model and the budget for prefill beside decode rows."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+
+from sgla.sched.budget import Budget, CostModel, pairs
+
+
+def truth(tokens: int, work: int) -> float:
+    return 0.004 + 3e-5 * tokens + 2e-9 * work
+
+
+def test_model_recovers_the_costs_and_remembers_prefill_through_a_long_decode_phase() -> None:
+    random = Random(0)
+    model = CostModel(0.05, 8192)
+    for _ in range(100):
+        tokens, work = random.randint(100, 8000), random.randint(10**5, 10**8)
+        model.observe(tokens, work, truth(tokens, work) * random.uniform(0.97, 1.03))
+    for _ in range(5000):
+        model.observe(16, 16 * 2000, truth(16, 16 * 2000) * random.uniform(0.97, 1.03))
+    for tokens, work in ((16, 32000), (1000, 10**6), (4000, 10**8)):
+        assert model.predict(tokens, work) == pytest.approx(truth(tokens, work), rel=0.1)
+
+
+def test_coefficients_are_never_negative() -> None:
+    random = Random(1)
+    for _ in range(200):
+        model = CostModel(0.05, 512)
+        for _ in range(random.randint(0, 6)):
+            model.observe(random.randint(1, 600), random.randint(1, 10**6), random.uniform(1e-4, 1.0))
+        assert min(model.coefficients) >= 0
+        assert max(model.coefficients) > 0
+
+
+def test_grant_is_the_largest_chunk_that_keeps_the_time() -> None:
+    random = Random(2)
+    for _ in range(500):
+        b, c = random.choice((0.0, 1e-5)), random.choice((1e-9, 1e-7))
+        start, seconds = random.randrange(100_000), random.uniform(0.001, 0.1)
+        count = Budget(8192, seconds, (0.0, b, c), 0).grant(start, 100_000)
+        assert b * count + c * pairs(start, count) <= seconds * (1 + 1e-9)
+        more = count + 1
+        assert count == 8192 or b * more + c * pairs(start, more) > seconds * (1 - 1e-9)
+
+
+def test_prefill_goes_on_even_when_decode_alone_misses_the_target() -> None:
+    model = CostModel(0.001, 512)
+    for _ in range(50):
+        model.observe(64, 64 * 100, 0.01)
+        model.observe(512, 512 * 100, 0.05)
+    budget = Budget(448, model.prefill_seconds(64, 6400), model.coefficients, 16)
+    assert budget.grant(0, 1000) >= 16
+    budget.spend(0, 16)
+    assert budget.grant(0, 1000) <= 32
+
+
+def test_without_target_or_decode_rows_only_tokens_count() -> None:
+    assert CostModel(None, 512).prefill_seconds(10, 100) == math.inf
+    assert CostModel(0.01, 512).prefill_seconds(0, 0) == math.inf
+    budget = Budget(100, math.inf, (1.0, 1.0, 1.0), 4)
+    assert budget.grant(0, 1000) == 100
+    assert budget.grant(0, 7) == 7
+    assert budget.grant(0, 1000, share=0.5) == 50

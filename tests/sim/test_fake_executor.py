@@ -1,0 +1,109 @@
+"""The fake executor: the same text through the asynchronous interface, and plans that are wrong are caught."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import msgspec
+import pytest
+from simulation import Simulation, make_limits, make_submit
+
+from sgla.errors import WorkerDied
+from sgla.executor.fake import FakeExecutor, FakeModel, ints
+from sgla.messages import Delta, Progress, StepPlan
+from sgla.sched.core import Core
+
+
+def plans_of(count: int = 3) -> tuple[Simulation, list[StepPlan]]:
+    simulation = Simulation(make_limits(pages=65))
+    for i in range(count):
+        simulation.offer(make_submit(f"r{i}", [i, *range(20)], max_new=10))
+    simulation.run()
+    return simulation, simulation.plans
+
+
+def replay(simulation: Simulation, plans: list[StepPlan]) -> None:
+    model = FakeModel(simulation.model.facts, seed=1)
+    for plan in plans:
+        model.execute(plan)
+
+
+def with_pages(plan: StepPlan, page: int) -> StepPlan:
+    return msgspec.structs.replace(plan, page_ids=array("i", [page] * len(ints(plan.page_ids))).tobytes())
+
+
+def test_a_page_given_to_two_requests_is_caught() -> None:
+    simulation, plans = plans_of()
+    replay(simulation, plans)
+    grows = next(i for i, plan in enumerate(plans) if len(plan.page_ids) >= 8)
+    stolen = ints(plans[0].new[0].pages)[0]
+    for page, reason in ((stolen, "two rows write|another prefix"), (0, "dummy")):
+        with pytest.raises(AssertionError, match=reason):
+            replay(simulation, [*plans[:grows], with_pages(plans[grows], page), *plans[grows + 1 :]])
+
+
+def test_steps_out_of_order_and_rows_beyond_their_tokens_are_caught() -> None:
+    simulation, plans = plans_of()
+    with pytest.raises(AssertionError, match="step 2 after 0"):
+        replay(simulation, plans[1:])
+    later = msgspec.structs.replace(
+        plans[0], starts=array("i", [s + 1 for s in ints(plans[0].starts)]).tobytes()
+    )
+    with pytest.raises(AssertionError, match="does not exist|without pages"):
+        replay(simulation, [later])
+
+
+@pytest.mark.parametrize("step_seconds", [0.0, 0.002])
+async def test_results_come_through_the_descriptor(step_seconds: float) -> None:
+    limits = make_limits()
+    reference = Simulation(limits)
+    executor = FakeExecutor(reference.model.facts, seed=1, step_seconds=step_seconds)
+    phases: list[Progress] = []
+    assert await executor.start(phases.append) is executor.facts
+    assert phases
+    core = Core(limits)
+    deltas: list[Delta] = []
+    done = asyncio.Event()
+
+    def on_results() -> None:
+        for result in executor.drain():
+            assert result.error is None
+            deltas.extend(core.retire(result, 0.0))
+        advance()
+        if core.idle:
+            done.set()
+
+    def advance() -> None:
+        while (plan := core.plan(0.0)) is not None:
+            executor.submit(plan)
+
+    asyncio.get_running_loop().add_reader(executor.results_fd(), on_results)
+    for i in range(5):
+        submit = make_submit(f"r{i}", [i, 2, 3, 4, 5, 6])
+        core.offer(submit, 0.0)
+        reference.offer(submit)
+    advance()
+    await asyncio.wait_for(done.wait(), 10)
+    asyncio.get_running_loop().remove_reader(executor.results_fd())
+    await executor.close()
+    await executor.close()
+    for rid in reference.submits:
+        assert [t for delta in deltas if delta.rid == rid for t in delta.tokens] == reference.alone(rid)[0]
+    if step_seconds:
+        assert core.stats().step_seconds == pytest.approx(core.stats().steps * step_seconds)
+
+
+async def test_death_is_told_once_and_ends_the_results() -> None:
+    _, plans = plans_of(1)
+    executor = FakeExecutor(Simulation(make_limits(pages=65)).model.facts)
+    deaths: list[WorkerDied] = []
+    executor.on_death(deaths.append)
+    await executor.start(lambda progress: None)
+    executor.submit(plans[0])
+    executor.die("gone")
+    executor.die("gone")
+    executor.submit(plans[1])
+    assert executor.drain() == []
+    assert [death.message for death in deaths] == ["gone"]
+    await executor.close()

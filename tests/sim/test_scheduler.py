@@ -1,0 +1,417 @@
+"""What the scheduler promises, one promise a test."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Simulation, make_limits, make_submit, random_submits
+
+from sgla.errors import ContextTooLong, InvalidField, Overloaded
+from sgla.executor.fake import ints
+from sgla.messages import SAMPLE, RowSampling
+from sgla.sched.limits import Limits
+
+PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
+
+
+def transcripts(limits: Limits, seed: int) -> dict[str, tuple[list[int], str | None]]:
+    """All requests at once, to their end."""
+    simulation = Simulation(limits)
+    for submit in random_submits(Random(seed), 6):
+        submit.deadline = None
+        simulation.offer(submit)
+    simulation.run()
+    simulation.verify()
+    return {rid: (simulation.tokens(rid), simulation.finish(rid)) for rid in simulation.submits}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    changes=st.fixed_dictionaries(
+        {
+            "depth": st.sampled_from((1, 2, 3)),
+            "step_tokens": st.sampled_from((1, 5, 16, 64)),
+            "prefix_cache": st.booleans(),
+            "page_size": st.sampled_from((1, 4, 7)),
+            "policy": st.sampled_from(("fcfs", "lpm", "dfs-weight", "priority")),
+            "slots": st.sampled_from((1, 3, 8)),
+        }
+    ),
+)
+def test_transcripts_do_not_depend_on_settings(seed: int, changes: dict[str, Any]) -> None:
+    """Depth 1 = 2 = 3, chunked = whole, cache on = off, alone = in a batch."""
+    reference = make_limits(depth=1, step_tokens=1000, prefix_cache=False, pages=200)
+    limits = make_limits(pages=100 // changes["page_size"] + 2, **changes)
+    assert transcripts(limits, seed) == transcripts(reference, seed)
+
+
+def test_identical_prompts_of_one_step_compute_the_prefix_once() -> None:
+    simulation = Simulation(make_limits(slots=8, step_tokens=64, pages=65))
+    for i in range(8):
+        simulation.offer(make_submit(f"r{i}", PROMPT))
+    simulation.submit_plans()
+    assert list(ints(simulation.plans[0].q_lens)) == [21] + [1] * 7
+    simulation.run()
+    simulation.verify()
+    assert [simulation.deltas[f"r{i}"][0].cached_tokens for i in range(8)] == [0] + [20] * 7
+
+
+def test_a_second_turn_finds_prompt_and_answer() -> None:
+    simulation = Simulation(make_limits())
+    simulation.offer(make_submit("first", PROMPT, max_new=12))
+    simulation.run()
+    history = PROMPT + simulation.tokens("first")
+    simulation.offer(make_submit("second", [*history, 1, 2]))
+    simulation.offer(make_submit("salted", [*history, 1, 2], namespace="salt"))
+    simulation.run()
+    simulation.verify()
+    assert simulation.deltas["second"][0].cached_tokens == 32  # 33 known, the last of them not computed
+    assert simulation.deltas["salted"][0].cached_tokens == 0
+
+
+def test_requests_that_compute_the_same_prompt_help_each_other() -> None:
+    """The second catches up with the first chunk by chunk, although both started before anything was cached."""
+    limits = make_limits(slots=2, step_tokens=8, context_len=200, pages=101)
+    simulation = Simulation(limits)
+    prompt = [i % 50 for i in range(120)]
+    for rid in ("a", "b"):
+        simulation.offer(make_submit(rid, prompt, max_new=2))
+    simulation.run()
+    simulation.verify()
+    assert simulation.model.computed_tokens < 120 + 10
+
+
+def test_an_overlapped_step_needs_no_token_from_the_host() -> None:
+    simulation = Simulation(make_limits(depth=3))
+    simulation.offer(make_submit("r", PROMPT[:5]))
+    simulation.submit_plans()
+    assert [(list(ints(p.starts)), list(ints(p.q_lens)), p.flags) for p in simulation.plans] == [
+        ([0], [5], bytes((SAMPLE,))),
+        ([5], [1], bytes((SAMPLE,))),
+        ([6], [1], bytes((SAMPLE,))),
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_no_row_is_planned_beyond_max_new(depth: int) -> None:
+    simulation = Simulation(make_limits(depth=depth))
+    simulation.offer(make_submit("r", PROMPT[:5], max_new=4))
+    simulation.run()
+    assert len(simulation.plans) == 4
+    assert simulation.model.computed_tokens == 5 + 3
+
+
+def test_stop_token_ends_and_is_named_but_not_before_min_tokens() -> None:
+    simulation = Simulation(make_limits())
+    simulation.offer(make_submit("free", PROMPT, max_new=12))
+    simulation.run()
+    text = simulation.tokens("free")
+    third = frozenset((text[2],))
+    simulation.offer(make_submit("stop", PROMPT, max_new=12, stop_ids=third))
+    simulation.offer(
+        make_submit("later", PROMPT, max_new=12, stop_ids=third, sampling=RowSampling(min_tokens=12))
+    )
+    simulation.run()
+    first = text.index(text[2]) + 1
+    assert simulation.tokens("stop") == text[:first]
+    assert simulation.deltas["stop"][-1].matched == text[2]
+    assert simulation.tokens("later") == text
+
+
+def test_echo_alone_ends_after_the_prompt_with_its_logprobs() -> None:
+    simulation = Simulation(make_limits(step_tokens=8))
+    simulation.offer(make_submit("warm", PROMPT))
+    simulation.run()
+    before = simulation.model.computed_tokens
+    simulation.offer(make_submit("echo", PROMPT, max_new=0, sampling=RowSampling(prompt_logprobs=1)))
+    simulation.run()
+    (delta,) = simulation.deltas["echo"]
+    assert (delta.finish, delta.tokens) == ("length", [])
+    assert delta.prompt_logprobs is not None
+    assert delta.prompt_logprobs[0] is None
+    assert [entry.token for entry in delta.prompt_logprobs if entry] == PROMPT[1:]
+    assert simulation.model.computed_tokens - before == len(PROMPT), (
+        "the cached prefix was not computed again"
+    )
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
+    values = []
+    for step_tokens in (3, 100):
+        simulation = Simulation(make_limits(step_tokens=step_tokens, slots=3))
+        simulation.offer(make_submit("r", PROMPT, sampling=RowSampling(prompt_logprobs=2, logprobs=1)))
+        simulation.run()
+        deltas = simulation.deltas["r"]
+        values.append((deltas[0].prompt_logprobs, [delta.logprobs for delta in deltas]))
+    assert values[0] == values[1]
+
+
+# --- refusals, cancels, deadlines
+
+
+def test_refusals() -> None:
+    simulation = Simulation(make_limits(max_queued=2, slots=1))
+    with pytest.raises(ContextTooLong, match="maximum context length is 96 tokens"):
+        simulation.offer(make_submit("long", [1] * 96))
+    with pytest.raises(InvalidField):
+        simulation.offer(make_submit("empty", []))
+    for rid in ("a", "b"):
+        simulation.offer(make_submit(rid, PROMPT))
+    with pytest.raises(Overloaded) as refusal:
+        simulation.offer(make_submit("c", PROMPT))
+    assert refusal.value.retry_after is not None
+    assert refusal.value.retry_after >= 1
+    simulation.run()
+    simulation.verify()
+    assert simulation.core.stats().rejected == 3
+
+
+def test_a_prompt_that_the_pool_can_never_hold_is_refused_and_the_longest_one_that_fits_ends() -> None:
+    limits = make_limits(pages=6, context_len=1000)  # 5 pages of 4
+    simulation = Simulation(limits)
+    with pytest.raises(ContextTooLong):
+        simulation.offer(make_submit("long", [1] * 21))
+    simulation.offer(make_submit("full", [1] * 20, max_new=50))
+    simulation.offer(make_submit("grow", [2] * 3, max_new=50))
+    simulation.run()
+    simulation.verify()
+    assert len(simulation.tokens("full")) == 1
+    assert len(simulation.tokens("grow")) == 18
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_cancel_frees_slot_and_pages_within_the_steps_in_flight(depth: int) -> None:
+    simulation = Simulation(make_limits(depth=depth, slots=2, prefix_cache=False))
+    for rid in ("running", "other", "waiting"):
+        simulation.offer(make_submit(rid, PROMPT, max_new=40))
+    for _ in range(6):
+        simulation.step()
+    simulation.cancel("running")
+    simulation.cancel("waiting")
+    assert simulation.finish("running") == simulation.finish("waiting") == "abort"
+    for _ in range(depth):
+        simulation.step()
+    stats = simulation.core.stats()
+    assert (stats.running, stats.waiting, stats.draining) == (1, 0, 0)
+    assert stats.pages_private == len(PROMPT + simulation.tokens("other")) // 4 + 1
+    simulation.cancel("unknown")
+    assert simulation.core.cancel("running", "client") is None
+    simulation.run()
+    simulation.verify()
+
+
+def test_a_cancelled_request_leaves_only_committed_tokens_in_the_cache() -> None:
+    simulation = Simulation(make_limits(depth=3))
+    simulation.offer(make_submit("r", PROMPT, max_new=40))
+    for _ in range(9):
+        simulation.step()
+    committed = PROMPT + simulation.tokens("r")
+    simulation.cancel("r")
+    simulation.run()
+    simulation.offer(make_submit("next", [*committed, *[1] * 9], max_new=1))
+    simulation.run()
+    simulation.verify()
+    assert simulation.deltas["next"][0].cached_tokens == len(committed) // 4 * 4
+
+
+def test_a_deadline_ends_waiting_and_running_requests_with_an_error() -> None:
+    simulation = Simulation(make_limits(slots=1))
+    for rid in ("a", "b"):
+        simulation.offer(make_submit(rid, PROMPT, max_new=60, deadline=8.0, parent=f"parent-{rid}"))
+    assert simulation.core.next_deadline == 8.0
+    simulation.run()
+    for rid in ("a", "b"):
+        final = simulation.deltas[rid][-1]
+        assert final.finish == "error"
+        assert final.error is not None
+        assert (final.error.status, final.error.rid) == (504, f"parent-{rid}")
+    assert simulation.tokens("a")
+    assert not simulation.tokens("b")
+    simulation.verify()
+
+
+# --- order and fairness
+
+
+def first_steps(simulation: Simulation) -> dict[str, float]:
+    return {item.rid: item.scheduled or 0.0 for item in simulation.core.drain_finished()}
+
+
+def test_priority_goes_first_and_takes_the_slot_of_a_lower_one() -> None:
+    simulation = Simulation(make_limits(policy="priority", slots=1, patience=1000.0))
+    simulation.offer(make_submit("low", PROMPT, max_new=30))
+    for _ in range(5):
+        simulation.step()
+    simulation.offer(make_submit("middle", PROMPT[::-1], max_new=5, priority=1))
+    simulation.offer(make_submit("high", PROMPT[::-2], max_new=5, priority=2))
+    simulation.run()
+    simulation.verify()
+    order = [item.rid for item in simulation.core.drain_finished()]
+    assert order == ["high", "middle", "low"]
+    assert simulation.core.stats().preemptions == 1
+
+
+def test_lpm_takes_the_longest_cached_prefix_first_and_dfs_the_heaviest_branch() -> None:
+    for policy, expected in (
+        ("lpm", ["long", "s1", "s2", "none"]),
+        ("dfs-weight", ["s1", "s2", "long", "none"]),
+    ):
+        simulation = Simulation(make_limits(policy=policy, slots=1, patience=1000.0, pages=200))
+        simulation.offer(make_submit("warm1", PROMPT, max_new=1))
+        simulation.offer(make_submit("warm2", PROMPT[::-1], max_new=1))
+        simulation.run()
+        simulation.core.drain_finished()
+        simulation.offer(make_submit("none", [11] * 20, max_new=1))
+        simulation.offer(make_submit("s1", PROMPT[::-1][:9], max_new=1))
+        simulation.offer(make_submit("s2", PROMPT[::-1][:10], max_new=1))
+        simulation.offer(make_submit("long", PROMPT, max_new=1))
+        simulation.run()
+        scheduled = first_steps(simulation)
+        assert sorted(scheduled, key=scheduled.__getitem__) == expected, policy
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "priority"])
+def test_nobody_starves(policy: str) -> None:
+    """One request without a cached prefix and with low priority, against an endless stream of preferred ones."""
+    simulation = Simulation(make_limits(policy=policy, slots=2, patience=30.0))
+    simulation.offer(make_submit("poor", [9] * 20, max_new=4))
+    for i in range(150):
+        if simulation.core.stats().waiting < 6:
+            rich = make_submit(f"rich{i}", PROMPT, max_new=6, priority=3)
+            simulation.offer(rich)
+        simulation.step()
+    assert simulation.finish("poor") == "length"
+    simulation.run()
+    simulation.verify()
+
+
+def test_the_oldest_request_is_never_retracted() -> None:
+    limits = make_limits(slots=4, pages=17, reserve=0.0, prefix_cache=False)
+    simulation = Simulation(limits)
+    for i in range(4):
+        simulation.offer(make_submit(f"r{i}", [i] * 10, max_new=40))
+    simulation.run()
+    simulation.verify()
+    finished = {item.rid: item.preemptions for item in simulation.core.drain_finished()}
+    assert finished["r0"] == 0
+    assert sum(finished.values()) > 0
+
+
+def test_the_reserve_prevents_most_retractions() -> None:
+    counts = []
+    for reserve in (0.0, 1.0):
+        simulation = Simulation(make_limits(slots=4, pages=17, reserve=reserve, prefix_cache=False))
+        for i in range(12):
+            simulation.offer(make_submit(f"r{i}", [i] * 10, max_new=20))
+        simulation.run()
+        counts.append(simulation.core.stats().preemptions)
+    assert counts[0] > 2
+    assert counts[1] == 0
+
+
+def test_a_retracted_request_resumes_from_the_cache() -> None:
+    simulation = Simulation(make_limits(policy="priority", slots=1, pages=101, patience=1000.0))
+    simulation.offer(make_submit("low", PROMPT, max_new=30))
+    for _ in range(12):
+        simulation.step()
+    simulation.offer(make_submit("high", [5] * 8, max_new=4, priority=1))
+    simulation.run()
+    simulation.verify()
+    assert simulation.core.stats().preemptions == 1
+    useful = len(PROMPT) + 29 + 8 + 3
+    assert simulation.model.computed_tokens <= useful + 4, "more than its last page was computed again"
+
+
+def cost(tokens: int, pairs: int) -> float:
+    return 0.004 + 4e-5 * tokens + 1e-9 * pairs
+
+
+def test_a_long_prompt_keeps_the_inter_token_target_of_running_streams() -> None:
+    target = 0.03
+    limits = Limits(
+        slots=9, pages=8000, page_size=16, context_len=120_000, step_tokens=4096, depth=2, itl_target=target
+    )
+    simulation = Simulation(limits, cost=cost, check=False)
+    for i in range(8):
+        simulation.offer(make_submit(f"stream{i}", [i] * 700, max_new=2000))
+    for _ in range(20):
+        simulation.step()
+    simulation.seconds.clear()
+    simulation.offer(make_submit("long", [i % 49 for i in range(100_000)], max_new=1))
+    while simulation.finish("long") is None:
+        simulation.step()
+    busy = simulation.seconds[10:]
+    assert len(simulation.tokens("stream0")) > len(busy)
+    assert max(busy) <= 1.2 * target
+    assert sum(busy) / len(busy) >= 0.7 * target, "the time that the target leaves is not used"
+
+
+def test_short_prompts_do_not_wait_for_a_very_long_one() -> None:
+    limits = make_limits(slots=4, pages=600, context_len=2000, step_tokens=32)
+    simulation = Simulation(limits)
+    simulation.offer(make_submit("long", [i % 49 for i in range(1500)], max_new=1))
+    simulation.step()
+    for i in range(3):
+        simulation.offer(make_submit(f"short{i}", [i] * 10, max_new=1))
+    simulation.run()
+    simulation.verify()
+    order = [item.rid for item in simulation.core.drain_finished()]
+    assert order[-1] == "long"
+
+
+# --- bookkeeping
+
+
+def test_stats_count_what_happened() -> None:
+    simulation = Simulation(make_limits(), cost=lambda tokens, pairs: 0.5)
+    for i in range(3):
+        simulation.offer(make_submit(f"r{i}", PROMPT, max_new=4))
+    simulation.step()
+    middle = simulation.core.stats()
+    assert middle.running == 3
+    assert middle.pages_free + middle.pages_cached + middle.pages_private == middle.pages_total == 32
+    simulation.run()
+    simulation.offer(make_submit("gone", PROMPT))
+    simulation.cancel("gone")
+    stats = simulation.core.stats()
+    assert stats.finished == {"length": 3, "abort": 1}
+    assert (stats.prompt_tokens, stats.output_tokens) == (63, 12)
+    assert (stats.query_tokens, stats.hit_tokens) == (63, 40)
+    assert stats.step_seconds == 0.5 * stats.steps
+    times = simulation.core.drain_finished()
+    assert [item.rid for item in times] == ["r0", "r1", "r2", "gone"]
+    assert times[0].scheduled is not None
+    assert times[0].first_token is not None
+    assert times[0].arrival <= times[0].scheduled < times[0].first_token < times[0].finished
+    assert simulation.core.drain_finished() == []
+
+
+def test_flush_forgets_what_is_not_in_use() -> None:
+    simulation = Simulation(make_limits())
+    simulation.offer(make_submit("old", [9] * 16))
+    simulation.run()
+    simulation.offer(make_submit("running", PROMPT, max_new=30))
+    for _ in range(5):
+        simulation.step()
+    assert not simulation.core.flush_cache()
+    assert simulation.core.stats().pages_evictable == 0
+    simulation.run()
+    assert simulation.core.flush_cache()
+    assert simulation.core.stats().pages_free == 32
+
+
+def test_nothing_is_kept_of_ended_requests() -> None:
+    simulation = Simulation(make_limits(), check=False)
+    for i in range(500):
+        simulation.offer(make_submit(f"r{i}", PROMPT[: 5 + i % 16], max_new=3, deadline=1e9))
+        simulation.step()
+    simulation.run()
+    core = simulation.core
+    assert core.rids == []
+    assert len(core._deadlines) <= 2 * 1 + 66
+    assert len(core._memory.cache._heap) < 400
