@@ -22,6 +22,7 @@ from sgla.messages import Facts, Opened, Progress
 from sgla.observe.metrics import Metrics
 from sgla.text.output import OutputStream
 from sgla.text.prepare import Preparer
+from sgla.text.tokenizer import load_text
 
 if TYPE_CHECKING:
     from sgla.executor.base import Executor
@@ -50,35 +51,34 @@ class System:
 
     async def start(self) -> Facts:
         """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
-        from sgla.hub.fetch import resolve_model
-        from sgla.resolve import resolve
-
-        resolved = resolve(self.config)
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="start") as pool:
             report = partial(loop.call_soon_threadsafe, self._progress)
-            source = await loop.run_in_executor(pool, resolve_model, resolved.config, report)
-            self._executor = make_executor(resolved.config, source)
+            config, source = await loop.run_in_executor(pool, find_model, self.config, report)
+            self._executor = make_executor(config, source)
             self._executor.on_death(self._fail)
-            text = loop.run_in_executor(pool, load_text, resolved.config, source)
-            try:
-                facts = await self._executor.start(self._progress)
-            finally:
-                outcome = (await asyncio.gather(text, return_exceptions=True))[0]
-            if isinstance(outcome, BaseException):
-                raise outcome
-        if self.died.done():
-            raise self.died.result()
-        self._connect(facts, source, *outcome)
+            text = loop.run_in_executor(pool, load_text, config, source)
+            facts, outcome = await asyncio.gather(self._executor.start(self._progress), text, return_exceptions=True)
+        for failure in (facts, outcome, self.died.done() and self.died.result()):
+            if isinstance(failure, BaseException):
+                raise failure
+        self._connect(config, facts, source, *outcome)
         tune_interpreter()
         return facts
 
-    def _connect(self, facts: Facts, source: ModelSource, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def _connect(
+        self,
+        config: Config,
+        facts: Facts,
+        source: ModelSource,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ) -> None:
         from sgla.sched.core import Core
 
         ingress, executor = self.ingress, self._executor
         assert executor is not None
-        core = Core(make_limits(self.config, facts))
+        core = Core(make_limits(config, facts))
         detokenize = Detokenize(
             lambda opened: make_output(tokenizer, opened), ingress.deliver, ingress.reject, self.metrics, self._crashed
         )
@@ -89,6 +89,7 @@ class System:
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.default_sampling = source.generation_config
+        self.metrics.started(facts, facts.timings)
         ingress.connect(tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue)
 
     def _progress(self, progress: Progress) -> None:
@@ -127,6 +128,16 @@ class System:
             self._executor = None
 
 
+def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource]:
+    """The model's files, downloaded if need be, and ``config`` with every open value filled in. Blocks."""
+    from sgla.hub.fetch import resolve_model
+    from sgla.hub.source import open_source
+    from sgla.resolve import resolve
+
+    source = open_source(resolve_model(config, report), config.load_format)
+    return resolve(config, model=source.config).config, source
+
+
 def make_executor(config: Config, source: ModelSource) -> Executor:
     """The executor that ``config.executor`` names. Imported late: only procs and inline need torch."""
     if config.executor == "fake":
@@ -161,15 +172,8 @@ def make_limits(config: Config, facts: Facts) -> Any:
     )
 
 
-def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Tokenizer and chat template of the model, or those that the flags name."""
-    from sgla.text.tokenizer import load_text as load
-
-    return load(config, source)
-
-
 def make_output(tokenizer: Tokenizer, opened: Opened) -> OutputStream:
-    return OutputStream(tokenizer, opened.sampling)
+    return OutputStream(tokenizer, opened.sampling, opened.submit.tokens)
 
 
 def tune_interpreter() -> None:
