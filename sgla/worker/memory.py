@@ -1,0 +1,118 @@
+"""Who needs how many bytes, decided before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from sgla.errors import OutOfMemory
+from sgla.model.base import KVSpec
+from sgla.model.spec import ModelSpec
+
+MIB = 1 << 20
+KV_BYTES = 512 * MIB  # size of the KV cache if nobody says otherwise
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}  # of one weight
+
+
+class KVSize(NamedTuple):
+    pages: int  # including the dummy page 0
+    context_len: int
+    bytes: int
+    note: str  # why the context is shorter than the model's, or ""
+
+
+def weight_bytes(spec: ModelSpec, dtype: str, quantization: str | None, ranks: int) -> int:
+    """Bytes of one rank's matrices; norms and scales are left out."""
+    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    mlp = 3 * spec.hidden * spec.intermediate
+    table = spec.vocab * spec.hidden * BYTES["int8" if quantization else dtype]
+    head = 0.0 if spec.tied else table / ranks
+    return int(spec.layers * (attention + mlp) * BYTES[quantization or dtype] / ranks + table + head)
+
+
+def size_kv(
+    kv: KVSpec,
+    page_size: int,
+    dtype: str,
+    *,
+    budget: int | None,
+    available: int,
+    wanted_context: int | None,
+    model_context: int,
+) -> KVSize:
+    """How many pages, and the context length they allow. All sizes in bytes, ``available`` after the weights.
+
+    ``budget`` is the user's; without one it is KV_BYTES, at most a quarter of what is available, but enough for one
+    full context if that fits in half. Raises OutOfMemory if the budget is not there or does not hold
+    ``wanted_context``; the model's own context is cut to what the pages hold.
+    """
+    page = int(2 * kv.layers * kv.kv_heads * kv.head_dim * page_size * BYTES[dtype])
+    context = wanted_context or model_context
+    needed = pages_for(context, page_size) * page
+    if budget is None:
+        budget = max(min(KV_BYTES, available // 4), page)
+        if budget < needed <= available // 2:
+            budget = needed
+    if budget > available:
+        raise OutOfMemory(
+            f"a KV cache of {mib(budget)} does not fit: {mib(available)} are available beside the weights, "
+            f"{mib(budget - available)} are missing; lower --kv-cache-bytes",
+            param="kv_cache_bytes",
+        )
+    pages = -(-budget // page)
+    note = ""
+    if pages * page_size < context:
+        if wanted_context is not None:
+            raise OutOfMemory(
+                f"a context of {context} tokens needs {mib(needed)} of KV cache, {mib(needed - budget)} more than there "
+                "is; lower --context-length or raise --kv-cache-bytes",
+                param="context_length",
+            )
+        context = pages * page_size
+        note = f"context cut from {model_context} to {context} tokens, what the KV cache holds; --kv-cache-bytes gives more"
+    return KVSize(pages + 1, context, (pages + 1) * page, note)
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def check_weights(needed: int, available: int) -> None:
+    """Raises OutOfMemory rather than let the kernel kill the process while it loads."""
+    if needed > available:
+        raise OutOfMemory(
+            f"the weights need {mib(needed)}, {mib(needed - available)} more than the {mib(available)} available; "
+            "use --quantization int8 or int4, or a smaller model",
+            param="quantization",
+        )
+
+
+def available_bytes() -> int:
+    """Memory this process can still get: MemAvailable, or what its control group leaves (version 2, and 0 = unknown)."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.M)
+    available = int(found[1]) << 10 if found else 0
+    group = re.search(r"^0::/(.*)$", _read("/proc/self/cgroup"), re.M)
+    for folder in {"/sys/fs/cgroup", f"/sys/fs/cgroup/{group[1] if group else ''}"}:
+        limit, used = _read(f"{folder}/memory.max").strip(), _read(f"{folder}/memory.current").strip()
+        if limit.isdigit() and used.isdigit():
+            available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def resident_bytes() -> dict[str, int]:
+    """``rss`` and its peak, of this process."""
+    status = _read("/proc/self/status")
+    found = {name: re.search(rf"^{key}:\s+(\d+) kB", status, re.M) for name, key in (("rss", "VmRSS"), ("peak_rss", "VmHWM"))}
+    return {name: int(match[1]) << 10 for name, match in found.items() if match}
+
+
+def mib(size: int) -> str:
+    return f"{size / MIB:,.0f} MiB"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,164 @@
+"""What one rank does with a plan: tables, forward pass, sampling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgla import clock
+from sgla.config import Config
+from sgla.dist import Shard, join
+from sgla.errors import UnsupportedField
+from sgla.hub.source import ModelSource
+from sgla.layers.linear import split_heads
+from sgla.messages import (
+    SAMPLE,
+    Control,
+    Facts,
+    LogprobBlock,
+    NewRow,
+    Progress,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
+from sgla.model.base import KVSpec
+from sgla.model.load import load_model
+from sgla.model.spec import ModelSpec
+from sgla.sampling import Sampler
+from sgla.sampling.logprobs import join as join_scores
+from sgla.sampling.logprobs import score
+from sgla.worker.batch import PromptSpan, StepBatch, build
+from sgla.worker.kv import allocate_kv
+from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv, weight_bytes
+from sgla.worker.profile import Profiler
+from sgla.worker.state import SlotTables
+
+SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
+LOGIT_ROWS = 64  # rows of logits that exist at a time for prompt logprobs
+
+
+class Runner:
+    """Loads on construction. Raises ConfigError and its kin; ``report`` hears of the progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        report: Callable[[Progress], None],
+    ) -> None:
+        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // size))
+        self._group = ExitStack()
+        self.shard = self._group.enter_context(join(rank, size, Path(rendezvous) / "store"))
+        begun = clock.now()
+        self._load(config, source, report)
+        loaded = clock.now()
+        report(Progress(phase="warmup"))
+        self._warm_up()
+        self.facts.timings |= {"weights": loaded - begun, "warmup": clock.now() - loaded}
+        self._profiler = Profiler(rank)
+
+    def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
+        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        slots, step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
+        spec = ModelSpec.from_config(source.config)
+        weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
+        check_weights(weights, available_bytes())
+        kv_spec = kv_of(spec, self.shard)
+        size = size_kv(
+            kv_spec,
+            config.page_size,
+            dtype,
+            budget=config.kv_cache_bytes,
+            available=available_bytes() - weights,
+            wanted_context=config.context_length,
+            model_context=spec.context_len,
+        )
+        self.model = load_model(
+            source, dtype, config.quantization, self.shard, size.context_len, report, config.random_seed or 0
+        )
+        self.kv = allocate_kv(kv_spec, size.pages, config.page_size, dtype)
+        self.tables = SlotTables(slots, size.context_len, config.page_size)
+        self.sampler = Sampler(self.tables.tokens, spec.vocab)
+        self.facts = Facts(
+            pages=size.pages,
+            page_size=config.page_size,
+            slots=slots,
+            context_len=size.context_len,
+            vocab_size=spec.vocab,
+            step_tokens=step_tokens,
+            dtype=dtype,
+            device="cpu",
+            ledger={"weights": weights, "kv": size.bytes},
+            notes=[size.note] if size.note else [],
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """All ranks return the same tokens; logprobs come from rank 0."""
+        self.tables.apply(plan)
+        for new in plan.new:
+            self.sampler.admit(new.slot, new.prompt_len, new.sampling)
+        batch = build(plan, self.tables)
+        hidden = self.model.forward(batch.forward, self.kv)
+        blocks = [block for span in batch.prompt_spans if (block := self._score_prompt(hidden, span)) is not None]
+        tokens, sampled = self._sample(batch, hidden)
+        return StepResult(step=plan.step, tokens=tokens.tobytes(), logprobs=blocks + sampled)
+
+    def _sample(self, batch: StepBatch, hidden: torch.Tensor) -> tuple[NDArray[np.int32], list[LogprobBlock]]:
+        """The next token of each sampled row, in the token table of every rank."""
+        if not len(batch.rows):
+            return batch.rows, []
+        logits = self.model.logits(hidden[batch.forward.sample_rows.long()])
+        tokens = np.empty(len(batch.rows), np.int32)
+        blocks: list[LogprobBlock] = []
+        if self.shard.rank == 0:
+            tokens, blocks = self.sampler.sample(logits.numpy(), batch.rows, batch.slots, batch.positions)
+        self.shard.broadcast(torch.from_numpy(tokens))
+        self.tables.tokens[batch.slots, batch.positions] = tokens
+        return tokens, blocks
+
+    def _score_prompt(self, hidden: torch.Tensor, span: PromptSpan) -> LogprobBlock | None:
+        """A few rows of logits at a time; every rank takes part in computing them."""
+        parts = []
+        k = max(0, int(self.tables.prompt_logprobs[span.slot]))
+        for first in range(span.first, span.end, LOGIT_ROWS):
+            end = min(first + LOGIT_ROWS, span.end)
+            logits = self.model.logits(hidden[first:end])
+            if self.shard.rank == 0:
+                at = span.start + first - span.first
+                parts.append(score(logits.numpy(), self.tables.tokens[span.slot, at : at + end - first], k))
+        return join_scores(parts).block(span.row, True, span.start) if parts else None
+
+    def _warm_up(self) -> None:
+        """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""
+        one, zero = np.ones(1, np.int32).tobytes(), np.zeros(1, np.int32).tobytes()
+        new = NewRow(slot=0, tokens=zero, prompt_len=1, pages=b"", sampling=RowSampling())
+        self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
+
+    def control(self, command: Control) -> dict[str, Any]:
+        """Verbs: ``memory``; ``profile_start`` with ``folder``; ``profile_stop``. Raises UnsupportedField, InvalidField."""
+        match command.verb:
+            case "memory":
+                return {"ledger": self.facts.ledger | resident_bytes()}
+            case "profile_start":
+                return self._profiler.start(str(command.args.get("folder", "profile")))
+            case "profile_stop":
+                return self._profiler.stop()
+        raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
+
+
+def kv_of(spec: ModelSpec, shard: Shard) -> KVSpec:
+    """What ``CausalLM.kv_spec`` will say, before the model exists."""
+    _, kv = split_heads(spec.heads, spec.kv_heads, shard)
+    return KVSpec(spec.layers, len(kv), spec.head_dim)

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config, tiny_source
+
+from sgla.errors import ConfigError, InvalidField, OutOfMemory, UnsupportedField
+from sgla.executor.inline import InlineExecutor
+from sgla.executor.procs import ProcsExecutor
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
+from sgla.model.base import KVSpec
+from sgla.worker.batch import build
+from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
+from sgla.worker.runner import Runner
+from sgla.worker.state import SlotTables
+
+
+def ints(values: Any) -> bytes:
+    return array("i", values).tobytes()
+
+
+def make_runner(**changes: Any) -> Runner:
+    return Runner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return make_runner()
+
+
+def make_requests(seed: int = 0) -> list[Submit]:
+    """Greedy and seeded, with and without rules; two share a prefix of several pages."""
+    rng = random.Random(seed)
+    prompt = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+    shared = prompt(70)
+    return [
+        submit("greedy", prompt(5), 20),
+        submit("long", prompt(150), 12),
+        submit("one", prompt(1), 30, temperature=0.8, seed=3),
+        submit("shared-a", shared + prompt(3), 15, temperature=1.0, top_p=0.9, seed=4, frequency=0.3),
+        submit("shared-b", shared + prompt(4), 15, repetition=1.2, logit_bias=[(7, 1.5)]),
+        submit("top-k", prompt(33), 25, temperature=1.1, top_k=20, min_p=0.01, seed=2**62),
+        submit("least", prompt(8), 16, min_tokens=9, stop_ids=list(range(0, VOCAB, 3))),
+        submit("page", prompt(16), 17, temperature=0.5, seed=9, presence=0.5),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: Runner) -> dict[str, list[int]]:
+    """What each request gives by itself: depth 1, cold cache, the prompt in one step if it fits."""
+    tokens: dict[str, list[int]] = {}
+    for request in make_requests():
+        tokens |= run(runner, [request], depth=1, prefix_cache=False).tokens()
+    assert len({tuple(t) for t in tokens.values()}) == len(tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_batch_gives_what_each_request_gives_alone(runner: Runner, alone: dict[str, list[int]], depth: int) -> None:
+    assert run(runner, make_requests(), depth=depth).tokens() == alone
+
+
+@pytest.mark.parametrize("step_tokens", [9, 16, 23])
+def test_chunked_prefill_equals_whole(runner: Runner, alone: dict[str, list[int]], step_tokens: int) -> None:
+    assert run(runner, make_requests(), step_tokens=step_tokens, depth=2).tokens() == alone
+
+
+def test_a_warm_cache_equals_a_cold_one(runner: Runner, alone: dict[str, list[int]]) -> None:
+    core = make_core(runner.facts)
+    assert run(runner, make_requests(), core).tokens() == alone
+    warm = run(runner, make_requests(), core)
+    assert warm.tokens() == alone
+    assert max(d.cached_tokens for deltas in warm.values() for d in deltas) >= 64
+
+
+def test_preempted_requests_resume_the_same_stream(runner: Runner, alone: dict[str, list[int]]) -> None:
+    core = make_core(runner.facts, pages=18, depth=2, reserve=0.0)
+    assert run(runner, make_requests(), core).tokens() == alone
+    assert core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["inline", "procs", "procs tp 2"])
+async def test_executors_equal_the_runner(kind: str, alone: dict[str, list[int]]) -> None:
+    config = tiny_config(tp=2 if kind.endswith("2") else 1)
+    executor = (InlineExecutor if kind == "inline" else ProcsExecutor)(config, tiny_source())
+    try:
+        facts = await executor.start(lambda progress: None)
+        for depth in (1, 3):
+            assert (await run_executor(executor, facts, make_requests(), depth=depth)).tokens() == alone
+        replies = (await executor.control(Control(verb="memory")))["ranks"]
+        assert len(replies) == config.tp
+        assert all(reply["ledger"]["rss"] > 10 * MIB for reply in replies)
+    finally:
+        await executor.close()
+
+
+def test_logprobs_of_prompt_and_outputs_are_the_models(runner: Runner) -> None:
+    rng = random.Random(5)
+    prompt = [rng.randrange(VOCAB) for _ in range(90)]
+    request = submit("r", prompt, 6, logprobs=3, prompt_logprobs=2, temperature=1.0, seed=1)
+    whole = run(runner, [request])["r"]
+    chunked = run(runner, [request], step_tokens=13)["r"]
+    outputs = [t for d in whole for t in d.tokens]
+    text = prompt + outputs
+    expected = forward(runner, text).log_softmax(-1)
+    for deltas in (whole, chunked):
+        scored = [lp for d in deltas for lp in d.prompt_logprobs or []]
+        assert scored[0] is None
+        scored += [lp for d in deltas for lp in d.logprobs or []]
+        assert len(scored) == len(text)
+        for position, lp in enumerate(scored[1:], 1):
+            assert lp is not None
+            row = expected[position - 1]
+            assert lp.token == text[position]
+            assert lp.logprob == pytest.approx(float(row[lp.token]), abs=2e-4)
+            top = row.topk(2 if position < len(prompt) else 3)
+            assert [t for t, _ in lp.top] == top.indices.tolist()
+            assert [v for _, v in lp.top] == pytest.approx(top.values.tolist(), abs=2e-4)
+            assert lp.rank == 1 + int((row > row[lp.token]).sum())
+
+
+def forward(runner: Runner, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, V] of one sequence in one step."""
+    tables = SlotTables(1, runner.facts.context_len, runner.facts.page_size)
+    pages = range(1, 2 + len(tokens) // runner.facts.page_size)
+    new = NewRow(
+        slot=0, tokens=ints(tokens), prompt_len=len(tokens), pages=ints(pages), sampling=RowSampling()
+    )
+    plan = StepPlan(step=1, slots=ints([0]), starts=ints([0]), q_lens=ints([len(tokens)]), flags=b"\0", new=[new])
+    tables.apply(plan)
+    return runner.model.logits(runner.model.forward(build(plan, tables).forward, runner.kv))
+
+
+def test_batches_match_a_token_by_token_construction() -> None:
+    rng = random.Random(7)
+    for _ in range(200):
+        page_size = rng.choice((1, 4, 16))
+        tables = SlotTables(6, 100, page_size)
+        slots = rng.sample(range(6), rng.randint(1, 6))
+        known = {slot: rng.randint(1, 100) for slot in slots}
+        tokens = {slot: [rng.randrange(1000) for _ in range(n)] for slot, n in known.items()}
+        pages = {slot: [rng.randrange(1, 500) for _ in range(-(-n // page_size))] for slot, n in known.items()}
+        told = {slot: rng.randint(0, len(pages[slot])) for slot in slots}
+        late = [slot for slot in slots if told[slot] < len(pages[slot])]
+        starts = [rng.randrange(known[slot]) for slot in slots]
+        q_lens = [1 if rng.random() < 0.3 else rng.randint(1, known[s] - start) for s, start in zip(slots, starts)]
+        flags = [rng.choice((0, SAMPLE, PROMPT_LOGPROBS, SAMPLE | PROMPT_LOGPROBS)) for _ in slots]
+        prompt_len = {slot: rng.randint(start + 2, start + 200) for slot, start in zip(slots, starts)}
+        plan = StepPlan(
+            step=1,
+            slots=ints(slots),
+            starts=ints(starts),
+            q_lens=ints(q_lens),
+            flags=bytes(flags),
+            page_slots=ints(late),
+            page_counts=ints(len(pages[s]) - told[s] for s in late),
+            page_ids=ints(p for s in late for p in pages[s][told[s] :]),
+            new=[
+                NewRow(
+                    slot=s,
+                    tokens=ints(tokens[s]),
+                    prompt_len=prompt_len[s],
+                    pages=ints(pages[s][: told[s]]),
+                    sampling=RowSampling(),
+                )
+                for s in slots
+            ],
+        )
+        tables.apply(plan)
+        batch = build(plan, tables)
+        f = batch.forward
+        spots = [(r, s, p) for r, s in enumerate(slots) for p in range(starts[r], starts[r] + q_lens[r])]
+        assert (f.rows, f.tokens, f.page_size) == (len(slots), len(spots), page_size)
+        assert f.ids.tolist() == [tokens[s][p] for _, s, p in spots]
+        assert f.positions.tolist() == [p for _, _, p in spots]
+        assert f.out_loc.tolist() == [pages[s][p // page_size] * page_size + p % page_size for _, s, p in spots]
+        assert f.kv_len.tolist() == [a + n for a, n in zip(starts, q_lens)]
+        assert f.slots.tolist() == slots
+        assert all(f.page_table[s, : len(pages[s])].tolist() == pages[s] for s in slots)
+        last = [max(i for i, spot in enumerate(spots) if spot[0] == r) for r in range(len(slots))]
+        assert f.q_start.tolist() == [0, *(i + 1 for i in last)]
+        assert f.sample_rows.tolist() == [i for i, flag in zip(last, flags) if flag & SAMPLE]
+        assert batch.rows.tolist() == [r for r, flag in enumerate(flags) if flag & SAMPLE]
+        assert all(t.dtype == torch.int32 for t in (f.ids, f.positions, f.slots, f.q_start, f.kv_len, f.out_loc))
+        for span in batch.prompt_spans:
+            positions = [p for r, s, p in spots if r == span.row and p + 1 < prompt_len[s]]
+            assert [p for _, _, p in spots[span.first : span.end]] == positions
+            assert span.start == positions[0] + 1
+        assert [s.row for s in batch.prompt_spans] == [r for r, flag in enumerate(flags) if flag & PROMPT_LOGPROBS]
+
+
+def test_a_slot_forgets_its_previous_request() -> None:
+    tables = SlotTables(2, 50, 4)
+    for count in (5, 2):
+        row = NewRow(slot=1, tokens=ints(range(9)), prompt_len=9, pages=ints(range(1, count)), sampling=RowSampling())
+        tables.apply(StepPlan(step=1, slots=b"", starts=b"", q_lens=b"", flags=b"", new=[row]))
+    append = StepPlan(
+        step=2, slots=b"", starts=b"", q_lens=b"", flags=b"", page_slots=ints([1]), page_counts=ints([2]), page_ids=ints([8, 9])
+    )
+    tables.apply(append)
+    assert tables.page_table[1, :3].tolist() == [1, 8, 9]
+    assert tables.page_count.tolist() == [0, 3]
+
+
+SPEC = KVSpec(layers=4, kv_heads=2, head_dim=64)  # 4 KiB a token in float32, 64 KiB a page
+
+
+def sized(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {"budget": None, "available": 4096 * MIB, "wanted_context": None, "model_context": 2048}
+    return size_kv(SPEC, 16, "float32", **arguments | changes)
+
+
+def test_the_kv_cache_is_sized_by_budget_memory_and_context() -> None:
+    page = 64 << 10
+    assert sized().bytes == 512 * MIB + page
+    assert sized().pages * page == sized().bytes
+    assert sized(available=400 * MIB).bytes == 100 * MIB + page
+    assert sized(model_context=200_000).context_len == 200_000  # more than 512 MiB, and there is room
+    assert sized(budget=1 * MIB, wanted_context=256) == (17, 256, 17 * page, "")
+    cut = sized(budget=1 * MIB)
+    assert cut.context_len == 256
+    assert "--kv-cache-bytes" in cut.note
+    with pytest.raises(OutOfMemory, match=r"needs 8 MiB .*, 7 MiB more .*--context-length"):
+        sized(budget=1 * MIB, wanted_context=2048)
+    with pytest.raises(OutOfMemory, match=r"64 MiB are missing; lower --kv-cache-bytes"):
+        sized(budget=128 * MIB, available=64 * MIB)
+
+
+def test_memory_is_only_touched_when_used() -> None:
+    available = available_bytes()
+    before = resident_bytes()["rss"]
+    runner = make_runner(kv_cache_bytes=available // 2, max_running_requests=4096)
+    assert resident_bytes()["rss"] - before < 64 * MIB
+    assert runner.facts.ledger["kv"] >= available // 2
+    assert np.prod([runner.facts.pages, runner.facts.page_size]) > 1 << 20
+
+
+def test_wrong_settings_are_typed_errors() -> None:
+    with pytest.raises(ConfigError, match="256"):
+        make_runner(context_length=512)
+    with pytest.raises(OutOfMemory, match="--kv-cache-bytes"):
+        make_runner(kv_cache_bytes=1 << 50)
+
+
+def test_control_commands(runner: Runner, tmp_path: Path) -> None:
+    assert runner.control(Control(verb="memory"))["ledger"]["weights"] > 0
+    with pytest.raises(InvalidField):
+        runner.control(Control(verb="profile_stop"))
+    runner.control(Control(verb="profile_start", args={"folder": str(tmp_path / "a")}))
+    run(runner, [submit("r", [1, 2, 3], 3)])
+    path = runner.control(Control(verb="profile_stop"))["file"]
+    assert "aten::" in Path(path).read_text()
+    with pytest.raises(UnsupportedField, match="'fly'"):
+        runner.control(Control(verb="fly"))

@@ -1,0 +1,131 @@
+"""A tiny random model and a driver that runs requests through the scheduler and an executor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from sgla.config import Config
+from sgla.executor.base import Executor
+from sgla.hub.source import ModelSource
+from sgla.messages import Delta, Facts, RowSampling, StepPlan, StepResult, Submit
+from sgla.sched.core import Core
+from sgla.sched.limits import Limits
+
+VOCAB = 331
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_source(**changes: Any) -> ModelSource:
+    return ModelSource("dummy", Path("tiny"), (), LLAMA | changes, {})
+
+
+def tiny_config(**changes: Any) -> Config:
+    settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_running_requests": 8, "step_tokens": 64}
+    settings |= {"kv_cache_bytes": 1 << 20, "random_seed": 1, "native_kernels": False}
+    return Config(**settings | changes)
+
+
+def make_core(facts: Facts, **changes: Any) -> Core:
+    limits: dict[str, Any] = {
+        "slots": facts.slots,
+        "pages": facts.pages,
+        "page_size": facts.page_size,
+        "context_len": facts.context_len,
+        "step_tokens": facts.step_tokens,
+    }
+    return Core(Limits(**limits | changes))
+
+
+def submit(rid: str, tokens: list[int], max_new: int, **sampling: Any) -> Submit:
+    stop_ids = frozenset(sampling.get("stop_ids", []))
+    return Submit(
+        rid=rid, parent=rid, index=0, tokens=tokens, max_new=max_new, stop_ids=stop_ids, sampling=RowSampling(**sampling)
+    )
+
+
+class Synchronous:
+    """A Runner as an executor that works when it is drained, so plans really are made ahead of results."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def drain(self) -> list[StepResult]:
+        return [self.runner.execute(self.plans.popleft())]
+
+
+class Transcript(dict[str, list[Delta]]):
+    """Deltas by rid."""
+
+    def tokens(self) -> dict[str, list[int]]:
+        return {rid: [t for delta in deltas for t in delta.tokens] for rid, deltas in self.items()}
+
+    def finish(self) -> dict[str, str | None]:
+        return {rid: deltas[-1].finish for rid, deltas in self.items()}
+
+
+def _take(core: Core, results: list[StepResult], transcript: Transcript) -> None:
+    for result in results:
+        assert result.error is None, result.error
+        for delta in core.retire(result, 0.0):
+            transcript.setdefault(delta.rid, []).append(delta)
+
+
+def run(runner: Any, submits: list[Submit], core: Core | None = None, **limits: Any) -> Transcript:
+    """All requests at once through a runner in this thread."""
+    core = core or make_core(runner.facts, **limits)
+    executor, transcript = Synchronous(runner), Transcript()
+    for request in submits:
+        core.offer(request, 0.0)
+    while not core.idle:
+        while (plan := core.plan(0.0)) is not None:
+            executor.submit(plan)
+        _take(core, executor.drain(), transcript)
+        core.check()
+    return transcript
+
+
+async def run_executor(executor: Executor, facts: Facts, submits: list[Submit], **limits: Any) -> Transcript:
+    """All requests at once through a started executor."""
+    core, transcript, done = make_core(facts, **limits), Transcript(), asyncio.Event()
+
+    def advance() -> None:
+        while (plan := core.plan(0.0)) is not None:
+            executor.submit(plan)
+
+    def on_results() -> None:
+        _take(core, executor.drain(), transcript)
+        advance()
+        if core.idle:
+            done.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(executor.results_fd(), on_results)
+    try:
+        for request in submits:
+            core.offer(request, 0.0)
+        advance()
+        await asyncio.wait_for(done.wait(), 60)
+    finally:
+        loop.remove_reader(executor.results_fd())
+    return transcript
