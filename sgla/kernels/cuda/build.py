@@ -1,0 +1,119 @@
+"""Compile the CUDA kernels with NVRTC, keep the result on disk, and launch them.
+
+NVRTC and its Python bindings come with CUDA builds of torch, so no compiler has to be installed. The driver is called
+through ctypes because torch has no way to launch with programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+_ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LAUNCH_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {code} ({(text.value or b'?').decode()})")
+
+
+class Kernel:
+    """One compiled kernel that takes a single structure by value.
+
+    ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes.
+    """
+
+    def __init__(self, file: str, name: str, defines: Mapping[str, int], shared: int = 0) -> None:
+        torch.cuda.current_stream()  # the context must exist
+        cubin = _compiled(file, tuple(sorted(defines.items())))
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {file}")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+        if shared > 48 << 10:
+            code = _driver().cuFuncSetAttribute(self._function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, shared)
+            _check(code, f"{shared} bytes of shared memory for {name}")
+        self.shared = shared
+        self._attribute = _Attribute(id=_LAUNCH_SERIALIZATION, value=1)
+
+    def launch(self, grid: int, threads: int, params: ctypes.Structure, dependent: bool = True) -> None:
+        """On the current stream. ``dependent``: may start while the kernel before it runs (it waits by itself)."""
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _Config((grid, 1, 1), (threads, 1, 1), self.shared, stream, ctypes.pointer(self._attribute), int(dependent))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch")
+
+
+def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
+    """The cubin for this GPU, from the cache folder if it is there."""
+    source = (HERE / "common.cuh").read_text() + (HERE / file).read_text().replace('#include "common.cuh"', "")
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    text = "".join(f"#define {name} {value}\n" for name, value in defines) + source.replace("#pragma once", "")
+    key = hashlib.sha256(f"{arch} {torch.version.cuda} {text}".encode()).hexdigest()[:32]
+    path = cache_folder() / f"{Path(file).stem}-{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    cubin = _nvrtc(text, file, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may be writing the same file.
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
+        temporary.write(cubin)
+    os.replace(temporary.name, path)
+    return cubin
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgla" / "cuda"
+
+
+def _nvrtc(text: str, name: str, arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    def ok(result: tuple[Any, ...]) -> Any:
+        if int(result[0]):
+            raise RuntimeError(f"NVRTC failed on {name}: {nvrtc.nvrtcGetErrorString(result[0])[1].decode()}")
+        return result[1] if len(result) == 2 else result[1:]
+
+    program = ok(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"--extra-device-vectorization"]
+    result = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(result[0]):
+        log = b" " * ok(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{name} does not compile:\n{log.decode()}")
+    cubin = b" " * ok(nvrtc.nvrtcGetCUBINSize(program))
+    ok(nvrtc.nvrtcGetCUBIN(program, cubin))
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin

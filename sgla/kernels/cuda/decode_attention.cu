@@ -1,0 +1,307 @@
+// Paged decode attention for one query token a row: grouped heads on tensor cores, work split evenly over the chip.
+//
+// All (row, kv head) pairs are cut into tiles of 16 tokens and laid end to end; block c of C takes the c-th equal share,
+// whatever the lengths are (the stream-K idea), so one launch of fixed size serves every batch and a graph can replay it.
+// A pair that several blocks share is merged by the last of them to finish. Inside a block each warp walks its own tiles
+// with its own cp.async ring, and scores are computed transposed (S^T = K Q^T, O^T = V^T P^T), so that the group of query
+// heads fills the narrow side (8) of the tensor-core instruction.
+#include "common.cuh"
+
+#ifndef HD
+#define HD 128
+#endif
+#ifndef GROUP  // query heads per kv head, at most 8
+#define GROUP 4
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef PAGE_TILES  // page size / 16
+#define PAGE_TILES 1
+#endif
+#ifndef MIN_TILES  // tiles a block takes at least
+#define MIN_TILES 8
+#endif
+
+constexpr int TILE = 16;
+constexpr int CHUNKS = HD / 8;             // 16-byte chunks of a token
+constexpr int TILE_BYTES = TILE * HD * 2;  // of K, and of V
+constexpr int RING_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
+constexpr int ACC = HD / 16;
+constexpr float NEG = -1e30f;
+
+struct Params {
+  const bf16* q;          // [R, q_stride]
+  const bf16* k;          // page p, head h, token i at p * page_stride + h * head_stride + i * HD
+  const bf16* v;
+  bf16* out;              // [R, Hkv * GROUP * HD]
+  const int* page_table;  // [slots, table_stride]
+  const int* slots;       // [R]
+  const int* kv_len;      // [R]; 0 = padding row
+  const int* cum;         // [R + 1]: tiles of the rows before
+  float* part;            // [2 C, GROUP, HD] unnormalised partial outputs
+  float* part_ml;         // [2 C, GROUP, 2] their maxima and sums
+  int* count;             // [R * Hkv], zero before and after
+  long long page_stride, head_stride;
+  int q_stride, table_stride, rows, kv_heads, window;
+  float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
+};
+
+struct Cursor {  // a place in the block's list of tiles
+  int row, head, tile, end;  // current pair and tile; `end`: one past the last tile of this pair in this block
+  int len, first;            // kv_len, first tile inside the window
+  const int* pages;
+};
+
+// Tiles of a row: those that the window can see.
+__device__ __forceinline__ int first_tile(const Params& p, int len) {
+  return p.window > 0 && len > p.window ? (len - p.window) / TILE : 0;
+}
+
+__device__ __forceinline__ void enter_row(const Params& p, Cursor& c, int row) {
+  c.row = row;
+  c.len = p.kv_len[row];
+  c.first = first_tile(p, c.len);
+  c.pages = p.page_table + (long long)p.slots[row] * p.table_stride;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const Params p) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  float* merge_o = reinterpret_cast<float*>(smem + RING_BYTES);  // [WARPS][GROUP][HD]
+  float* merge_ml = merge_o + WARPS * GROUP * HD;                // [WARPS][8][2]
+  __shared__ int is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  pdl_wait();
+  pdl_launch();
+
+  const int total = p.cum[p.rows] * p.kv_heads;
+  const int blocks = min(int(gridDim.x), (total + MIN_TILES - 1) / MIN_TILES);
+  const int block = blockIdx.x;
+  if (block >= blocks) return;
+  const int begin = int((long long)total * block / blocks), stop = int((long long)total * (block + 1) / blocks);
+
+  // Find the pair that holds tile `begin`.
+  int lo = 0, hi = p.rows - 1;
+  while (lo < hi) {
+    const int mid = (lo + hi + 1) / 2;
+    if (p.cum[mid] * p.kv_heads <= begin) lo = mid; else hi = mid - 1;
+  }
+  Cursor at;  // consumer
+  enter_row(p, at, lo);
+  int left = stop - begin;  // tiles of this block from the consumer's pair on
+  {
+    const int n = p.cum[lo + 1] - p.cum[lo], off = begin - p.cum[lo] * p.kv_heads;
+    at.head = off / n;
+    at.tile = off - at.head * n;
+    at.end = min(n, at.tile + left);
+  }
+  int tiles = p.cum[at.row + 1] - p.cum[at.row];
+  Cursor in = at;  // producer: the next tile to load is in.tile + warp (strided by WARPS)
+  int in_left = left, in_tiles = tiles, in_tile = in.tile + warp;
+  bool in_done = false;
+
+  const u32 ring = smem_addr(smem) + warp * (STAGES * 2 * TILE_BYTES);
+  auto advance_producer = [&]() {  // to a pair that has a tile for this warp
+    while (!in_done && in_tile >= in.end) {
+      in_left -= in.end - in.tile;
+      if (in_left <= 0) { in_done = true; break; }
+      if (++in.head == p.kv_heads) {
+        in.head = 0;
+        int row = in.row;
+        do { ++row; in_tiles = p.cum[row + 1] - p.cum[row]; } while (in_tiles == 0);
+        enter_row(p, in, row);
+      }
+      in.tile = 0;
+      in.end = min(in_tiles, in_left);
+      in_tile = warp;
+    }
+  };
+  auto load = [&](int stage) {
+    if (!in_done) {
+      const int tile = in_tile + in.first, page = in.pages[tile / PAGE_TILES];
+      const long long base = page * p.page_stride + in.head * p.head_stride + (tile % PAGE_TILES) * (TILE * HD);
+      const u32 dst = ring + stage * (2 * TILE_BYTES);
+#pragma unroll
+      for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
+        const int i = j * 32 + lane, row = i / CHUNKS, chunk = i % CHUNKS;
+        const u32 bytes = tile * TILE + row < in.len ? 16 : 0;
+        const u32 to = dst + row * (HD * 2) + ((chunk ^ (row & 7)) * 16);
+        cp_async16(to, p.k + base + i * 8, bytes);
+        cp_async16(to + TILE_BYTES, p.v + base + i * 8, bytes);
+      }
+      in_tile += WARPS;
+      advance_producer();
+    }
+    cp_async_commit();
+  };
+  advance_producer();
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s) load(s);
+  int stage = 0;
+
+  while (left > 0) {
+    u32 qf[ACC][2];
+    const bf16* q = p.q + (long long)at.row * p.q_stride + (at.head * GROUP + g) * HD + t * 2;
+#pragma unroll
+    for (int i = 0; i < ACC; ++i) {
+      qf[i][0] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16) : 0;
+      qf[i][1] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + 8) : 0;
+    }
+    float o[ACC][4] = {};
+    float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2t and 2t + 1; l is this lane's share
+    const int oldest = p.window > 0 ? at.len - p.window : 0;
+
+    for (int tile = at.tile + warp; tile < at.end; tile += WARPS) {
+      cp_async_wait<STAGES - 2>();
+      __syncwarp();
+      load(stage == 0 ? STAGES - 1 : stage - 1);
+      const u32 kt = ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      float s[4] = {};
+      const int r = lane & 15, half = lane >> 4;
+#pragma unroll
+      for (int i = 0; i < ACC; ++i) {
+        u32 a[4];
+        ldmatrix(a, kt + r * (HD * 2) + (((2 * i + half) ^ (r & 7)) * 16));
+        mma(s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
+      }
+      const int token = (tile + at.first) * TILE + g;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float x = s[j] * p.scale;
+        if (SOFTCAP) {
+          float y;
+          asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+          x = y * p.softcap;
+        }
+        const int at_token = token + (j >= 2 ? 8 : 0);
+        s[j] = at_token < at.len && at_token >= oldest ? x : NEG;
+      }
+      float n0 = fmaxf(s[0], s[2]), n1 = fmaxf(s[1], s[3]);
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+        n0 = fmaxf(n0, __shfl_xor_sync(~0u, n0, d));
+        n1 = fmaxf(n1, __shfl_xor_sync(~0u, n1, d));
+      }
+      n0 = fmaxf(n0, m0);
+      n1 = fmaxf(n1, m1);
+      if (__any_sync(~0u, n0 > m0 || n1 > m1)) {
+        const float c0 = exp2_fast(m0 - n0), c1 = exp2_fast(m1 - n1);
+        l0 *= c0;
+        l1 *= c1;
+#pragma unroll
+        for (int i = 0; i < ACC; ++i) { o[i][0] *= c0; o[i][1] *= c1; o[i][2] *= c0; o[i][3] *= c1; }
+        m0 = n0;
+        m1 = n1;
+      }
+      // A tile may be masked as a whole (window edge): its maximum is NEG and must add nothing.
+      const float b0 = m0 == NEG ? 0.f : m0, b1 = m1 == NEG ? 0.f : m1;
+      const float p0 = exp2_fast(s[0] - b0), p1 = exp2_fast(s[1] - b1), p2 = exp2_fast(s[2] - b0), p3 = exp2_fast(s[3] - b1);
+      l0 += p0 + p2;
+      l1 += p1 + p3;
+      const u32 w0 = movmatrix(pack2(p0, p1)), w1 = movmatrix(pack2(p2, p3));
+      const int vr = (lane & 7) + (lane >> 4) * 8, vc = (lane >> 3) & 1;
+#pragma unroll
+      for (int i = 0; i < ACC; ++i) {
+        u32 a[4];
+        ldmatrix_trans(a, vt + vr * (HD * 2) + (((2 * i + vc) ^ (vr & 7)) * 16));
+        mma(o[i], a[0], a[1], a[2], a[3], w0, w1);
+      }
+      __syncwarp();
+    }
+
+    // Merge the warps' shares of this pair.
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) {
+      l0 += __shfl_xor_sync(~0u, l0, d);
+      l1 += __shfl_xor_sync(~0u, l1, d);
+    }
+    __syncthreads();  // the previous pair's readers are done
+    if (g == 0) {
+      float* ml = merge_ml + (warp * 8 + t * 2) * 2;
+      ml[0] = m0; ml[1] = l0; ml[2] = m1; ml[3] = l1;
+    }
+#pragma unroll
+    for (int i = 0; i < ACC; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int head = t * 2 + (j & 1), d = i * 16 + g + (j >= 2 ? 8 : 0);
+        if (head < GROUP) merge_o[(warp * GROUP + head) * HD + d] = o[i][j];
+      }
+    __syncthreads();
+    const int item_start = p.cum[at.row] * p.kv_heads + at.head * tiles;  // in the list of all tiles
+    const bool whole = at.tile == 0 && at.end == tiles;
+    const int first_block = int(((long long)(item_start + 1) * blocks - 1) / total);
+    const int last_block = int(((long long)(item_start + tiles) * blocks - 1) / total);
+    const int my_slot = 2 * block + (at.tile == 0 && item_start > begin ? 1 : 0);
+    bf16* out = p.out + (long long)(at.row * p.kv_heads + at.head) * GROUP * HD;
+    for (int e = threadIdx.x; e < GROUP * HD; e += WARPS * 32) {
+      const int head = e / HD;
+      float m = NEG, l = 0.f, x = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) m = fmaxf(m, merge_ml[(w * 8 + head) * 2]);
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float f = exp2_fast(merge_ml[(w * 8 + head) * 2] - m);
+        l += f * merge_ml[(w * 8 + head) * 2 + 1];
+        x += f * merge_o[w * GROUP * HD + e];
+      }
+      if (whole) {
+        out[e] = f2bf(x / l);
+      } else {
+        __stcg(p.part + (long long)my_slot * GROUP * HD + e, x);
+        if (e % HD == 0) {
+          __stcg(p.part_ml + (my_slot * GROUP + head) * 2, m);
+          __stcg(p.part_ml + (my_slot * GROUP + head) * 2 + 1, l);
+        }
+      }
+    }
+    if (!whole) {
+      __threadfence();
+      __syncthreads();
+      int* count = p.count + at.row * p.kv_heads + at.head;
+      if (threadIdx.x == 0) {
+        is_last = atomicAdd(count, 1) == last_block - first_block;
+        if (is_last) *count = 0;
+      }
+      __syncthreads();
+      if (is_last) {
+        __threadfence();
+        const int first_begin = int((long long)total * first_block / blocks);
+        const int slot0 = 2 * first_block + (item_start > first_begin ? 1 : 0);
+        for (int e = threadIdx.x; e < GROUP * HD; e += WARPS * 32) {
+          const int head = e / HD;
+          float m = NEG, l = 0.f, x = 0.f;
+          for (int b = first_block; b <= last_block; ++b) {
+            const int slot = b == first_block ? slot0 : 2 * b;
+            const float mb = __ldcg(p.part_ml + (slot * GROUP + head) * 2), lb = __ldcg(p.part_ml + (slot * GROUP + head) * 2 + 1);
+            const float xb = __ldcg(p.part + (long long)slot * GROUP * HD + e), n = fmaxf(m, mb);
+            const float f = exp2_fast(m - n), fb = exp2_fast(mb - n);
+            l = l * f + lb * fb;
+            x = x * f + xb * fb;
+            m = n;
+          }
+          out[e] = f2bf(x / l);
+        }
+      }
+    }
+
+    left -= at.end - at.tile;
+    if (left > 0) {
+      if (++at.head == p.kv_heads) {
+        at.head = 0;
+        int row = at.row;
+        do { ++row; tiles = p.cum[row + 1] - p.cum[row]; } while (tiles == 0);
+        enter_row(p, at, row);
+      }
+      at.tile = 0;
+      at.end = min(tiles, left);
+    }
+  }
+}

@@ -1,0 +1,94 @@
+"""Launcher of ``decode_attention.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.build import Kernel
+
+TILE = 16  # tokens; ``cum`` counts these
+WARPS, STAGES = 4, 3
+P = ctypes.c_void_p
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in ("q", "k", "v", "out", "page_table", "slots", "kv_len", "cum", "part", "part_ml", "count")),
+        ("page_stride", ctypes.c_longlong),
+        ("head_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )  # fmt: skip
+
+
+def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
+    """None, or why this kernel cannot be used."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        return "it needs compute capability 9.0"
+    if dtype != torch.bfloat16:
+        return f"it needs a bfloat16 KV cache, not {dtype}"
+    if head_dim not in (64, 128, 256):
+        return f"it needs a head dimension of 64, 128 or 256, not {head_dim}"
+    if group > 8:
+        return f"it takes at most 8 query heads a KV head, not {group}"
+    if page_size % TILE:
+        return f"it needs a page size that is a multiple of {TILE}"
+    return None
+
+
+@cache
+def _kernel(head_dim: int, group: int, page_tiles: int, softcap: bool, stages: int, min_tiles: int) -> Kernel:
+    ring = WARPS * stages * 2 * TILE * head_dim * 2
+    merge = WARPS * group * head_dim * 4 + WARPS * 8 * 2 * 4
+    defines = dict(
+        HD=head_dim, GROUP=group, WARPS=WARPS, STAGES=stages, SOFTCAP=int(softcap), PAGE_TILES=page_tiles, MIN_TILES=min_tiles
+    )
+    return Kernel("decode_attention.cu", "decode_attention", defines, ring + merge)
+
+
+class DecodeAttention:
+    """Workspaces for up to ``rows`` rows; shared by all layers, whose launches follow each other on one stream."""
+
+    def __init__(self, rows: int, kv_heads: int, group: int, head_dim: int, blocks_per_sm: int = 2) -> None:
+        device = torch.device("cuda")
+        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count * blocks_per_sm
+        self.stages = STAGES if head_dim <= 128 else 2
+        self._part = torch.empty(2 * self.blocks, group, head_dim, device=device)
+        self._part_ml = torch.empty(2 * self.blocks, group, 2, device=device)
+        self._count = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+        self.min_tiles = 8
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        page_table: Tensor,
+        slots: Tensor,
+        kv_len: Tensor,
+        cum: Tensor,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """q bf16 ``[R, Hq * hd]`` -> the same shape; k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
+        are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window. Rows with
+        ``kv_len`` 0 are left as they are."""
+        _, page_size, kv_heads, dim = k.shape
+        assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
+        out = torch.empty_like(q)
+        log2e = 1.4426950408889634
+        params = _Params(
+            *(t.data_ptr() for t in (q, k, v, out, page_table, slots, kv_len, cum, self._part, self._part_ml, self._count)),
+            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), q.shape[0], kv_heads, window,
+            scale / softcap if softcap else scale * log2e, softcap * log2e,
+        )  # fmt: skip
+        group = q.shape[1] // (kv_heads * dim)
+        kernel = _kernel(dim, group, page_size // TILE, softcap > 0, self.stages, self.min_tiles)
+        kernel.launch(self.blocks, WARPS * 32, params)
+        return out

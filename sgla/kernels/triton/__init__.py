@@ -1,0 +1,1 @@
+"""Portable GPU kernels in Triton: one launcher per operation of ``kernels/ops.py``, plus the step's bookkeeping."""

@@ -1,0 +1,225 @@
+"""Paged attention in Triton: decode with split history, and extension of rows that may have a cached prefix.
+
+Lengths and page tables are read on the device, so a captured launch stays valid while they change.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NEG = tl.constexpr(-1e30)
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _score(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores in units of log2; ``scale`` holds log2(e), or 1 / softcap with a soft cap."""
+    s = s * scale
+    if SOFTCAP:
+        s = softcap * (2 * tl.sigmoid(2 * s) - 1)
+    return s
+
+
+@triton.jit
+def _decode(
+    q, k, v, page_table, slots, kv_len, out, part, part_ml,
+    s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, softcap, window,
+    HD: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(kv_len + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    first = 0
+    if window > 0:
+        first = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK
+    begin = first + split * share
+    end = tl.minimum(begin + share, length)
+    m = tl.arange(0, GROUP_BLOCK)
+    d = tl.arange(0, HD)
+    at = (row * kv_heads + head) * GROUP + m
+    query = tl.load(q + at[:, None] * HD + d[None, :], mask=m[:, None] < GROUP, other=0.0)
+    top = tl.full([GROUP_BLOCK], NEG, dtype=tl.float32)
+    total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, HD], dtype=tl.float32)
+    pages = page_table + slot * table_stride
+    for start in range(begin, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        live = n < end
+        page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
+        place = page * s_page + (n % page_size) * s_token + head * s_head
+        keys = tl.load(k + place[None, :] + d[:, None], mask=live[None, :], other=0.0)
+        s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
+        s = tl.where(live[None, :], s, NEG)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - new_top[:, None])
+        p = tl.where(live[None, :], p, 0.0)
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        values = tl.load(v + place[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        acc = acc * fade[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        top = new_top
+    if splits == 1:
+        result = acc / tl.maximum(total, 1e-30)[:, None]
+        tl.store(out + at[:, None] * HD + d[None, :], result, mask=m[:, None] < GROUP)
+    else:
+        slice_ = at * splits + split
+        tl.store(part + slice_[:, None] * HD + d[None, :], acc, mask=m[:, None] < GROUP)
+        tl.store(part_ml + slice_ * 2, top, mask=m < GROUP)
+        tl.store(part_ml + slice_ * 2 + 1, total, mask=m < GROUP)
+
+
+@triton.jit
+def _merge(part, part_ml, out, splits, HD: tl.constexpr):
+    """Join the splits of one query head."""
+    head = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, HD)
+    top = NEG
+    total = 0.0
+    acc = tl.zeros([HD], dtype=tl.float32)
+    for split in range(splits):
+        slice_ = head * splits + split
+        m = tl.load(part_ml + slice_ * 2)
+        share = tl.load(part_ml + slice_ * 2 + 1)
+        x = tl.load(part + slice_ * HD + d)
+        new_top = tl.maximum(top, m)
+        old, new = tl.exp2(top - new_top), tl.exp2(m - new_top)
+        total = total * old + share * new
+        acc = acc * old + x * new
+        top = new_top
+    tl.store(out + head * HD + d, acc / tl.maximum(total, 1e-30))
+
+
+@triton.jit
+def _extend(
+    q, k, v, page_table, slots, q_start, kv_len, tiles, out,
+    s_page, s_token, s_head, table_stride, page_size, q_heads, scale, softcap, window,
+    HD: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    tile, q_head = tl.program_id(0), tl.program_id(1)
+    head = q_head // GROUP
+    row = tl.load(tiles + tile * 2)
+    offset = tl.load(tiles + tile * 2 + 1)
+    begin = tl.load(q_start + row)
+    q_len = tl.load(q_start + row + 1) - begin
+    length = tl.load(kv_len + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    i = offset + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HD)
+    at = ((begin + i).to(tl.int64) * q_heads + q_head) * HD
+    query = tl.load(q + at[:, None] + d[None, :], mask=i[:, None] < q_len, other=0.0)
+    position = length - q_len + i
+    end = tl.minimum(length, length - q_len + offset + BLOCK_M)
+    first = 0
+    if window > 0:
+        first = tl.maximum(length - q_len + offset - window + 1, 0) // BLOCK_N * BLOCK_N
+    top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, HD], dtype=tl.float32)
+    pages = page_table + slot * table_stride
+    for start in range(first, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
+        place = page * s_page + (n % page_size) * s_token + head * s_head
+        keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0)
+        s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
+        seen = n[None, :] <= position[:, None]
+        if window > 0:
+            seen = seen & (n[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, NEG)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0)
+        acc = acc * fade[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        top = new_top
+    result = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out + at[:, None] + d[None, :], result, mask=i[:, None] < q_len)
+
+
+def scales(scale: float, softcap: float) -> tuple[float, float]:
+    """``(scale, softcap)`` as the kernels want them: scores in units of log2."""
+    return (scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    kv_len: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    splits: int = 1,
+) -> Tensor:
+    """One query token a row: q ``[R, Hq * hd]`` -> ``[R, Hq * hd]``; k, v ``[pages, page_size, Hkv, hd]``.
+
+    Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
+    A row with ``kv_len`` 0 gives zeros.
+    """
+    rows = q.shape[0]
+    page_size, kv_heads, dim = k.shape[1:]
+    group = q.shape[1] // (kv_heads * dim)
+    out = torch.empty_like(q)
+    heads = rows * kv_heads * group
+    part = q.new_empty(heads * splits, dim, dtype=torch.float32) if splits > 1 else out
+    part_ml = q.new_empty(heads * splits, 2, dtype=torch.float32) if splits > 1 else out
+    factor, cap = scales(scale, softcap)
+    _decode[(rows, kv_heads, splits)](
+        q, k, v, page_table, slots, kv_len, out, part, part_ml,
+        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor, cap, window,
+        HD=dim, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), BLOCK=64 if dim <= 128 else 32,
+        SOFTCAP=softcap > 0, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(heads,)](part, part_ml, out, splits, HD=dim, num_warps=1)
+    return out
+
+
+def splits_for(rows: int, kv_heads: int, processors: int) -> int:
+    """Shares of a history so that a small batch still fills the chip: at most 32, a power of two."""
+    wanted = max(1, processors * 2 // max(1, rows * kv_heads))
+    return min(32, 1 << (wanted.bit_length() - 1))
+
+
+BLOCK_M = 128
+
+
+def extend_tiles(q_lens: list[int], device: torch.device | str) -> Tensor:
+    """int32[tiles, 2]: (row, offset of the tile in the row's query), longest rows first for an even finish."""
+    order = sorted(range(len(q_lens)), key=lambda r: -q_lens[r])
+    pairs = [(r, o) for r in order for o in range(0, q_lens[r], BLOCK_M)]
+    return torch.tensor(pairs, dtype=torch.int32, device=device).view(-1, 2)
+
+
+def extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    q_start: Tensor,
+    kv_len: Tensor,
+    tiles: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from ``extend_tiles``."""
+    page_size, kv_heads, dim = k.shape[1:]
+    q_heads = q.shape[1] // dim
+    out = torch.empty_like(q)
+    factor, cap = scales(scale, softcap)
+    _extend[(tiles.shape[0], q_heads)](
+        q, k, v, page_table, slots, q_start, kv_len, tiles, out,
+        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, cap, window,
+        HD=dim, GROUP=q_heads // kv_heads, BLOCK_M=BLOCK_M, BLOCK_N=64 if dim <= 128 else 32, SOFTCAP=softcap > 0,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return out

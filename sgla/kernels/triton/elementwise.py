@@ -1,0 +1,236 @@
+"""Norms, gated activations, row gathers and the preparation of q, k and v: one read and one write of each tensor."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm(x, weight, out, d, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(v * v) / d + eps)
+    tl.store(out + row * d + i, v * scale * w, mask=i < d)
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, out, total, d, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+    v += tl.load(residual + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
+    h = v.to(total.dtype.element_ty)
+    tl.store(total + row * d + i, h, mask=i < d)
+    v = h.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(v * v) / d + eps)
+    tl.store(out + row * d + i, v * scale * w, mask=i < d)
+
+
+@triton.jit
+def _act_mul(x, out, f, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + row * 2 * f + i, mask=i < f, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * f + f + i, mask=i < f, other=0.0).to(tl.float32)
+    if GELU:
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        act = gate * tl.sigmoid(2 * u)
+    else:
+        act = gate * tl.sigmoid(gate)
+    tl.store(out + row * f + i, act * up, mask=i < f)
+
+
+@triton.jit
+def _take_rows(rows, x, out, d, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(rows + row).to(tl.int64)
+    v = tl.load(x + source * d + i, mask=i < d)
+    tl.store(out + row * d + i, v.to(tl.float32) * scale, mask=i < d)
+
+
+@triton.jit
+def _qk_norm_rope_store(
+    qkv,
+    positions,
+    cos_sin,
+    q_norm,
+    k_norm,
+    k_pages,
+    v_pages,
+    out_loc,
+    q_out,
+    eps,
+    q_heads,
+    kv_heads,
+    page_size,
+    s_page,
+    s_token,
+    s_head,
+    HD: tl.constexpr,
+    ROT: tl.constexpr,
+    HALF_ROT: tl.constexpr,
+    REST: tl.constexpr,
+    HB: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+):
+    """One program: HB heads of one token, all of q, or all of k, or all of v."""
+    token = tl.program_id(0).to(tl.int64)
+    q_blocks = tl.cdiv(q_heads, HB)
+    kv_blocks = tl.cdiv(kv_heads, HB)
+    block = tl.program_id(1)
+    kind = tl.where(block < q_blocks, 0, tl.where(block < q_blocks + kv_blocks, 1, 2))
+    first = (
+        tl.where(kind == 0, block, tl.where(kind == 1, block - q_blocks, block - q_blocks - kv_blocks)) * HB
+    )
+    base = tl.where(kind == 0, 0, tl.where(kind == 1, q_heads, q_heads + kv_heads))
+    head = first + tl.arange(0, HB)
+    live = head < tl.where(kind == 0, q_heads, kv_heads)
+    source = qkv + token * (q_heads + 2 * kv_heads) * HD + (base + head)[:, None] * HD
+    loc = tl.load(out_loc + token).to(tl.int64)
+    page = (loc // page_size) * s_page + (loc % page_size) * s_token
+    if kind == 2:
+        d = tl.arange(0, HD)[None, :]
+        v = tl.load(source + d, mask=live[:, None])
+        tl.store(v_pages + page + head[:, None] * s_head + d, v, mask=live[:, None])
+        return
+    half: tl.constexpr = ROT // 2
+    i = tl.arange(0, HALF_ROT)
+    in_rot = i < half
+    mask = live[:, None] & in_rot[None, :]
+    a = tl.load(source + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + half + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    rest = tl.zeros([HB, REST], dtype=tl.float32)
+    j = tl.arange(0, REST)
+    rest_mask = live[:, None] & (j < HD - ROT)[None, :]
+    if ROT < HD:
+        rest = tl.load(source + ROT + j[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if (HAS_Q_NORM and kind == 0) or (HAS_K_NORM and kind == 1):
+        square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(square / HD + eps)[:, None]
+        if kind == 0:
+            wa = tl.load(q_norm + i, mask=in_rot, other=0.0)
+            wb = tl.load(q_norm + half + i, mask=in_rot, other=0.0)
+            wr = tl.load(q_norm + ROT + j, mask=j < HD - ROT, other=0.0)
+        else:
+            wa = tl.load(k_norm + i, mask=in_rot, other=0.0)
+            wb = tl.load(k_norm + half + i, mask=in_rot, other=0.0)
+            wr = tl.load(k_norm + ROT + j, mask=j < HD - ROT, other=0.0)
+        a = (a * scale * wa.to(tl.float32)[None, :]).to(q_out.dtype.element_ty).to(tl.float32)
+        b = (b * scale * wb.to(tl.float32)[None, :]).to(q_out.dtype.element_ty).to(tl.float32)
+        rest = rest * scale * wr.to(tl.float32)[None, :]
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cos_sin + position * ROT + i, mask=in_rot, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * ROT + half + i, mask=in_rot, other=0.0)[None, :]
+    ra = a * cos - b * sin
+    rb = b * cos + a * sin
+    if kind == 0:
+        target = q_out + token * q_heads * HD + head[:, None] * HD
+        tl.store(target + i[None, :], ra, mask=mask)
+        tl.store(target + half + i[None, :], rb, mask=mask)
+        if ROT < HD:
+            tl.store(target + ROT + j[None, :], rest, mask=rest_mask)
+    else:
+        target = k_pages + page + head[:, None] * s_head
+        tl.store(target + i[None, :], ra, mask=mask)
+        tl.store(target + half + i[None, :], rb, mask=mask)
+        if ROT < HD:
+            tl.store(target + ROT + j[None, :], rest, mask=rest_mask)
+
+
+def _warps(width: int) -> int:
+    return 1 if width <= 512 else 4 if width <= 4096 else 8
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``ops.rms_norm``; x contiguous ``[T, d]``."""
+    out = torch.empty_like(x)
+    d = x.shape[-1]
+    block = triton.next_power_of_2(d)
+    _rms_norm[(x.numel() // d,)](x, weight, out, d, eps, BLOCK=block, num_warps=_warps(block))
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See ``ops.add_rms_norm``."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    d = x.shape[-1]
+    block = triton.next_power_of_2(d)
+    _add_rms_norm[(x.shape[0],)](
+        x, residual, weight, out, total, d, eps, BLOCK=block, num_warps=_warps(block)
+    )
+    return out, total
+
+
+def act_mul(x: Tensor, kind: str) -> Tensor:
+    """See ``ops.act_mul``."""
+    f = x.shape[1] // 2
+    out = x.new_empty(x.shape[0], f)
+    block = min(2048, triton.next_power_of_2(f))
+    _act_mul[(x.shape[0], triton.cdiv(f, block))](x, out, f, GELU=kind == "gelu_tanh", BLOCK=block)
+    return out
+
+
+def take_rows(x: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
+    """``x[rows] * scale``: x ``[N, d]``, rows int32[S]; embedding and gather."""
+    d = x.shape[1]
+    out = x.new_empty(rows.shape[0], d)
+    if rows.shape[0]:
+        block = min(2048, triton.next_power_of_2(d))
+        _take_rows[(rows.shape[0], triton.cdiv(d, block))](rows, x, out, d, scale, BLOCK=block)
+    return out
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k: Tensor,
+    v: Tensor,
+    out_loc: Tensor,
+) -> Tensor:
+    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous."""
+    tokens = qkv.shape[0]
+    page_size, kv_heads, dim = k.shape[1:]
+    q_heads = qkv.shape[1] // dim - 2 * kv_heads
+    rot = cos_sin.shape[1]
+    out = qkv.new_empty(tokens, q_heads * dim)
+    heads = min(8, triton.next_power_of_2(kv_heads))
+    grid = (tokens, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
+    _qk_norm_rope_store[grid](
+        qkv,
+        positions,
+        cos_sin,
+        q_norm if q_norm is not None else qkv,
+        k_norm if k_norm is not None else qkv,
+        k,
+        v,
+        out_loc,
+        out,
+        eps,
+        q_heads,
+        kv_heads,
+        page_size,
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        HD=dim,
+        ROT=rot,
+        HALF_ROT=triton.next_power_of_2(rot // 2),
+        REST=triton.next_power_of_2(max(1, dim - rot)),
+        HB=heads,
+        HAS_Q_NORM=q_norm is not None,
+        HAS_K_NORM=k_norm is not None,
+        num_warps=2,
+    )
+    return out

@@ -1,0 +1,176 @@
+"""Sampling without sorting the vocabulary.
+
+A token is drawn by an exponential race (Gumbel-max): the largest ``logit / T - log(E)`` wins, E exponential noise from a
+counter hash of (seed, position, token), so neither batch nor history of the process can change a draw. top-k, top-p and
+min-p (in this order, each on the renormalised rest) become one threshold on the logits, found by searching the bits of the
+float order: eight passes of 16 thresholds each, no sort.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096  # logits a program of the race looks at
+COLD = tl.constexpr(1e-5)  # temperatures below are greedy
+
+
+@triton.jit
+def _mix64(z):
+    z = (z + 0x9E3779B97F4A7C15).to(tl.uint64)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9).to(tl.uint64)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB).to(tl.uint64)
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _mix32(x):
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B).to(tl.uint32)
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35).to(tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _race(
+    logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks,
+    HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    i = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    if HAS_CUTS:
+        x = tl.where(x >= tl.load(cuts + row), x, float("-inf"))
+    if temperature >= COLD:
+        seed = tl.load(seeds + slot).to(tl.uint64)
+        position = tl.load(positions + row).to(tl.uint64)
+        key = _mix64(_mix64(seed) ^ position)
+        low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+        h = _mix32(_mix32(i.to(tl.uint32) * 0x9E3779B1 ^ low) ^ high)
+        u = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
+        x = x / temperature - tl.log(-tl.log(u))
+    top, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + row * chunks + chunk, top)
+    tl.store(best_id + row * chunks + chunk, chunk * BLOCK + index)
+
+
+@triton.jit
+def _finish(best, best_id, slots, positions, table, stride, out, chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
+    _, winner = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(best_id + row * chunks + winner)
+    tl.store(out + row, token)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    tl.store(table + slot * stride + position, token, mask=position > 0)
+
+
+@triton.jit
+def _ordered(x):
+    """float32 -> uint32 in the same order."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _unordered(u):
+    bits = tl.where(u >> 31 == 1, u & 0x7FFFFFFF, u ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reach(row_logits, vocab, top, inverse, floor, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest threshold t (in float order) such that the tokens with logit >= max(t, floor) number, or weigh, >= target."""
+    t = tl.zeros([], dtype=tl.uint32)
+    digit = tl.arange(0, 16).to(tl.uint32)
+    shift = tl.full([], 28, dtype=tl.uint32)
+    for _ in range(8):
+        tries = t + (digit << shift)
+        sums = tl.zeros([16], dtype=tl.float32)
+        for start in range(0, vocab, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = tl.load(row_logits + i, mask=i < vocab, other=float("-inf"))
+            keep = (i < vocab) & (x >= floor)
+            value = tl.where(keep, tl.exp((x - top) * inverse) if BY_MASS else 1.0, 0.0)
+            sums += tl.sum(tl.where(_ordered(x)[None, :] >= tries[:, None], value[None, :], 0.0), 1)
+        fits = tl.where(sums >= target, digit.to(tl.int32), 0)
+        t += tl.max(fits, 0).to(tl.uint32) << shift
+        shift -= 4
+    return _unordered(t)
+
+
+@triton.jit
+def _find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps, cuts, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    top_k = tl.load(top_ks + slot)
+    top_p = tl.load(top_ps + slot)
+    min_p = tl.load(min_ps + slot)
+    cut = float("-inf")
+    if temperature >= COLD:
+        row_logits = logits + row * vocab
+        running = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+        for start in range(0, vocab, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            running = tl.maximum(running, tl.load(row_logits + i, mask=i < vocab, other=float("-inf")))
+        top = tl.max(running, 0)
+        inverse = 1.0 / temperature
+        if (top_k > 0) & (top_k < vocab):
+            cut = _reach(row_logits, vocab, top, inverse, cut, top_k.to(tl.float32), False, BLOCK)
+        if top_p < 1.0:
+            total = 0.0
+            for start in range(0, vocab, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                x = tl.load(row_logits + i, mask=i < vocab, other=float("-inf"))
+                total += tl.sum(tl.where((i < vocab) & (x >= cut), tl.exp((x - top) * inverse), 0.0))
+            cut = tl.maximum(cut, _reach(row_logits, vocab, top, inverse, cut, top_p * total, True, BLOCK))
+        if min_p > 0.0:
+            cut = tl.maximum(cut, top + temperature * tl.log(min_p))
+        cut = tl.minimum(cut, top)
+    tl.store(cuts + row, cut)
+
+
+def find_cuts(
+    logits: Tensor, slots: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
+) -> Tensor:
+    """Smallest logit float32[S] that may be drawn in each row of ``logits`` float32[S, V]; -inf for greedy rows.
+
+    The parameter tables are indexed by slot: float32, except ``top_ks`` int32.
+    """
+    cuts = logits.new_empty(logits.shape[0])
+    _find_cuts[(logits.shape[0],)](
+        logits, slots, temperatures, top_ks, top_ps, min_ps, cuts, logits.shape[1], BLOCK=1024, num_warps=8
+    )
+    return cuts
+
+
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    table: Tensor,
+    out: Tensor,
+    cuts: Tensor | None = None,
+) -> None:
+    """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S], and into
+    ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot."""
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    best = logits.new_empty(rows, chunks)
+    best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    _race[(rows, chunks)](
+        logits, slots, positions, seeds, temperatures, cuts if cuts is not None else best, best, best_id, vocab, chunks,
+        HAS_CUTS=cuts is not None, BLOCK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    _finish[(rows,)](
+        best, best_id, slots, positions, table, table.stride(0), out, chunks,
+        BLOCK=triton.next_power_of_2(chunks), num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Bookkeeping of a step on the device: page-table appends, and from the plan's columns to the forward batch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < count
+    slot = tl.load(columns + i, mask=live, other=0).to(tl.int64)
+    index = tl.load(columns + count + i, mask=live, other=0)
+    page = tl.load(columns + 2 * count + i, mask=live, other=0)
+    tl.store(page_table + slot * stride + index, page, mask=live)
+
+
+@triton.jit
+def _prepare_decode(
+    slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len, out_loc, cum,
+    rows, window, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, BLOCK)
+    live = r < rows
+    slot = tl.load(slots + r, mask=live, other=0).to(tl.int64)
+    start = tl.load(starts + r, mask=live, other=-1)
+    real = live & (start >= 0)
+    position = tl.maximum(start, 0)
+    token = tl.load(tokens + slot * token_stride + position, mask=real, other=0)
+    page = tl.load(page_table + slot * table_stride + position // page_size, mask=real, other=0)
+    tl.store(ids + r, token, mask=live)
+    tl.store(positions + r, position, mask=live)
+    tl.store(kv_len + r, start + 1, mask=live)
+    tl.store(out_loc + r, tl.where(real, page * page_size + position % page_size, 0), mask=live)
+    length = tl.where(live, start + 1, 0)
+    tiles = tl.cdiv(length, TILE)
+    if window > 0:
+        tiles -= tl.where(length > window, (length - window) // TILE, 0)
+    tl.store(cum + 1 + r, tl.cumsum(tiles, 0), mask=live)
+
+
+@triton.jit
+def _count_tiles(kv_len, cum, rows, window, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.arange(0, BLOCK)
+    length = tl.load(kv_len + r, mask=r < rows, other=0)
+    tiles = tl.cdiv(length, TILE)
+    if window > 0:
+        tiles -= tl.where(length > window, (length - window) // TILE, 0)
+    tl.store(cum + 1 + r, tl.cumsum(tiles, 0), mask=r < rows)
+
+
+def append_pages(columns: Tensor, page_table: Tensor) -> None:
+    """``columns`` int32[3, count]: slot, index in its table, page."""
+    count = columns.shape[1]
+    _append_pages[(triton.cdiv(count, 256),)](columns, page_table, page_table.stride(0), count, BLOCK=256)
+
+
+def prepare_decode(
+    slots: Tensor,
+    starts: Tensor,
+    tokens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    ids: Tensor,
+    positions: Tensor,
+    kv_len: Tensor,
+    out_loc: Tensor,
+    cum: Tensor,
+    tile: int,
+    window: int = 0,
+) -> None:
+    """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which gets
+    ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row, ``cum[0]`` is 0."""
+    rows = slots.shape[0]
+    _prepare_decode[(1,)](
+        slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
+        ids, positions, kv_len, out_loc, cum, rows, window,
+        TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4,
+    )  # fmt: skip
+
+
+def count_tiles(kv_len: Tensor, cum: Tensor, tile: int, window: int) -> None:
+    """``cum`` as in ``prepare_decode``, for another window."""
+    rows = kv_len.shape[0]
+    _count_tiles[(1,)](kv_len, cum, rows, window, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4)

@@ -1,0 +1,179 @@
+"""The portable kernels against the torch oracle. Without a GPU they run in Triton's interpreter, in float32."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from sgla.kernels import ops
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.triton import attention, elementwise, sampling, step
+from sgla.layers.batch import ForwardBatch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_batch(
+    q_lens: list[int], kv_lens: list[int], heads: int, kv_heads: int, dim: int, page_size: int = 4
+):
+    """A batch over shuffled pages with random KV; the pages hold the same values in another order of dims."""
+    generator = torch.Generator().manual_seed(sum(q_lens) * 7 + sum(kv_lens))
+    rows, most = len(q_lens), -(-max(kv_lens) // page_size)
+    pages = 1 + torch.randperm(rows * most, generator=generator).view(rows, most)
+    table = torch.zeros(rows + 2, most, dtype=torch.int32)
+    slots = torch.arange(1, rows + 1).flip(0)
+    table[slots] = pages.int()
+    shape = (rows * most + 1, kv_heads, page_size, dim)
+    k, v = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(2))
+    q_start = torch.tensor([0, *q_lens]).cumsum(0).int()
+    q = torch.randn(int(q_start[-1]), heads * dim, generator=generator)
+    positions = torch.cat([torch.arange(n - m, n) for m, n in zip(q_lens, kv_lens)])
+    batch = ForwardBatch(
+        rows=rows,
+        tokens=len(positions),
+        ids=positions.int(),
+        positions=positions.int(),
+        slots=slots.int(),
+        q_start=q_start,
+        kv_len=torch.tensor(kv_lens).int(),
+        out_loc=torch.zeros(len(positions)).int(),
+        page_table=table,
+        page_size=page_size,
+        sample_rows=q_start[1:] - 1,
+    )
+    return q, KVLayer(k, v), batch
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "window", "softcap"),
+    [(1, 16, 0, 0.0), (4, 32, 0, 0.0), (3, 16, 5, 0.0), (2, 16, 0, 2.0)],
+)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode(group: int, dim: int, window: int, softcap: float, splits: int) -> None:
+    q, kv, batch = random_batch([1, 1, 1], [1, 70, 101], 2 * group, 2, dim)
+    expected = ops.attention(q, kv, batch, 0.3, window, softcap)
+    out = attention.decode(
+        q, kv.k, kv.v, batch.page_table, batch.slots, batch.kv_len, 0.3, window, softcap, splits
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "window", "softcap"), [(1, 16, 0, 0.0), (2, 32, 7, 0.0), (2, 16, 0, 2.0)]
+)
+def test_extend(group: int, dim: int, window: int, softcap: float) -> None:
+    q_lens, kv_lens = [1, 40, 130, 3], [9, 40, 150, 70]
+    q, kv, batch = random_batch(q_lens, kv_lens, group, 1, dim)
+    expected = ops.attention(q, kv, batch, 0.3, window, softcap)
+    tiles = attention.extend_tiles(q_lens, "cpu")
+    out = attention.extend(
+        q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len, tiles, 0.3, window, softcap
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_and_activations() -> None:
+    x, h, w = torch.randn(5, 96), torch.randn(5, 96), torch.rand(96)
+    torch.testing.assert_close(elementwise.rms_norm(x, w, 1e-5), ops.rms_norm(x, w, 1e-5))
+    for out, expected in zip(elementwise.add_rms_norm(x, h, w, 1e-5), ops.add_rms_norm(x, h, w, 1e-5)):
+        torch.testing.assert_close(out, expected)
+    for kind in ("silu", "gelu_tanh"):
+        torch.testing.assert_close(elementwise.act_mul(x, kind), ops.act_mul(x, kind), rtol=1e-5, atol=1e-6)
+    rows = torch.tensor([4, 0, 0], dtype=torch.int32)
+    torch.testing.assert_close(elementwise.take_rows(x, rows, 2.0), ops.gather(x, rows) * 2)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "rot", "norm"), [(4, 2, 16, True), (3, 3, 16, False), (9, 3, 8, True)]
+)
+def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool) -> None:
+    dim, tokens = 16, 6
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim)
+    cos_sin, positions = torch.randn(20, rot), torch.randint(0, 20, (tokens,), dtype=torch.int32)
+    weights = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)
+    loc = torch.randperm(24)[:tokens].int()
+    ours, theirs = (KVLayer(*torch.zeros(2, 6, kv_heads, 4, dim).transpose(2, 3)) for _ in range(2))
+    expected = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, theirs, loc)
+    out = elementwise.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, ours.k, ours.v, loc)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(ours.k, theirs.k)
+    torch.testing.assert_close(ours.v, theirs.v)
+
+
+def test_prepare_decode_and_pages() -> None:
+    table = torch.zeros(4, 8, dtype=torch.int32)
+    step.append_pages(torch.tensor([[2, 2, 0], [0, 1, 0], [5, 6, 7]], dtype=torch.int32), table)
+    assert table[2].tolist() == [5, 6, 0, 0, 0, 0, 0, 0]
+    assert table[0, 0] == 7
+    tokens = torch.arange(4 * 33, dtype=torch.int32).view(4, 33)
+    slots, starts = torch.tensor([2, 0, 3], dtype=torch.int32), torch.tensor([5, 3, -1], dtype=torch.int32)
+    ids, positions, kv_len, out_loc = (torch.full((3,), 9, dtype=torch.int32) for _ in range(4))
+    cum = torch.zeros(4, dtype=torch.int32)
+    step.prepare_decode(slots, starts, tokens, table, 4, ids, positions, kv_len, out_loc, cum, tile=2)
+    assert ids.tolist() == [2 * 33 + 5, 3, 0]
+    assert positions.tolist() == [5, 3, 0]
+    assert kv_len.tolist() == [6, 4, 0]
+    assert out_loc.tolist() == [6 * 4 + 1, 7 * 4 + 3, 0]
+    assert cum.tolist() == [0, 3, 5, 5]
+    step.count_tiles(kv_len, cum, tile=2, window=3)
+    assert cum.tolist() == [0, 2, 4, 4]
+
+
+def draw(
+    logits: torch.Tensor, temperature: float, seeds: list[int], position: int = 3, cut: bool = False, **shape
+):
+    """One draw of each row, row r in slot r."""
+    n = logits.shape[0]
+    full = lambda name, off: torch.full((n,), shape.get(name, off))  # noqa: E731
+    slots, positions = torch.arange(n, dtype=torch.int32), torch.full((n,), position, dtype=torch.int32)
+    temperatures = torch.full((n,), temperature)
+    table, out = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
+    cuts = None
+    if cut:
+        cuts = sampling.find_cuts(
+            logits, slots, temperatures, full("top_k", 0).int(), full("top_p", 1.0), full("min_p", 0.0)
+        )
+    sampling.sample(logits, slots, positions, torch.tensor(seeds), temperatures, table, out, cuts)
+    assert torch.equal(table[:, position], out)
+    return out, cuts
+
+
+def test_greedy_takes_the_first_largest() -> None:
+    logits = torch.randn(2, 5000)
+    logits[0, 4500] = logits[0, 17] = 9.0
+    out, _ = draw(logits, 0.0, [1, 2])
+    assert out.tolist() == logits.argmax(-1).tolist()
+    assert out[0] == 17
+
+
+def test_draws_follow_the_distribution_and_the_seed() -> None:
+    n = 200
+    row = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5])
+    out, _ = draw(row.repeat(n, 1), 0.7, list(range(n)))
+    expected = (row / 0.7).softmax(0)
+    measured = torch.bincount(out, minlength=5) / n
+    assert (measured - expected).abs().max() < 4 * (0.25 / n) ** 0.5
+    again, _ = draw(row.repeat(3, 1), 0.7, [5, 150, 5])
+    assert again.tolist() == [out[5], out[150], out[5]]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(7, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.2), (20, 0.5, 0.05)]
+)
+def test_cuts_keep_what_the_host_sampler_keeps(top_k: int, top_p: float, min_p: float) -> None:
+    logits, temperature = torch.randn(1, 300) * 2, 0.8
+    _, cuts = draw(logits, temperature, [1], cut=True, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert cuts is not None
+    order = logits[0].argsort(descending=True)
+    keep = order[:top_k] if top_k else order
+    p = (logits[0][keep].double() / temperature).softmax(0)
+    keep = keep[: int((p.cumsum(0) < top_p).sum()) + 1]
+    weights = ((logits[0][keep] - logits.max()) / temperature).exp()
+    keep = keep[weights >= min_p]
+    assert set((logits[0] >= cuts[0]).nonzero()[:, 0].tolist()) == set(keep.tolist())
