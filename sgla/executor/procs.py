@@ -133,6 +133,7 @@ class ProcsExecutor:
             rank = Rank(number, self._runner)
             self._ranks.append(rank)
             self._loop.add_reader(rank.pipe.fileno(), self._on_message, rank)
+            os.set_blocking(rank.pipe.fileno(), True)  # uvloop has made it non-blocking; a message may come in parts
             self._loop.add_reader(rank.stderr, self._on_stderr, rank)
         try:
             # The description of a model can be larger than the pipe, which the worker reads when torch is imported.
