@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from sgla import clock
+from sgla.sched.stats import Finished, Stats
 
 if TYPE_CHECKING:
     from sgla.messages import Facts
-    from sgla.sched.stats import Finished, Stats
 
 PREFIX = "sgla:"
 
@@ -112,15 +112,11 @@ class Metrics(Collector):
         self.step_seconds = Histogram(SHORT)
         self.step_gap = Histogram(GAP_MS)
         self.requests: Counter[str] = Counter()  # by finish reason
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.cached_tokens = 0
-        self.retracted = 0
         self.http_requests: Counter[tuple[str, str]] = Counter()  # by method and route
         self.http_responses: Counter[int] = Counter()  # by status
         self.http_active = 0
         self.slow_readers = 0
-        self._stats: Stats | None = None
+        self._stats = Stats()
         self._facts: Facts | None = None
         self._startup: dict[str, float] = {}
         self._rate_from: tuple[float, int] | None = None
@@ -131,10 +127,6 @@ class Metrics(Collector):
     def finished(self, request: Finished) -> None:
         """One child has ended, whatever the reason."""
         self.requests[request.reason] += 1
-        self.prompt_tokens += request.prompt_tokens
-        self.generation_tokens += request.output_tokens
-        self.cached_tokens += request.cached_tokens
-        self.retracted += request.preemptions
         self.prompt_sizes.observe(request.prompt_tokens)
         self.output_sizes.observe(request.output_tokens)
         self.e2e.observe(request.finished - request.arrival)
@@ -192,8 +184,7 @@ class Metrics(Collector):
         yield from self._http()
         if self._facts is not None:
             yield from self._model(self._facts)
-        if self._stats is not None:
-            yield from self._scheduler(self._stats)
+        yield from self._scheduler(self._stats)
 
     def _requests(self) -> Iterator[Metric]:
         reasons = {(reason,): self.requests[reason] for reason in ("stop", "length", "abort", "error")}
@@ -203,10 +194,6 @@ class Metrics(Collector):
             "Requests ended by the client or by /abort_request",
             self.requests["abort"],
         )
-        yield self._counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
-        yield self._counter("generation_tokens", "Output tokens of finished requests", self.generation_tokens)
-        yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", self.cached_tokens)
-        yield self._counter("num_retracted_requests", "Preemptions of running requests", self.retracted)
         yield self._counter(
             "slow_readers", "Streams dropped because the client did not read", self.slow_readers
         )
@@ -264,6 +251,10 @@ class Metrics(Collector):
         yield self._gauge(
             "gen_throughput", "Output tokens per second since the last scrape", self._throughput
         )
+        yield self._counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
+        yield self._counter("generation_tokens", "Output tokens", stats.output_tokens)
+        yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
+        yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
         yield self._counter("steps", "Model steps", stats.steps)
         yield self._counter("rejected_requests", "Requests refused by the scheduler", stats.rejected)
 

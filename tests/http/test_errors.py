@@ -318,26 +318,87 @@ async def test_a_bug_is_a_500_with_the_right_body(serve: Serve, caplog: pytest.L
     assert "secret text" not in caplog.text.replace(repr("secret text"), "")
 
 
-NAMES = """messages prompt model stream stream_options n temperature top_p top_k stop seed logit_bias max_tokens logprobs
-    echo top_logprobs tools tool_choice text input_ids sampling_params rid return_logprob priority timeout tokens
-    response_format chat_template_kwargs add_generation_prompt continue_final_message best_of cache_salt"""
-names = st.sampled_from(NAMES.split())
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-5, 130)
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8)
-    | st.sampled_from(["user", "hi", [{"role": "user", "content": "hi"}], {"include_usage": True}]),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | names, inner, max_size=4)
-    ),
-    max_leaves=12,
+short = st.text(max_size=8)
+switch = st.booleans() | st.none()
+ids = st.lists(st.integers(0, 511), min_size=1, max_size=4)
+part = st.fixed_dictionaries({"type": st.just("text"), "text": short})
+roles = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
+message = st.fixed_dictionaries(
+    {"role": roles, "content": short | st.lists(part, max_size=2)}, optional={"name": short}
 )
-bodies = st.dictionaries(names, values, max_size=5).flatmap(
-    lambda fields: st.sampled_from(
-        [fields, HI | fields, PROMPT | fields, {"text": "hi"} | fields, fields | HI, fields | PROMPT]
+SAMPLING = {
+    "n": st.integers(1, 3),
+    "temperature": st.floats(0, 2) | st.none(),
+    "top_p": st.floats(0.1, 1),
+    "top_k": st.integers(-1, 50),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": short | st.lists(short, max_size=3),
+    "logit_bias": st.dictionaries(st.integers(0, 511).map(str), st.floats(-100, 100), max_size=2),
+    "stop_token_ids": ids,
+    "min_tokens": st.integers(0, 4),
+    "ignore_eos": switch,
+}
+COMMON = {
+    "stream": switch,
+    "timeout": st.floats(1, 9),
+    "cache_salt": short,
+    "model": st.sampled_from([None, "", "fake"]),
+}
+OPENAI = SAMPLING | COMMON | {"max_tokens": st.integers(0, 6), "return_token_ids": switch, "rid": short}
+PLAUSIBLE = {
+    CHAT: st.fixed_dictionaries(
+        {"messages": st.lists(message, min_size=1, max_size=3)},
+        optional=OPENAI
+        | {"logprobs": switch, "chat_template_kwargs": st.dictionaries(short, short, max_size=2)},
+    ),
+    TEXT: st.fixed_dictionaries(
+        {
+            "prompt": short
+            | ids
+            | st.lists(short, min_size=1, max_size=3)
+            | st.lists(ids, min_size=1, max_size=3)
+        },
+        optional=OPENAI | {"echo": switch, "logprobs": st.integers(0, 3)},
+    ),
+    "/generate": st.fixed_dictionaries(
+        {"sampling_params": st.fixed_dictionaries({"max_new_tokens": st.integers(0, 5)}, optional=SAMPLING)},
+        optional=COMMON
+        | {
+            "text": short | st.lists(short, min_size=1, max_size=2),
+            "input_ids": ids,
+            "return_logprob": switch,
+        }
+        | {"logprob_start_len": st.integers(-1, 4), "top_logprobs_num": st.integers(0, 2), "rid": short},
+    ),
+    "/tokenize": st.fixed_dictionaries(
+        {}, optional={"prompt": short, "messages": st.lists(message), "return_token_strs": switch}
+    ),
+    "/detokenize": st.fixed_dictionaries({"tokens": ids | st.lists(ids, max_size=2)}),
+    "/abort_request": st.fixed_dictionaries({}, optional={"rid": short, "abort_all": switch}),
+}
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | short,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(short, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted(
+    {
+        *OPENAI,
+        "messages",
+        "prompt",
+        "text",
+        "input_ids",
+        "sampling_params",
+        "tokens",
+        "tools",
+        "best_of",
+        "echo",
+    }
+)
+wrong = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=1)
+requests = st.sampled_from(sorted(PLAUSIBLE)).flatmap(
+    lambda path: st.tuples(st.just(path), PLAUSIBLE[path], wrong).map(
+        lambda found: (found[0], found[1] | found[2])
     )
 )
 
@@ -377,12 +438,9 @@ def test_fuzz(shared_loop: asyncio.Runner) -> None:
         ingress.check()
 
     @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(
-        path=st.sampled_from([CHAT, TEXT, "/generate", "/tokenize", "/detokenize", "/abort_request"]),
-        body=bodies,
-    )
-    def objects(path: str, body: Any) -> None:
-        shared_loop.run(send(path, json.dumps(body).encode()))
+    @given(requests)
+    def objects(found: tuple[str, Any]) -> None:
+        shared_loop.run(send(found[0], json.dumps(found[1]).encode()))
 
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(

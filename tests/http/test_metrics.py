@@ -53,10 +53,8 @@ def test_requests_are_counted_exactly() -> None:
     assert values["sgla:num_requests_total{finish_reason=length}"] == 1
     assert values["sgla:num_requests_total{finish_reason=error}"] == 0
     assert values["sgla:num_aborted_requests_total"] == 1
-    assert values["sgla:prompt_tokens_total"] == 116
-    assert values["sgla:generation_tokens_total"] == 8
-    assert values["sgla:cached_tokens_total"] == 6
-    assert values["sgla:num_retracted_requests_total"] == 3
+    assert values["sgla:prompt_tokens_histogram_sum"] == 116
+    assert values["sgla:generation_tokens_histogram_sum"] == 8
     assert values["sgla:time_to_first_token_seconds_count"] == 2
     assert values["sgla:time_to_first_token_seconds_sum"] == 1.0
     assert values["sgla:queue_time_seconds_sum"] == 0.5
@@ -112,7 +110,7 @@ def test_gauges() -> None:
         hit_tokens=50,
     )
     metrics.gauges(stats, now=100.0)
-    stats.output_tokens = 500
+    stats.output_tokens, stats.prompt_tokens, stats.preemptions = 500, 116, 3
     metrics.gauges(stats, now=100.5)
     assert samples(metrics)["sgla:gen_throughput"] == 0
     metrics.gauges(stats, now=102.0)
@@ -121,6 +119,8 @@ def test_gauges() -> None:
     assert (values["sgla:num_running_reqs"], values["sgla:num_queue_reqs"]) == (3, 2)
     assert (values["sgla:num_used_tokens"], values["sgla:max_total_num_tokens"]) == (30 * 16, 1600)
     assert (values["sgla:token_usage"], values["sgla:cache_hit_rate"]) == (0.3, 0.25)
+    assert (values["sgla:generation_tokens_total"], values["sgla:prompt_tokens_total"]) == (500, 116)
+    assert (values["sgla:cached_tokens_total"], values["sgla:num_retracted_requests_total"]) == (50, 3)
     assert values["sgla:startup_time_seconds"] == 2.0
     assert values["sgla:memory_bytes{purpose=kv}"] == 7
 
