@@ -1,0 +1,156 @@
+"""Tiny random checkpoints in HF's format, and a driver that runs a model eagerly over paged KV, without a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from sgla.kernels.ops import KVLayer
+from sgla.layers.batch import ForwardBatch
+from sgla.model.base import CausalLM
+
+VOCAB = 311
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def save_checkpoint(
+    folder: Path, model_type: str, shard_size: str = "1GB", seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """Write a random float32 model to ``folder`` and return it. Norms and biases are random too, so none can be forgotten."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **SMALL | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shift = 1.0 if "norm" in name and "gemma" not in model_type else 0.0
+            # A tied embedding must be small beside the layers' updates, or the model repeats its input.
+            small = "embed" in name and config.tie_word_embeddings
+            parameter.normal_(shift, 0.04 if small else 0.15)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+def random_prompts(lengths: Sequence[int], vocab: int = VOCAB, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    done: int = 0  # tokens whose KV is computed
+    logprobs: list[float] = field(default_factory=list)  # of the generated tokens
+
+
+@dataclass
+class Eager:
+    """Greedy decoding of several sequences together; each step takes at most ``budget`` tokens, so prefill is chunked.
+
+    Pages are handed out in a scattered order, so that reading a wrong one shows.
+    """
+
+    model: CausalLM
+    budget: int = 1 << 30
+    page_size: int = 4
+    dtype: torch.dtype = torch.float32
+
+    def generate(self, prompts: list[list[int]], new: int) -> list[Row]:
+        rows = [Row(list(prompt)) for prompt in prompts]
+        ends = [len(prompt) + new for prompt in prompts]
+        self._allocate(len(rows), max(ends))
+        while pending := [i for i, row in enumerate(rows) if len(row.tokens) < ends[i]]:
+            self._step(rows, pending)
+        return rows
+
+    def prompt_logprobs(self, prompts: list[list[int]]) -> Tensor:
+        """Log-probabilities ``[all tokens, vocab]`` after each prompt token, in one step."""
+        self._allocate(len(prompts), max(map(len, prompts)))
+        spans = [(slot, 0, len(prompt)) for slot, prompt in enumerate(prompts)]
+        batch = self.batch([Row(prompt) for prompt in prompts], spans)
+        return self.model.logits(self.model.forward(batch, self.kv)).log_softmax(-1)
+
+    def _allocate(self, slots: int, length: int) -> None:
+        per_row = -(-length // self.page_size)
+        order = torch.randperm(slots * per_row, generator=torch.Generator().manual_seed(7)) + 1
+        self.page_table = order.to(torch.int32).view(slots, per_row)
+        layers, heads, dim = self.model.kv_spec()
+        shape = (slots * per_row + 1, self.page_size, heads, dim)
+        self.kv = [
+            KVLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+            for _ in range(layers)
+        ]
+
+    def _step(self, rows: list[Row], pending: list[int]) -> None:
+        spans, left = [], self.budget
+        for slot in pending:
+            take = min(left, len(rows[slot].tokens) - rows[slot].done)
+            if take > 0:
+                spans.append((slot, rows[slot].done, rows[slot].done + take))
+                left -= take
+        hidden = self.model.forward(self.batch(rows, spans), self.kv)
+        at = -1
+        for slot, start, end in spans:
+            at, row = at + end - start, rows[slot]
+            row.done = end
+            if end == len(row.tokens):
+                logprobs = self.model.logits(hidden[at : at + 1])[0].log_softmax(-1)
+                row.tokens.append(int(logprobs.argmax()))
+                row.logprobs.append(float(logprobs.max()))
+
+    def batch(self, rows: list[Row], spans: list[tuple[int, int, int]]) -> ForwardBatch:
+        """Spans are (slot, first token, end)."""
+        positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        slots = torch.cat([torch.full((end - start,), slot) for slot, start, end in spans])
+        pages = self.page_table[slots, positions // self.page_size]
+        lengths = torch.tensor([0] + [end - start for _, start, end in spans])
+        ids = [token for slot, start, end in spans for token in rows[slot].tokens[start:end]]
+        starts = lengths.cumsum(0)
+
+        def ints(values: Tensor | list[int]) -> Tensor:
+            return torch.as_tensor(values).to(torch.int32)
+
+        return ForwardBatch(
+            rows=len(spans),
+            tokens=len(ids),
+            ids=ints(ids),
+            positions=ints(positions),
+            slots=ints([slot for slot, _, _ in spans]),
+            q_start=ints(starts),
+            kv_len=ints([end for _, _, end in spans]),
+            out_loc=ints(pages * self.page_size + positions % self.page_size),
+            page_table=self.page_table,
+            page_size=self.page_size,
+            sample_rows=ints(starts[1:] - 1),
+        )
+
+
+@torch.no_grad()
+def check_against_hf(rows: list[Row], new: int, hf: PreTrainedModel, tolerance: float = 1e-3) -> None:
+    """Every generated token must be HF's greedy choice after the same prefix, with the same logprob.
+
+    By induction that is equality of the greedy continuations.
+    """
+    for row in rows:
+        logits = hf(torch.tensor([row.tokens[:-1]])).logits[0, -new:].float()
+        logprobs = logits.log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == row.tokens[-new:]
+        difference = logprobs.max(-1).values - torch.tensor(row.logprobs)
+        assert difference.abs().max().item() <= tolerance
