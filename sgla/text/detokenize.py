@@ -27,9 +27,8 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """The end of the text: what was held back, incomplete characters as U+FFFD."""
 
-    @property
-    def pending(self) -> bool:
-        """Whether something is held back."""
+    def held(self, final: bool) -> int:
+        """Characters held back; the unfinished one counts if ``final``."""
 
 
 def make_detokenizer(
@@ -65,9 +64,8 @@ class ByteDetokenizer:
         self._rest = b""
         return text
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._rest)
+    def held(self, final: bool) -> int:
+        return 1 if final and self._rest else 0
 
 
 class PieceDetokenizer:
@@ -101,9 +99,8 @@ class PieceDetokenizer:
         text = self._end_run()
         return self._stripped(text) if self._strip else text
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._run)
+    def held(self, final: bool) -> int:
+        return len(utf_8_decode(self._run, "replace", final)[0]) if self._run else 0
 
     def _end_run(self) -> str:
         run, self._run = self._run, b""
@@ -139,9 +136,8 @@ class WindowDetokenizer:
     def flush(self) -> str:
         return self._advance(final=True)
 
-    @property
-    def pending(self) -> bool:
-        return self._read < len(self._ids)
+    def held(self, final: bool) -> int:
+        return 1 if final and self._read < len(self._ids) else 0
 
     def _advance(self, final: bool) -> str:
         known = self._tokenizer.decode(self._ids[: self._read], self._skip)

@@ -107,6 +107,6 @@ class TextOffsets:
         """The offsets at which ``tokens`` begin; one for each."""
         offsets = []
         for token in tokens:
-            offsets.append(self._at)
+            offsets.append(self._at + self._detokenizer.held(False))
             self._at += len(self._detokenizer.feed((token,)))
         return offsets

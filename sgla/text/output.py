@@ -70,7 +70,7 @@ class OutputStream:
         for index, token in enumerate(tokens):
             new = "" if index == silent else self._detokenizer.feed((token,))
             self._made += len(new)
-            end = self._made + self._detokenizer.pending
+            end = self._made + self._detokenizer.held(True)
             self._waiting.append((end, token, logprobs[index] if logprobs is not None else None))
             shown, stop = self._past_stops(new)
             text += shown

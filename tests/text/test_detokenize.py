@@ -1,0 +1,79 @@
+"""Streamed text adds up to the tokenizer's own decode, and never shows half a character."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny_tokenizers as tiny
+
+from sgla.text.detokenize import make_detokenizer
+from sgla.text.tokenizer import Tokenizer
+
+IDS_PER_KIND = 20_000
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], chance: random.Random, skip: bool) -> list[str]:
+    """The pieces of ``ids`` fed one to three at a time, flushed at the end."""
+    detokenizer = make_detokenizer(tokenizer, skip)
+    pieces, at = [], 0
+    while at < len(ids):
+        step = chance.randint(1, 3)
+        pieces.append(detokenizer.feed(ids[at : at + step]))
+        at += step
+    return [*pieces, detokenizer.flush()]
+
+
+def random_ids(tokenizer: Tokenizer, chance: random.Random) -> list[int]:
+    """Any ids; half of the lists are mostly raw bytes, so that valid and broken characters are both common."""
+    partial = [i for i in range(tokenizer.vocab_size) if any(byte > 127 for byte in tokenizer.token_bytes(i))]
+    weight = chance.choice((0.1, 0.8))
+    return [
+        chance.choice(partial) if chance.random() < weight else chance.randrange(tokenizer.vocab_size + 20)
+        for _ in range(chance.randint(0, 40))
+    ]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_stream_equals_full_decode_for_random_ids(tokenizer: Tokenizer, skip: bool) -> None:
+    chance = random.Random(1)
+    fed = 0
+    while fed < IDS_PER_KIND:
+        ids = random_ids(tokenizer, chance)
+        fed += len(ids)
+        assert "".join(stream(tokenizer, ids, chance, skip)) == tokenizer.decode(ids, skip), ids
+
+
+def test_valid_text_never_shows_a_replacement_character(tokenizer: Tokenizer) -> None:
+    chance = random.Random(2)
+    for text in tiny.corpus(150):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        pieces = stream(tokenizer, ids, chance, skip=False)
+        if "\ufffd" not in tokenizer.decode(ids, skip_special_tokens=False):
+            assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_are_held_only_while_a_character_may_still_become_valid(byte_level: Tokenizer) -> None:
+    of_byte = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    detokenizer = make_detokenizer(byte_level)
+    shown = []
+    for byte in "é😀".encode() + b"\xf0\x9f(\xe4\xb8":
+        shown.append((detokenizer.feed([of_byte[bytes([byte])]]), detokenizer.held(True)))
+    assert shown[:6] == [("", 1), ("é", 0), ("", 1), ("", 1), ("", 1), ("😀", 0)]
+    assert shown[6:] == [("", 1), ("", 1), ("\ufffd(", 0), ("", 1), ("", 1)]
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.held(True) == 0
+
+
+def test_continued_text_keeps_its_first_space(llama2_like: Tokenizer) -> None:
+    ids = llama2_like.encode("dog", add_special_tokens=False)
+    assert make_detokenizer(llama2_like).feed(ids) == "dog"
+    assert make_detokenizer(llama2_like, continues=True).feed(ids) == " dog"
+
+
+def test_unknown_decoders_are_streamed_through_windows() -> None:
+    tokenizer = Tokenizer(tiny.word_pieces())
+    assert tokenizer.decoding.kind == "other"
+    for text in ("the quick brown fox", "sleepsjumps over lazy dogs"):
+        ids = tokenizer.encode(text)
+        assert "".join(stream(tokenizer, ids, random.Random(3), True)) == tokenizer.decode(ids)

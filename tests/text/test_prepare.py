@@ -1,0 +1,138 @@
+"""From jobs to submits: what is refused and why, stop ids, seeds."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgla.errors import BadRequest, ContextTooLong, InvalidField
+from sgla.messages import Job, SamplingParams
+from sgla.text.prepare import Preparer, choice_seed, prepare
+from sgla.text.template import ChatTemplate
+from sgla.text.tokenizer import Tokenizer
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def preparer(tokenizer: Tokenizer, context: int = 64, template: str | None = CHAT, seed: int = 0) -> Preparer:
+    limits = SimpleNamespace(context_len=context, vocab_size=tokenizer.vocab_size)
+    return Preparer(tokenizer, ChatTemplate(template) if template else None, limits, random.Random(seed))
+
+
+def job(**fields: Any) -> Job:
+    sampling = SamplingParams(**fields.pop("sampling", {}))
+    return Job(rid="r", sampling=sampling, **fields)
+
+
+def test_choices_are_children_with_seeds_of_their_own(byte_level: Tokenizer) -> None:
+    made = preparer(byte_level)(job(text="the dog", sampling={"n": 3, "seed": 42}, index_base=6, priority=2))
+    assert [(one.rid, one.parent, one.index) for one in made] == [
+        ("r-0", "r", 6),
+        ("r-1", "r", 7),
+        ("r-2", "r", 8),
+    ]
+    assert [one.tokens for one in made] == [byte_level.encode("the dog")] * 3
+    seeds = [one.sampling.seed for one in made]
+    assert seeds[0] == 42
+    assert len(set(seeds)) == 3
+    assert {one.priority for one in made} == {2}
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
+def test_seeds_fit_in_63_bits(seed: int) -> None:
+    assert all(0 <= choice_seed(seed, choice) < 2**63 for choice in range(100))
+    assert len({choice_seed(seed, choice) for choice in range(100)}) == 100
+
+
+def test_requests_without_a_seed_follow_the_servers_own(byte_level: Tokenizer) -> None:
+    first, again = preparer(byte_level, seed=7), preparer(byte_level, seed=7)
+    drawn = [first(job(text="a"))[0].sampling.seed for _ in range(3)]
+    assert drawn == [again(job(text="a"))[0].sampling.seed for _ in range(3)]
+    assert len(set(drawn)) == 3
+
+
+def test_messages_are_rendered_without_a_second_bos(llama2_like: Tokenizer) -> None:
+    (made,) = preparer(llama2_like)(job(messages=[{"role": "user", "content": "dog"}]))
+    text = "<|im_start|>user\ndog<|im_end|>\n<|im_start|>assistant\n"
+    assert made.tokens == llama2_like.encode(text, add_special_tokens=False)
+
+
+def test_continuing_the_last_message_adds_no_generation_prompt(byte_level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the d"}]
+    (made,) = preparer(byte_level)(job(messages=messages, continue_final_message=True))
+    assert byte_level.decode(made.tokens, skip_special_tokens=False).endswith("assistant\nthe d")
+
+
+def test_stop_ids(byte_level: Tokenizer) -> None:
+    eos = byte_level.eos_id
+    both = preparer(byte_level)(job(text="a", sampling={"stop_token_ids": [9]}))[0]
+    own = preparer(byte_level)(job(text="a", sampling={"stop_token_ids": [9], "ignore_eos": True}))[0]
+    assert both.stop_ids == {eos, 9}
+    assert both.sampling.stop_ids == sorted([eos, 9])
+    assert own.stop_ids == {9}
+
+
+def test_length_is_checked_against_the_context(byte_level: Tokenizer) -> None:
+    ids = [5] * 60
+    prepared = preparer(byte_level, context=64)
+    assert prepared(job(token_ids=ids, sampling={"max_tokens": 4}))[0].max_new == 4
+    assert prepared(job(token_ids=ids, sampling={"max_tokens": None}))[0].max_new == 4
+    for tokens, new, said in (
+        (ids, 5, "65 tokens"),
+        ([5] * 64, None, "65 tokens"),
+        ([5] * 70, None, "70 tokens"),
+    ):
+        with pytest.raises(ContextTooLong, match="maximum context length is 64 tokens") as caught:
+            prepared(job(token_ids=tokens, sampling={"max_tokens": new}))
+        assert said in caught.value.message
+
+
+def test_hopelessly_long_text_is_refused_before_it_is_encoded(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_level, "encode", None)
+    with pytest.raises(ContextTooLong):
+        preparer(byte_level)(job(text="x" * 100_000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [3, 10_000]}, "prompt"),
+        ({"token_ids": [3, -1]}, "prompt"),
+        ({"text": ""}, "prompt"),
+        ({"text": "a", "sampling": {"logit_bias": {10_000: 1.0}}}, "logit_bias"),
+        ({"text": "a", "sampling": {"stop_token_ids": [10_000]}}, "stop_token_ids"),
+    ],
+)
+def test_bad_fields_are_named(byte_level: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        preparer(byte_level)(job(**fields))
+    assert caught.value.param == param
+
+
+def test_empty_prompt_is_bos_where_the_tokenizer_adds_one(llama2_like: Tokenizer) -> None:
+    assert preparer(llama2_like)(job(text=""))[0].tokens == [llama2_like.bos_id]
+    with pytest.raises(InvalidField):
+        preparer(llama2_like)(job(text="", add_special_tokens=False))
+
+
+def test_chat_without_a_template_says_what_to_do(byte_level: Tokenizer) -> None:
+    with pytest.raises(BadRequest, match="--chat-template"):
+        preparer(byte_level, template=None)(job(messages=[{"role": "user", "content": "a"}]))
+
+
+def test_lone_surrogates_are_a_bad_request(byte_level: Tokenizer) -> None:
+    with pytest.raises(BadRequest, match="Unicode"):
+        preparer(byte_level)(job(text="a\ud800"))
+
+
+def test_prepare_is_the_preparer_as_a_function(byte_level: Tokenizer) -> None:
+    limits = SimpleNamespace(context_len=64, vocab_size=byte_level.vocab_size)
+    one = job(text="the dog", sampling={"n": 2})
+    assert prepare(one, byte_level, None, limits, random.Random(1)) == preparer(byte_level, seed=1)(one)
