@@ -14,7 +14,6 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from sgla.config import Config
 from sgla.errors import UnsupportedField, WorkerDied
 from sgla.executor.base import Results
 from sgla.messages import (
@@ -31,6 +30,7 @@ from sgla.messages import (
 )
 
 if TYPE_CHECKING:
+    from sgla.config import Config
     from sgla.hub.source import ModelSource
 
 MASK = (1 << 64) - 1

@@ -338,6 +338,9 @@ class Core:
     # --- admission
 
     def _admit(self, step: Step, budget: Budget) -> None:
+        may_displace = self.limits.policy == "priority"
+        if not (self._memory.slots or may_displace):
+            return
         promised = len(self._draining)
         self._reserved = sum(map(self._lacking, self._running))
         ordered = order(
@@ -347,7 +350,7 @@ class Core:
             if budget.tokens <= 0:
                 return
             if not self._memory.slots:
-                if self.limits.policy != "priority":
+                if not may_displace:
                     return
                 if promised:  # a slot is on its way to this one
                     promised -= 1
@@ -364,11 +367,8 @@ class Core:
         if self.limits.policy != "priority" or not self._running:
             return False
         victim = self._running[-1]
-        if (
-            victim.boosted
-            or victim.submit.priority >= request.submit.priority
-            or victim.planned >= victim.goal
-        ):
+        higher = request.submit.priority > victim.submit.priority
+        if not higher or victim.boosted or victim.planned >= victim.goal:
             return False
         self._reserved -= self._lacking(victim)
         self._preempt(victim)

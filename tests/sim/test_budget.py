@@ -52,6 +52,7 @@ def test_prefill_goes_on_even_when_decode_alone_misses_the_target() -> None:
     for _ in range(50):
         model.observe(64, 64 * 100, 0.01)
         model.observe(512, 512 * 100, 0.05)
+    assert model.prefill_seconds(64, 6400) == pytest.approx(0.1 * model.predict(64, 6400))
     budget = Budget(448, model.prefill_seconds(64, 6400), model.coefficients, 16)
     assert budget.grant(0, 1000) >= 16
     budget.spend(0, 16)

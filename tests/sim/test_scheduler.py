@@ -86,6 +86,17 @@ def test_requests_that_compute_the_same_prompt_help_each_other() -> None:
     assert simulation.model.computed_tokens < 120 + 10
 
 
+def test_the_rest_of_a_chunk_is_not_spent_on_the_same_page_twice() -> None:
+    """The second prompt gets 12 of the 15 tokens left, on a page; its twin must not start on the other 3."""
+    simulation = Simulation(make_limits(step_tokens=32))
+    prompt = [i % 50 for i in range(30)]
+    for rid, tokens in (("first", PROMPT[:17]), ("a", prompt), ("b", prompt)):
+        simulation.offer(make_submit(rid, tokens, max_new=1))
+    simulation.run()
+    simulation.verify()
+    assert simulation.model.computed_tokens == 17 + 30 + 2
+
+
 def test_an_overlapped_step_needs_no_token_from_the_host() -> None:
     simulation = Simulation(make_limits(depth=3))
     simulation.offer(make_submit("r", PROMPT[:5]))
@@ -275,17 +286,30 @@ def test_lpm_takes_the_longest_cached_prefix_first_and_dfs_the_heaviest_branch()
         assert sorted(scheduled, key=scheduled.__getitem__) == expected, policy
 
 
+def test_lpm_sees_what_others_cached_meanwhile() -> None:
+    simulation = Simulation(make_limits(policy="lpm", slots=1, patience=1000.0))
+    for rid, tokens in (("first", PROMPT), ("other", PROMPT[::-1]), ("same", PROMPT)):
+        simulation.offer(make_submit(rid, tokens, max_new=1))
+    simulation.run()
+    assert list(first_steps(simulation)) == ["first", "same", "other"]
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "priority"])
 def test_nobody_starves(policy: str) -> None:
     """One request without a cached prefix and with low priority, against an endless stream of preferred ones."""
     simulation = Simulation(make_limits(policy=policy, slots=2, patience=30.0))
-    simulation.offer(make_submit("poor", [9] * 20, max_new=4))
-    for i in range(150):
+    for i in range(200):
+        if i == 3:
+            simulation.offer(make_submit("poor", [9] * 20, max_new=30))
         if simulation.core.stats().waiting < 6:
             rich = make_submit(f"rich{i}", PROMPT, max_new=6, priority=3)
             simulation.offer(rich)
         simulation.step()
     assert simulation.finish("poor") == "length"
+    times = {item.rid: item for item in simulation.core.drain_finished()}["poor"]
+    assert times.preemptions == 0, "it has waited long enough to keep its slot"
+    assert times.scheduled is not None
+    assert times.scheduled - times.arrival < 30 + 15
     simulation.run()
     simulation.verify()
 
@@ -312,6 +336,15 @@ def test_the_reserve_prevents_most_retractions() -> None:
         counts.append(simulation.core.stats().preemptions)
     assert counts[0] > 2
     assert counts[1] == 0
+
+
+def test_retractions_raise_the_reserve() -> None:
+    simulation = Simulation(make_limits(slots=4, pages=17, reserve=0.0, prefix_cache=False))
+    for i in range(60):
+        simulation.offer(make_submit(f"r{i}", [i % 50] * 10, max_new=20))
+    simulation.run()
+    simulation.verify()
+    assert simulation.core.stats().preemptions < 20, "at a constant reserve there are 48"
 
 
 def test_a_retracted_request_resumes_from_the_cache() -> None:
