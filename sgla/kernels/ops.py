@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sgla.kernels.program import Recorder
-    from sgla.layers.batch import ForwardBatch
+    from sgla.kernels.batch import ForwardBatch
+    from sgla.kernels.record import Recorder
     from sgla.quant import Weight
 
 Activation = Literal["silu", "gelu_tanh"]

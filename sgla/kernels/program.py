@@ -1,4 +1,150 @@
-"""Recorder and native program (under construction)."""
+"""Record a forward pass once, run it every step with one native call.
+
+    program = Program.record(lambda batch: model.logits(ops.gather(model.forward(batch, kv), batch.sample_rows)),
+                             Limits(step_tokens, max_rows), threads)
+    logits = program.run(batch)         # view of the program's memory, [S, V], valid until the next run
+
+While ``record`` calls the function, the ops of ``kernels/ops.py`` compute nothing: each appends an instruction and
+returns a symbolic tensor on the meta device whose row count stands for T (tokens) or S (sampled rows). Only ops may
+touch symbolic tensors. Neighbouring instructions are then fused, buffers get places in one arena by their live ranges,
+and ``ops.inplace`` and ``ops.call`` split the program into native segments with a Python call between them.
+
+``record`` moves the weights it meets into the kernels' own order (``Weight.to_panels``). Raises BuildError where there are
+no native kernels: then run the model eagerly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.fuse import Buffer, Node, fuse, place
+from sgla.kernels.native import Instr, Library, Op, Step, library, memory
+from sgla.kernels.record import INPUTS, Recorder
 
 
-class Recorder: ...
+class Limits(NamedTuple):
+    tokens: int  # T at most
+    sampled: int  # S at most
+
+
+@dataclass(slots=True)
+class _Native:
+    """A run of instructions between two Python calls."""
+
+    code: ctypes.Array[Instr]
+
+
+@dataclass(slots=True)
+class _Call:
+    fn: Callable[[list[Tensor]], None]
+    views: list[Tensor]
+    sampled: bool
+
+
+class Program:
+    """A recorded function of a ForwardBatch. Not for several threads at once."""
+
+    def __init__(
+        self, nodes: list[Node], outputs: list[Buffer], limits: Limits, threads: int, lib: Library
+    ) -> None:
+        self.limits = limits
+        self.nodes = nodes
+        self._lib = lib
+        self._team = lib.team(threads)
+        self._step = Step()
+        rows = {False: limits.tokens, True: limits.sampled}
+        self.arena = memory.take(place(nodes, outputs, rows))
+        self._base = self.arena.data_ptr()
+        self._outputs = [(self._view(b, rows), b.sampled) for b in outputs]
+        self._segments = self._assemble(rows)
+
+    @classmethod
+    def record(
+        cls, fn: Callable[[ForwardBatch], Tensor], limits: Limits, threads: int = 1, isa: str | None = None
+    ) -> Program:
+        """Record ``fn(batch) -> tensor``, the output of an op. ``isa`` forces an instruction-set level (tests)."""
+        lib = library(isa)
+        recorder = Recorder()
+        batch = recorder.batch()
+        ops.recorder = recorder
+        try:
+            result = fn(batch)
+        finally:
+            ops.recorder = None
+        outputs = [recorder.buffer(result)]
+        return cls(fuse(recorder.nodes, outputs, lib.isa), outputs, limits, threads, lib)
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded."""
+        step = self._fill(batch)
+        for segment in self._segments:
+            if isinstance(segment, _Native):
+                self._lib.dll.sgla_run(self._team, segment.code, len(segment.code), step, self._base)
+            else:
+                rows = step.sampled if segment.sampled else step.tokens
+                segment.fn([view[:rows] for view in segment.views])
+        view, sampled = self._outputs[0]
+        return view[: step.sampled if sampled else step.tokens]
+
+    def _fill(self, batch: ForwardBatch) -> Step:
+        step = self._step
+        step.tokens, step.rows, step.sampled = batch.tokens, batch.rows, batch.sample_rows.numel()
+        assert step.tokens <= self.limits.tokens
+        assert step.sampled <= self.limits.sampled
+        step.page_size, step.max_pages = batch.page_size, batch.page_table.shape[1]
+        for name in INPUTS:
+            tensor = getattr(batch, name)
+            assert tensor.dtype == torch.int32
+            assert tensor.is_contiguous()
+            setattr(step, name, tensor.data_ptr())
+        return step
+
+    def _view(self, b: Buffer, rows: dict[bool, int]) -> Tensor:
+        nbytes = rows[b.sampled] * b.stride * b.dtype.itemsize
+        view = self.arena[b.offset : b.offset + nbytes].view(b.dtype).view(rows[b.sampled], b.stride)
+        return view[:, 0] if b.scalar else view
+
+    def _assemble(self, rows: dict[bool, int]) -> list[_Native | _Call]:
+        segments: list[_Native | _Call] = []
+        pending: list[Instr] = []
+
+        def flush() -> None:
+            if pending:
+                segments.append(_Native((Instr * len(pending))(*pending)))
+                pending.clear()
+
+        for node in self.nodes:
+            if node.fn is None:
+                pending.append(_encode(node))
+                continue
+            flush()
+            buffers = dict.fromkeys(b for b in (node.inputs[0], *node.outputs) if b is not None)
+            segments.append(_Call(node.fn, [self._view(b, rows) for b in buffers], node.sampled))
+        flush()
+        return segments
+
+
+def _encode(node: Node) -> Instr:
+    instr = Instr(op=node.op, sampled=node.sampled, n=node.n, k=node.k)
+    for slot in range(2):
+        given, made = node.inputs[slot], node.outputs[slot] if slot < len(node.outputs) else None
+        instr.input[slot] = -1 if given is None else given.offset
+        instr.output[slot] = -1 if made is None else made.offset
+    for slot, tensor in enumerate(node.tensors):
+        instr.p[slot] = None if tensor is None else tensor.data_ptr()
+    for slot, value in enumerate(node.a):
+        instr.a[slot] = value
+    for slot, number in enumerate(node.f):
+        instr.f[slot] = number
+    return instr
+
+
+__all__ = ["Limits", "Op", "Program"]

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kind = Literal["f32", "bf16", "int8", "int4"]
+from sgla.kernels.panels import Kind, Panels
 
 GROUP = 32
 
@@ -32,6 +31,7 @@ class Weight:
     data: Tensor
     scale: Tensor | None = None
     minimum: Tensor | None = None
+    panels: Panels | None = None  # set by ``to_panels``, which empties the tensors above
 
     @classmethod
     def from_int4(cls, q: Tensor, scale: Tensor, minimum: Tensor) -> Weight:
@@ -42,36 +42,54 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.data, self.scale, self.minimum) if t is not None)
+        parts = (
+            (self.data, self.scale, self.minimum)
+            if self.panels is None
+            else (self.panels.data, self.panels.scale)
+        )
+        return sum(t.nbytes for t in parts if t is not None)
+
+    def to_panels(self) -> Panels:
+        """Move to the order of the native CPU kernels, once; plain copies are given up. Raises BuildError."""
+        if self.panels is None:
+            self.panels = Panels.of(self.kind, self.k, self.data, self.scale, self.minimum)
+            self.data, self.scale, self.minimum = self.data.new_empty(0), None, None
+        return self.panels
+
+    def _parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return (self.data, self.scale, self.minimum) if self.panels is None else self.panels.plain()
 
     def dequant(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dense ``[n, k]``; no copy if it has this dtype already."""
-        return _dense(self.kind, self.k, self.data, self.scale, self.minimum).to(dtype)
+        return _dense(self.kind, self.k, *self._parts()).to(dtype)
 
     def take(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` as float32 ``[len(ids), k]``."""
         rows = ids.long()
-        parts = (None if t is None else t[rows] for t in (self.data, self.scale, self.minimum))
-        return _dense(self.kind, self.k, *parts).float()
+        data, scale, minimum = (None if t is None else t[rows] for t in self._parts())
+        assert data is not None
+        return _dense(self.kind, self.k, data, scale, minimum).float()
 
     def rows(self, start: int, stop: int) -> Weight:
-        """Output channels ``start:stop``."""
-        parts = (None if t is None else t[start:stop] for t in (self.data, self.scale, self.minimum))
-        return Weight(self.kind, stop - start, self.k, *parts)
+        """Output channels ``start:stop``; the whole weight is itself, so that tied layers share their panels."""
+        if (start, stop) == (0, self.n):
+            return self
+        data, scale, minimum = (None if t is None else t[start:stop] for t in self._parts())
+        assert data is not None
+        return Weight(self.kind, stop - start, self.k, data, scale, minimum)
 
     def columns(self, start: int, stop: int) -> Weight:
         """Input channels ``start:stop``; for int4 ``start`` must begin a group of 32."""
+        data, scale, minimum = self._parts()
         if self.kind != "int4":
-            return Weight(self.kind, self.n, stop - start, self.data[:, start:stop], self.scale)
+            return Weight(self.kind, self.n, stop - start, data[:, start:stop], scale)
         assert start % GROUP == 0
         assert stop % GROUP == 0 or stop == self.k
-        assert self.scale is not None
-        assert self.minimum is not None
+        assert scale is not None
+        assert minimum is not None
         first, last = start // GROUP, -(-stop // GROUP)
-        data = self.data[:, first * GROUP // 2 : last * GROUP // 2]
-        return Weight(
-            "int4", self.n, stop - start, data, self.scale[:, first:last], self.minimum[:, first:last]
-        )
+        data = data[:, first * GROUP // 2 : last * GROUP // 2]
+        return Weight("int4", self.n, stop - start, data, scale[:, first:last], minimum[:, first:last])
 
 
 def pack(weight: Tensor, kind: Kind) -> Weight:
@@ -96,11 +114,11 @@ def concat(weights: list[Weight]) -> Weight:
     first = weights[0]
     assert all(w.kind == first.kind and w.k == first.k for w in weights)
 
-    def cat(parts: list[Tensor | None]) -> Tensor | None:
+    def cat(parts: tuple[Tensor | None, ...]) -> Tensor | None:
         present = [p for p in parts if p is not None]
         return torch.cat(present) if present else None
 
-    data, scale, minimum = (cat([getattr(w, name) for w in weights]) for name in ("data", "scale", "minimum"))
+    data, scale, minimum = (cat(parts) for parts in zip(*(w._parts() for w in weights), strict=True))
     assert data is not None
     return Weight(first.kind, sum(w.n for w in weights), first.k, data, scale, minimum)
 

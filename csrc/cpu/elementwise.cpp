@@ -1,0 +1,206 @@
+// Operations over rows: embedding, norms, rotary embedding with the KV store, activations, gather, argmax.
+
+#include <cmath>
+
+#include "gemm.h"
+
+namespace {
+
+constexpr int64_t GRAIN = 8192;  // elements worth a chunk of their own
+
+// Value k of output channel n in packed panels.
+float panel_value(const uint8_t* w, Kind kind, int64_t width, int64_t n, int64_t k) {
+  const uint8_t* panel = w + n / PANEL * panel_bytes(kind, width);
+  int64_t lane = n % PANEL;
+  if (kind == INT4) {
+    const uint8_t* group = panel + k / 32 * (INT4_HEAD + 4 * ROW_BYTES);
+    const uint16_t* head = (const uint16_t*)group;
+    uint32_t dword = ((const uint32_t*)(group + INT4_HEAD + k % 32 / 8 * ROW_BYTES))[lane];
+    return std::fmaf((float)(dword >> (k % 8 * 4) & 15), from_f16(head[lane]), from_f16(head[PANEL + lane]));
+  }
+  const uint8_t* dword = panel + k / per_dword(kind) * ROW_BYTES + lane * 4;
+  if (kind == F32) return *(const float*)dword;
+  if (kind == BF16) return from_bf16(((const uint16_t*)dword)[k % 2]);
+  return (float)((const int8_t*)dword)[k % 4];
+}
+
+float square_sum(const float* x, int64_t d) {
+  vf a{}, b{};
+  int64_t j = 0;
+  for (; j + 2 * LANES <= d; j += 2 * LANES) {
+    vf u = load(x + j), v = load(x + j + LANES);
+    a += u * u;
+    b += v * v;
+  }
+  float s = sum(a + b);
+  for (; j < d; j++) s += x[j] * x[j];
+  return s;
+}
+
+float inverse_rms(const float* x, int64_t d, float eps) { return 1.0f / std::sqrt(square_sum(x, d) / d + eps); }
+
+}  // namespace
+
+// a: 0 kind; p: 0 panels, 1 int8 scales; f: 0 scale; n: vocabulary, k: width
+void run_embedding(Context& c, const Instr& i) {
+  Kind kind = (Kind)i.a[0];
+  auto w = (const uint8_t*)i.p[0];
+  auto scales = (const float*)i.p[1];
+  spread_rows(c, c.step->tokens, GRAIN / 8 / i.k, [&](int64_t t) {
+    int64_t id = c.step->ids[t];
+    float* out = c.at(i.out[0]) + t * i.k;
+    for (int64_t j = 0; j < i.k; j++) {
+      float v = panel_value(w, kind, i.k, id, j);
+      if (kind == INT8) v *= scales[id];
+      out[j] = i.f[0] == 1.0f ? v : v * i.f[0];
+    }
+  });
+}
+
+// in: 0 x, 1 residual or -1; out: 0 normed, 1 sum; p: 0 weight; a: 0 normed is bfloat16; f: 0 eps
+void run_rms_norm(Context& c, const Instr& i) {
+  int64_t d = i.k;
+  auto weight = (const float*)i.p[0];
+  spread_rows(c, c.rows(i), GRAIN / d, [&](int64_t t) {
+    const float* x = c.at(i.in[0]) + t * d;
+    if (const float* residual = c.at(i.in[1])) {
+      float* h = c.at(i.out[1]) + t * d;
+      residual += t * d;
+      for (int64_t j = 0; j < d; j++) h[j] = residual[j] + x[j];
+      x = h;
+    }
+    float r = inverse_rms(x, d, i.f[0]);
+    if (i.a[0]) {
+      uint16_t* out = (uint16_t*)c.at(i.out[0]) + t * (d + (d & 1));
+      for (int64_t j = 0; j < d; j++) out[j] = to_bf16(x[j] * r * weight[j]);
+      if (d & 1) out[d] = 0;
+    } else {
+      float* out = c.at(i.out[0]) + t * d;
+      for (int64_t j = 0; j < d; j++) out[j] = x[j] * r * weight[j];
+    }
+  });
+}
+
+// in: 0 x, 1 y; k: width
+void run_add(Context& c, const Instr& i) {
+  spread_rows(c, c.rows(i), GRAIN / i.k, [&](int64_t t) {
+    const float *x = c.at(i.in[0]) + t * i.k, *y = c.at(i.in[1]) + t * i.k;
+    float* out = c.at(i.out[0]) + t * i.k;
+    for (int64_t j = 0; j < i.k; j++) out[j] = x[j] + y[j];
+  });
+}
+
+// in: 0 x; k: width
+void run_to_bf16(Context& c, const Instr& i) {
+  spread_rows(c, c.rows(i), GRAIN / i.k, [&](int64_t t) {
+    const float* x = c.at(i.in[0]) + t * i.k;
+    uint16_t* out = (uint16_t*)c.at(i.out[0]) + t * (i.k + (i.k & 1));
+    for (int64_t j = 0; j < i.k; j++) out[j] = to_bf16(x[j]);
+    if (i.k & 1) out[i.k] = 0;
+  });
+}
+
+namespace {
+
+struct Rope {
+  const Instr& i;
+  int64_t dim, rot;
+  float eps;
+
+  void head(const float* x, float* out, const float* norm, const float* cos_sin) const {
+    float scale = norm ? inverse_rms(x, dim, eps) : 1.0f;
+    for (int64_t j = 0; j < dim; j++) out[j] = norm ? x[j] * scale * norm[j] : x[j];
+    int64_t half = rot / 2;
+    const float *cos = cos_sin, *sin = cos_sin + half;
+    for (int64_t j = 0; j < half; j++) {
+      float a = out[j], b = out[j + half];
+      out[j] = a * cos[j] - b * sin[j];
+      out[j + half] = b * cos[j] + a * sin[j];
+    }
+  }
+};
+
+void store_kv(const float* x, void* base, int64_t offset, int64_t dim, bool bf16) {
+  if (!bf16) {
+    std::memcpy((float*)base + offset, x, dim * sizeof(float));
+    return;
+  }
+  uint16_t* out = (uint16_t*)base + offset;
+  for (int64_t j = 0; j < dim; j++) out[j] = to_bf16(x[j]);
+}
+
+}  // namespace
+
+// in: 0 qkv; out: 0 q; p: 0 cos_sin [P, rot], 1 q norm, 2 k norm; n: q heads, k: head dim; f: 0 eps
+// a: 0 kv heads, 1 rot, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k pages, 7 v pages
+void run_rope_store(Context& c, const Instr& i) {
+  Rope rope{i, i.k, i.a[1], i.f[0]};
+  int64_t heads = i.n, kv_heads = i.a[0], width = (heads + 2 * kv_heads) * rope.dim;
+  float head_out[1024];
+  spread_rows(c, c.step->tokens, GRAIN / width, [&](int64_t t) {
+    const float* x = c.at(i.in[0]) + t * width;
+    float* q = c.at(i.out[0]) + t * heads * rope.dim;
+    const float* cos_sin = (const float*)i.p[0] + c.step->positions[t] * rope.rot;
+    for (int64_t h = 0; h < heads; h++, x += rope.dim)
+      rope.head(x, q + h * rope.dim, (const float*)i.p[1], cos_sin);
+    int64_t page = c.step->out_loc[t] / c.step->page_size, offset = c.step->out_loc[t] % c.step->page_size;
+    int64_t place = page * i.a[3] + offset * i.a[4];
+    for (int64_t h = 0; h < kv_heads; h++, x += rope.dim) {
+      rope.head(x, head_out, (const float*)i.p[2], cos_sin);
+      store_kv(head_out, (void*)i.a[6], place + h * i.a[5], rope.dim, i.a[2]);
+      store_kv(x + kv_heads * rope.dim, (void*)i.a[7], place + h * i.a[5], rope.dim, i.a[2]);
+    }
+  });
+}
+
+// in: 0 x [rows, 2n]; out: 0 [rows, n]; a: 1 activation, 3 y is bfloat16
+void run_act_mul(Context& c, const Instr& i) {
+  int64_t f = i.n;
+  spread_rows(c, c.rows(i), GRAIN / 8 / f, [&](int64_t t) {
+    const float *gate = c.at(i.in[0]) + t * 2 * f, *up = gate + f;
+    for (int64_t j = 0; j < f; j += LANES) {
+      float g_[LANES] = {}, u_[LANES] = {}, out[LANES];
+      int64_t count = f - j < LANES ? f - j : LANES;
+      std::memcpy(g_, gate + j, count * 4);
+      std::memcpy(u_, up + j, count * 4);
+      vf g = load(g_), z = g;
+      if (i.a[1] == GELU_TANH) z = 1.5957691216057308f * (g + 0.044715f * g * g * g);
+      store(out, g * sigmoid(z) * load(u_));
+      std::memcpy(c.at(i.out[0]) + t * f + j, out, count * 4);
+    }
+  });
+}
+
+// in: 0 x [T, k]; out: 0 [S, k]
+void run_gather(Context& c, const Instr& i) {
+  spread_rows(c, c.step->sampled, GRAIN / i.k, [&](int64_t s) {
+    std::memcpy(c.at(i.out[0]) + s * i.k, c.at(i.in[0]) + c.step->sample_rows[s] * i.k, i.k * sizeof(float));
+  });
+}
+
+namespace {
+
+int32_t argmax_row(const float* x, int64_t n) {
+  float best = x[0];
+  int64_t j = 0;
+  vf m = splat(-INFINITY);
+  for (; j + LANES <= n; j += LANES) m = vmax(m, load(x + j));
+  if (j) best = max_of(m);
+  for (; j < n; j++) best = x[j] > best ? x[j] : best;
+  for (int64_t a = 0; a < n; a++)
+    if (x[a] == best) return (int32_t)a;
+  return 0;
+}
+
+}  // namespace
+
+// in: 0 x [rows, k]; out: 0 int32[rows]
+void run_argmax(Context& c, const Instr& i) {
+  spread_rows(c, c.rows(i), 1, [&](int64_t t) {
+    ((int32_t*)c.at(i.out[0]))[t] = argmax_row(c.at(i.in[0]) + t * i.k, i.k);
+  });
+}
+
+extern "C" void sgla_argmax(const float* x, int64_t rows, int64_t n, int32_t* out) {
+  for (int64_t r = 0; r < rows; r++) out[r] = argmax_row(x + r * n, n);
+}

@@ -1,0 +1,205 @@
+// Register-blocked products of activation rows with one weight panel: tile[m][32] (+)= x[m][k] * panel[k][32].
+//
+// A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4 values
+// that follow each other along k, zero-padded at the end. int4 panels have, before each 4 rows (32 k), 32 scales and 32
+// minima in float16. Every output element is one chain of fused multiply-adds in the order of k, whatever the number of
+// rows: so results do not depend on the batch.
+#pragma once
+
+#include "program.h"
+#include "simd.h"
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int MAX_MR = LANES == 16 ? 12 : 3;
+#else
+constexpr int MAX_MR = LANES == 8 ? 3 : 1;
+#endif
+
+constexpr int64_t ROW_BYTES = PANEL * 4;
+constexpr int64_t INT4_HEAD = PANEL * 4;  // scales and minima of a group
+constexpr int64_t PREFETCH = 2048;        // bytes ahead of the reader
+
+// k values in a dword
+constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT4 ? 8 : 4; }
+
+// Bytes of the first k channels of a panel (k a multiple of 32, or the panel's whole k).
+constexpr int64_t panel_bytes(Kind kind, int64_t k) {
+  if (kind == INT4) return (k + 31) / 32 * (INT4_HEAD + 4 * ROW_BYTES);
+  return (k + per_dword(kind) - 1) / per_dword(kind) * ROW_BYTES;
+}
+
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// A weight reader turns one row of dwords into float vectors, one k after the other.
+template <Kind K>
+struct Reader;
+
+template <>
+struct Reader<F32> {
+  static constexpr int PER = 1;
+  INLINE void group(const uint8_t*) {}
+  INLINE vf get(vi raw, int, int) const { return as_float(raw); }
+};
+
+template <>
+struct Reader<BF16> {
+  static constexpr int PER = 2;
+  INLINE void group(const uint8_t*) {}
+  INLINE vf get(vi raw, int i, int) const { return as_float(i ? raw & (int32_t)0xffff0000 : raw << 16); }
+};
+
+template <>
+struct Reader<INT8> {
+  static constexpr int PER = 4;
+  INLINE void group(const uint8_t*) {}
+  INLINE vf get(vi raw, int i, int) const { return to_float((i == 3 ? raw : raw << (24 - 8 * i)) >> 24); }
+};
+
+template <>
+struct Reader<INT4> {
+  static constexpr int PER = 8;
+  vf scale[NV], low[NV];
+  INLINE void group(const uint8_t* head) {
+    UNROLL for (int v = 0; v < NV; v++) {
+      scale[v] = load_f16((const uint16_t*)head + v * LANES);
+      low[v] = load_f16((const uint16_t*)head + PANEL + v * LANES);
+    }
+  }
+  INLINE vf get(vi raw, int i, int v) const {
+#if defined(__AVX512F__)
+    const __m512 digits = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    vf q = (vf)_mm512_permutexvar_ps((__m512i)((vu)raw >> (4 * i)), digits);
+#else
+    vf q = to_float((vi)((vu)raw >> (4 * i)) & 15);
+#endif
+    return q * scale[v] + low[v];
+  }
+};
+
+template <int MR>
+struct Tile {
+  vf v[MR][NV];
+
+  INLINE void load_from(const float* tile, bool first) {
+    UNROLL for (int m = 0; m < MR; m++)
+      UNROLL for (int j = 0; j < NV; j++) v[m][j] = first ? vf{} : load(tile + m * PANEL + j * LANES);
+  }
+  INLINE void store_to(float* tile) const {
+    UNROLL for (int m = 0; m < MR; m++)
+      UNROLL for (int j = 0; j < NV; j++) store(tile + m * PANEL + j * LANES, v[m][j]);
+  }
+};
+
+// One row of dwords: PER steps of k. x points at the first k; rows are ldx apart.
+template <Kind K, int MR>
+INLINE void dword_row(Tile<MR>& acc, const Reader<K>& reader, const uint8_t* w, const float* x, int64_t ldx) {
+  constexpr int PER = Reader<K>::PER;
+  vi raw[NV];
+  UNROLL for (int j = 0; j < NV; j++) raw[j] = load_int(w + j * LANES * 4);
+  UNROLL for (int i = 0; i < PER; i++) {
+    vf b[NV];
+    UNROLL for (int j = 0; j < NV; j++) b[j] = reader.get(raw[j], i, j);
+    UNROLL for (int m = 0; m < MR; m++) {
+      // Three rows share a base pointer: [p], [p + ldx * 4], [p + ldx * 8] are addressing modes.
+      const float* p = x + m / 3 * 3 * ldx;
+      vf a = splat(p[m % 3 * ldx + i]);
+      UNROLL for (int j = 0; j < NV; j++) acc.v[m][j] += a * b[j];
+    }
+  }
+}
+
+template <Kind K, int MR>
+INLINE void dword_row_tail(Tile<MR>& acc, const Reader<K>& reader, const uint8_t* w, const float* x, int64_t ldx, int64_t k) {
+  constexpr int PER = Reader<K>::PER;
+  float part[MR][PER] = {};
+  for (int m = 0; m < MR; m++)
+    for (int64_t i = 0; i < k; i++) part[m][i] = x[m * ldx + i];
+  dword_row<K, MR>(acc, reader, w, &part[0][0], PER);
+}
+
+template <Kind K, int MR>
+__attribute__((noinline)) void rows_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first) {
+  constexpr int PER = Reader<K>::PER;
+  Tile<MR> acc;
+  Reader<K> reader;
+  acc.load_from(tile, first);
+  if constexpr (K == INT4) {
+    for (; k >= 32; k -= 32, x += 32) {
+      reader.group(w);
+      prefetch(w + PREFETCH);
+      prefetch(w + PREFETCH + 64);
+      w += INT4_HEAD;
+      for (int r = 0; r < 4; r++, w += ROW_BYTES) {
+        prefetch(w + PREFETCH);
+        prefetch(w + PREFETCH + 64);
+        dword_row<K, MR>(acc, reader, w, x + r * PER, ldx);
+      }
+    }
+    if (k > 0) {
+      reader.group(w);
+      w += INT4_HEAD;
+    }
+  }
+  for (; k >= PER; k -= PER, x += PER, w += ROW_BYTES) {
+    prefetch(w + PREFETCH);
+    prefetch(w + PREFETCH + 64);
+    dword_row<K, MR>(acc, reader, w, x, ldx);
+  }
+  if (k > 0) dword_row_tail<K, MR>(acc, reader, w, x, ldx, k);
+  acc.store_to(tile);
+}
+
+#if defined(__AVX512BF16__)
+// bfloat16 times bfloat16: x has rows of k / 2 dwords (pairs along k), zero-padded.
+template <int MR>
+__attribute__((noinline)) void pairs_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first) {
+  const int32_t* x = (const int32_t*)x_;
+  Tile<MR> acc;
+  acc.load_from(tile, first);
+  for (int64_t i = 0; i < (k + 1) / 2; i++, x++, w += ROW_BYTES) {
+    prefetch(w + PREFETCH);
+    prefetch(w + PREFETCH + 64);
+    __m512i b[NV];
+    UNROLL for (int j = 0; j < NV; j++) b[j] = _mm512_loadu_si512(w + j * 64);
+    UNROLL for (int m = 0; m < MR; m++) {
+      const int32_t* p = x + m / 3 * 3 * ldx;
+      __m512i a = _mm512_set1_epi32(p[m % 3 * ldx]);
+      UNROLL for (int j = 0; j < NV; j++)
+        acc.v[m][j] = (vf)_mm512_dpbf16_ps((__m512)acc.v[m][j], (__m512bh)a, (__m512bh)b[j]);
+    }
+  }
+  acc.store_to(tile);
+}
+#endif
+
+using RowsKernel = void (*)(const float*, int64_t, const uint8_t*, int64_t, float*, bool);
+
+template <Kind K, int MR>
+struct Kernels {
+  static RowsKernel pick(int mr) { return mr == MR ? rows_kernel<K, MR> : Kernels<K, MR - 1>::pick(mr); }
+};
+template <Kind K>
+struct Kernels<K, 0> {
+  static RowsKernel pick(int) { return nullptr; }
+};
+
+#if defined(__AVX512BF16__)
+template <int MR>
+struct PairKernels {
+  static RowsKernel pick(int mr) { return mr == MR ? pairs_kernel<MR> : PairKernels<MR - 1>::pick(mr); }
+};
+template <>
+struct PairKernels<0> {
+  static RowsKernel pick(int) { return nullptr; }
+};
+#endif
+
+// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs).
+template <RowsKernel (*PICK)(int)>
+inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first) {
+  for (int64_t m = 0; m < rows;) {
+    int64_t left = rows - m, parts = (left + MAX_MR - 1) / MAX_MR, mr = (left + parts - 1) / parts;
+    PICK((int)mr)(x + m * ldx, ldx, w, k, tile + m * PANEL, first);
+    m += mr;
+  }
+}

@@ -1,0 +1,109 @@
+// A program is a list of instructions over an arena; a step runs it for T tokens of R rows, S of them sampled.
+// The layouts of Instr and Step are mirrored in sgla/kernels/native.py.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+enum Op : int32_t {
+  EMBEDDING,
+  RMS_NORM,
+  ADD_RMS_NORM,
+  ADD,
+  LINEAR,
+  ROPE_STORE,
+  ATTENTION,
+  ACT_MUL,
+  GATHER,
+  ARGMAX,
+  TO_BF16,
+};
+
+enum Kind : int64_t { F32, BF16, INT8, INT4 };
+enum Act : int64_t { NONE, SILU, GELU_TANH };
+
+struct Instr {
+  int32_t op;
+  int32_t sampled;    // rows: 0 = T, 1 = S
+  int64_t in[2];      // byte offsets in the arena; -1 = absent
+  int64_t out[2];
+  const void* p[4];   // weights and tables outside the arena; null = absent
+  int64_t n, k;       // output and input width
+  int64_t a[10];      // see each op
+  float f[4];
+};
+
+struct Step {
+  int64_t tokens, rows, sampled, page_size, max_pages;
+  const int32_t *ids, *positions, *slots, *q_start, *kv_len, *out_loc, *page_table, *sample_rows;
+};
+
+// Query tokens [first, first + count) of a row, whose token ``first`` stands at ``position``.
+struct QueryBlock {
+  int32_t row, first, count, position;
+};
+
+struct Team;
+
+// What a thread sees of the running step.
+struct Context {
+  Team* team;
+  const Step* step;
+  char* arena;
+  int thread, threads;
+  std::atomic<int64_t>* counters;  // of this instruction: one a thread and phase
+  uint8_t* scratch;                // of this thread, SCRATCH bytes
+  const std::vector<QueryBlock>* blocks;
+  float* partials;                 // of split attention, shared
+
+  float* at(int64_t offset) const { return offset < 0 ? nullptr : (float*)(arena + offset); }
+  int64_t rows(const Instr& i) const { return i.sampled ? step->sampled : step->tokens; }
+};
+
+constexpr int64_t SCRATCH = 2 << 20;
+constexpr int PHASES = 2;
+constexpr int COUNTER_STRIDE = 8;  // a cache line for each counter
+
+void barrier(Context& c);
+
+// Run body(i) for each i in [0, count). A thread starts with its own contiguous share and then helps the others, so a
+// thread that loses its core does not hold up the step.
+template <class F>
+inline void spread(Context& c, int phase, int64_t count, F body) {
+  for (int turn = 0; turn < c.threads; turn++) {
+    int owner = c.thread + turn;
+    if (owner >= c.threads) owner -= c.threads;
+    int64_t begin = owner * count / c.threads, end = (owner + 1) * count / c.threads;
+    auto& next = c.counters[(phase * c.threads + owner) * COUNTER_STRIDE];
+    while (next.load(std::memory_order_relaxed) < end - begin) {
+      int64_t i = begin + next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= end) break;
+      body(i);
+    }
+  }
+}
+
+// The same over rows, in blocks of about ``grain`` rows.
+template <class F>
+inline void spread_rows(Context& c, int64_t rows, int64_t grain, F body) {
+  if (grain < 1) grain = 1;
+  spread(c, 0, (rows + grain - 1) / grain, [&](int64_t b) {
+    int64_t end = (b + 1) * grain < rows ? (b + 1) * grain : rows;
+    for (int64_t r = b * grain; r < end; r++) body(r);
+  });
+}
+
+void run_embedding(Context& c, const Instr& i);
+void run_rms_norm(Context& c, const Instr& i);
+void run_add(Context& c, const Instr& i);
+void run_rope_store(Context& c, const Instr& i);
+void run_act_mul(Context& c, const Instr& i);
+void run_gather(Context& c, const Instr& i);
+void run_argmax(Context& c, const Instr& i);
+void run_to_bf16(Context& c, const Instr& i);
+void run_linear(Context& c, const Instr& i);
+void run_attention(Context& c, const Instr& i);
+
+int query_block(const Instr& attention);                   // tokens of a row that one task takes
+int64_t partials_size(const Instr& attention, const Step& step, int64_t blocks, int threads);  // in floats

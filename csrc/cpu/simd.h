@@ -1,0 +1,152 @@
+// Vectors through the compiler's vector extensions, so that one source serves AVX-512, AVX2, SSE and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef float vf_mem __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t vi_mem __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+constexpr int PANEL = 32;            // output channels of a weight panel
+constexpr int NV = PANEL / LANES;    // vectors in a panel's row
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+INLINE vf load(const float* p) { return *(const vf_mem*)p; }
+INLINE vi load_int(const void* p) { return *(const vi_mem*)p; }
+INLINE void store(float* p, vf v) { *(vf_mem*)p = v; }
+INLINE vf splat(float x) { return x - (vf){}; }
+INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+INLINE vf as_float(vi v) { return (vf)v; }
+
+INLINE float sum(vf v) {
+  float s = 0;
+  UNROLL for (int i = 0; i < LANES; i++) s += v[i];
+  return s;
+}
+
+INLINE float max_of(vf v) {
+  float m = v[0];
+  UNROLL for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+// exp to about 1 ulp: 2^n * polynomial in the rest (the degree-6 minimax of Cephes); exactly 0 below -87.
+INLINE vf vexp(vf x) {
+  const vf magic = splat(12582912.0f);
+  vf y = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
+  vf n = (y * 1.44269504088896341f + magic) - magic;
+  vf r = y - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  vi e = (__builtin_convertvector(n, vi) + 127) << 23;
+  vf v = p * as_float(e);
+  return x < -87.0f ? vf{} : v;
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
+INLINE vf vtanh(vf x) { return 1.0f - 2.0f / (1.0f + vexp(2.0f * x)); }
+
+INLINE uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return (u >> 16) | 64;
+  return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
+INLINE float from_bf16(uint16_t h) {
+  uint32_t u = (uint32_t)h << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+// LANES bf16 values.
+INLINE vf load_bf16(const uint16_t* p) {
+  typedef uint16_t half_vector __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+  return (vf)(__builtin_convertvector(*(const half_vector*)p, vu) << 16);
+}
+
+// Finite values only: a NaN may come out as infinity.
+INLINE void store_bf16(uint16_t* p, vf v) {
+  typedef uint16_t half_vector __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+  vu u = (vu)v;
+  *(half_vector*)p = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, half_vector);
+}
+
+INLINE float from_f16(uint16_t h) {
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, body = h & 0x7fff;
+  float x;
+  uint32_t u = (body << 13) + (112u << 23);
+  if (body >= 0x7c00) u += 112u << 23;
+  std::memcpy(&x, &u, 4);
+  if (body < 0x400) x = (float)body * 5.9604644775390625e-8f;  // subnormal: units of 2^-24
+  std::memcpy(&u, &x, 4);
+  u |= sign;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+INLINE vf load_f16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = from_f16(p[i]);
+  return v;
+#endif
+}
+
+// Transpose a LANES x LANES block in place: log2(LANES) rounds of two-source shuffles.
+template <int S>
+INLINE void transpose_round(vf* r) {
+  vi first, second;
+  UNROLL for (int j = 0; j < LANES; j++) {
+    first[j] = j & S ? LANES + j - S : j;
+    second[j] = j & S ? LANES + j : j + S;
+  }
+  UNROLL for (int i = 0; i < LANES; i++) {
+    if (i & S) continue;
+    vf a = r[i], b = r[i + S];
+    r[i] = __builtin_shuffle(a, b, first);
+    r[i + S] = __builtin_shuffle(a, b, second);
+  }
+}
+
+INLINE void transpose(vf* r) {
+#if defined(__AVX512F__)
+  transpose_round<8>(r);
+#endif
+#if defined(__AVX2__)
+  transpose_round<4>(r);
+#endif
+  transpose_round<2>(r);
+  transpose_round<1>(r);
+}

@@ -1,0 +1,29 @@
+"""What one forward step computes: the tensors every layer and kernel may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """R rows with T tokens in all, S of which need logits. Tensors are int32; on CPU they may share numpy memory.
+
+    Row ``r`` owns tokens ``q_start[r]:q_start[r + 1]``, the last tokens of its ``kv_len[r]``; its pages are
+    ``page_table[slots[r]]``. Token ``t`` stands at ``positions[t]`` and its KV goes to place ``out_loc[t]``
+    (= page * page_size + offset).
+    """
+
+    rows: int
+    tokens: int
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [R]
+    q_start: torch.Tensor  # [R + 1]
+    kv_len: torch.Tensor  # [R], after this step
+    out_loc: torch.Tensor  # [T]
+    page_table: torch.Tensor  # [slots, max_pages], the whole table
+    page_size: int
+    sample_rows: torch.Tensor  # [S], index of the token whose successor is wanted

@@ -1,0 +1,162 @@
+"""Builds and finds the native CPU kernels (csrc/cpu) for an instruction-set level.
+
+The first use compiles them with g++ into the cache folder (a few seconds); later uses load the file found there. The
+folder's name is a hash of the sources and flags, so an upgrade never meets an old library. Without a compiler everything
+still works through torch. To prepare an image for other machines:
+``python -m sgla.kernels.build --isa x86-64-v3,x86-64-v4``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
+
+
+class Level(NamedTuple):
+    """An instruction-set level: compiler flags, and the CPU flags (as in /proc/cpuinfo) it needs."""
+
+    name: str
+    march: list[str]
+    needs: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+LEVELS = [  # best first
+    Level("avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"], _V4 | {"avx512_bf16"}),
+    Level("avx512", ["-march=x86-64-v4"], _V4),
+    Level("avx2", ["-march=x86-64-v3"], _V3),
+    Level("generic", [], frozenset()),
+]
+ALIASES = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "x86-64": "generic"}
+
+
+class BuildError(Exception):
+    """The library is neither there nor can be built; says why and what to do."""
+
+
+class Built(NamedTuple):
+    path: Path
+    level: str
+    note: str  # what happened, for people
+
+
+def level(name: str) -> Level:
+    """The level of that name or alias; ValueError lists the names."""
+    name = ALIASES.get(name, name)
+    for candidate in LEVELS:
+        if candidate.name == name:
+            return candidate
+    raise ValueError(f"unknown instruction-set level {name!r}: one of {', '.join(c.name for c in LEVELS)}")
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def supported() -> list[Level]:
+    """Levels this CPU can run, best first. ``SGLA_CPU_ISA`` takes the ones above it away."""
+    found = [c for c in LEVELS if c.needs <= cpu_flags()]
+    limit = os.environ.get("SGLA_CPU_ISA")
+    return found if limit is None else [c for c in found if LEVELS.index(c) >= LEVELS.index(level(limit))]
+
+
+def source_folder() -> Path:
+    inside = Path(__file__).parent / "csrc"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "csrc" / "cpu"
+
+
+def library_path(target: Level) -> Path:
+    """Where the library of this level belongs in the cache (``$XDG_CACHE_HOME/sgla``)."""
+    digest = hashlib.sha256(" ".join(FLAGS + target.march).encode())
+    for source in sorted(source_folder().iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "sgla" / "kernels" / digest.hexdigest()[:16] / f"{target.name}.so"
+
+
+def build(target: Level) -> Path:
+    """Compile one level unless it is there. Several processes may ask at once: one builds, the others wait."""
+    path = library_path(target)
+    if path.exists():
+        return path
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        raise BuildError("no g++ found (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                _compile(compiler, target, Path(scratch)).rename(path)
+    return path
+
+
+def _compile(compiler: str, target: Level, scratch: Path) -> Path:
+    flags = [*FLAGS, *target.march]
+    objects = {source: scratch / f"{source.stem}.o" for source in source_folder().glob("*.cpp")}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(_call, [compiler, *flags, "-c", str(s), "-o", str(o)]) for s, o in objects.items()
+        ]
+        for job in jobs:
+            job.result()
+    library = scratch / "library.so"
+    _call([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)])
+    return library
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed on the CPU kernels: {done.stderr.strip()[-500:]}")
+
+
+def find() -> Built:
+    """The best library for this CPU: one that can be built, else the best one that was built before.
+
+    Raises BuildError with the reason when there is none.
+    """
+    levels = supported()
+    reason = ""
+    for candidate in levels:
+        known = library_path(candidate).exists()
+        try:
+            path = build(candidate)
+        except (BuildError, OSError) as error:
+            reason = reason or str(error)
+            continue
+        done = "found in the cache" if known else "compiled"
+        behind = f"; {levels[0].name} is not available: {reason}" if reason else ""
+        return Built(path, candidate.name, f"native CPU kernels ({candidate.name}) {done}{behind}")
+    raise BuildError(reason or "this CPU is not supported")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m sgla.kernels.build", description=__doc__)
+    parser.add_argument("--isa", help="levels to build, separated by commas (default: this CPU's best)")
+    names = parser.parse_args().isa
+    for target in [level(name) for name in names.split(",")] if names else supported()[:1]:
+        print(build(target))
+
+
+if __name__ == "__main__":
+    main()

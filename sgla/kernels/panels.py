@@ -1,0 +1,76 @@
+"""Weights in the order the native linear kernel reads them (see csrc/cpu/gemm.h)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgla.kernels.native import library, memory
+
+Kind = Literal["f32", "bf16", "int8", "int4"]
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]  # the order of ``Kind`` in program.h
+
+WIDTH = 32  # output channels of a panel
+INT4_ROWS = 4  # dword rows of a group of 32 int4 channels
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
+_PER_DWORD = {"f32": 1, "bf16": 2, "int8": 4, "int4": 4}  # elements of the plain tensor (int4: bytes of two)
+
+
+@dataclass(slots=True)
+class Panels:
+    """One linear's weight ``[n, k]``; the plain tensors are as in ``quant.Weight``.
+
+    ``data`` uint8: panels of 32 channels as rows of 32 dwords, int4 groups led by 32 scales and 32 minima in float16.
+    ``scale`` float32, padded to whole panels (int8 only).
+    """
+
+    kind: Kind
+    n: int
+    k: int
+    data: Tensor
+    scale: Tensor | None
+
+    @classmethod
+    def of(cls, kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Panels:
+        """Reorder plain CPU tensors."""
+        n = data.shape[0]
+        data = F.pad(data, (0, -data.shape[1] % _PER_DWORD[kind])).contiguous()
+        dwords = data.shape[1] // _PER_DWORD[kind]
+        int4 = kind == "int4"
+        group, head = (INT4_ROWS, WIDTH * 4) if int4 else (dwords, 0)
+        count = -(-n // WIDTH)
+        out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
+        library().dll.sgla_pack(data.data_ptr(), n, dwords, group, head, out.data_ptr())
+        if int4:
+            assert scale is not None
+            assert minimum is not None
+            heads = out.view(count, dwords // group, -1)[:, :, :head].view(torch.float16)
+            for part, values in enumerate((scale, minimum)):
+                padded = F.pad(values, (0, 0, 0, -n % WIDTH)).view(count, WIDTH, -1)
+                heads[:, :, part * WIDTH : (part + 1) * WIDTH] = padded.transpose(1, 2)
+            scale = None
+        elif scale is not None:
+            scale = F.pad(scale.float(), (0, -n % WIDTH))
+        return cls(kind, n, k, out, scale)
+
+    def plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The tensors ``of`` was given: data, scale, minimum."""
+        count = -(-self.n // WIDTH)
+        if self.kind != "int4":
+            data = self._rows(self.data.view(torch.int32).view(count, -1, WIDTH))
+            return data[:, : self.k], None if self.scale is None else self.scale[: self.n], None
+        groups = -(-self.k // 32)
+        body = self.data.view(count, groups, -1)
+        heads = body[:, :, : WIDTH * 4].contiguous().view(torch.float16)
+        scale, minimum = (h.transpose(1, 2).reshape(-1, groups)[: self.n] for h in heads.split(WIDTH, dim=2))
+        dwords = body[:, :, WIDTH * 4 :].contiguous().view(torch.int32).view(count, -1, WIDTH)
+        return self._rows(dwords), scale, minimum
+
+    def _rows(self, dwords: Tensor) -> Tensor:
+        """Dwords [panels, k, 32] -> plain rows [n, ...]."""
+        rows = dwords.transpose(1, 2).reshape(-1, dwords.shape[1])[: self.n]
+        return rows.clone(memory_format=torch.contiguous_format).view(_DTYPES[self.kind])

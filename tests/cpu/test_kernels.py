@@ -1,0 +1,287 @@
+"""Every native op against its torch body, through one-op programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgla.kernels import build, native, ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.panels import KINDS, Kind, Panels
+from sgla.kernels.program import Limits, Program
+from sgla.quant import Weight, pack
+
+pytestmark = pytest.mark.skipif(isinstance(native._found(), build.BuildError), reason=native.note())
+
+LEVELS = [level.name for level in build.supported()]
+VOCAB = 300
+
+
+def ints(values: list[int] | range) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def random_batch(rows: list[tuple[int, int]], page_size: int = 16, seed: int = 0) -> ForwardBatch:
+    """Rows of (tokens in this step, history before it), on random pages, slots in reverse order."""
+    g = torch.Generator().manual_seed(seed)
+    lens = [new + old for new, old in rows]
+    width = max(-(-n // page_size) for n in lens)
+    pages = torch.randperm(len(rows) * width, generator=g).to(torch.int32).view(len(rows), width) + 1
+    slots = range(len(rows) - 1, -1, -1)
+    positions = [p for new, old in rows for p in range(old, old + new)]
+    owner = [slot for slot, (new, _) in zip(slots, rows, strict=True) for _ in range(new)]
+    starts = [sum(new for new, _ in rows[:r]) for r in range(len(rows) + 1)]
+    places = [
+        int(pages[s, p // page_size]) * page_size + p % page_size
+        for s, p in zip(owner, positions, strict=True)
+    ]
+    return ForwardBatch(
+        rows=len(rows),
+        tokens=starts[-1],
+        ids=torch.randint(0, VOCAB, (starts[-1],), generator=g).to(torch.int32),
+        positions=ints(positions),
+        slots=ints(slots),
+        q_start=ints(starts),
+        kv_len=ints(lens),
+        out_loc=ints(places),
+        page_table=pages,
+        page_size=page_size,
+        sample_rows=ints([s - 1 for s in starts[1:]]),
+    )
+
+
+def random_kv(batch: ForwardBatch, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
+    shape = (int(batch.page_table.max()) + 1, batch.page_size, heads, dim)
+    return KVLayer(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+
+
+def run(
+    fn: Callable[[ForwardBatch, Tensor], Tensor],
+    batch: ForwardBatch,
+    x: Tensor,
+    threads: int = 2,
+    isa: str | None = None,
+) -> Tensor:
+    """``fn(batch, x)`` through a program: x [T, d] comes in as an embedding of arange."""
+    ids = batch.ids
+    batch.ids = ints(range(batch.tokens))
+    limits = Limits(batch.tokens, batch.sample_rows.numel())
+    program = Program.record(lambda b: fn(b, ops.embedding(b.ids, x)), limits, threads, isa)
+    result = program.run(batch).clone()
+    batch.ids = ids
+    return result
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(got, want.to(got.dtype), rtol=tolerance, atol=tolerance)
+
+
+def tokens(count: int) -> ForwardBatch:
+    return random_batch([(count, 0)])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (33, 50), (7, 1001), (200, 576)])
+def test_linear(isa: str, kind: Kind, n: int, k: int) -> None:
+    torch.manual_seed(n)
+    w, bias, x = pack(torch.randn(n, k) / k**0.5, kind), torch.randn(n), torch.randn(300, k)
+    if isa == "avx512_bf16" and kind == "bf16":
+        x = x.bfloat16().float()  # this level multiplies in bfloat16
+    for count, threads in [(1, 1), (2, 2), (13, 2), (24, 1), (25, 2), (100, 2), (300, 2)]:
+        got = run(lambda b, x: ops.linear(x, w, bias), tokens(count), x[:count], threads, isa)
+        close(got, ops.linear(x[:count], w, bias))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_linear_does_not_depend_on_the_others(isa: str, kind: Kind) -> None:
+    torch.manual_seed(0)
+    w, x = pack(torch.randn(70, 600), kind), torch.randn(230, 600)
+
+    def fn(b: ForwardBatch, x: Tensor) -> Tensor:
+        return ops.linear(x, w)
+
+    alone = run(fn, tokens(1), x[:1], 1, isa)
+    for count in (2, 5, 12, 13, 24, 25, 48, 200, 230):
+        assert torch.equal(run(fn, tokens(count), x[:count], 2, isa)[:1], alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_panels_keep_the_weight(kind: Kind) -> None:
+    torch.manual_seed(0)
+    for n, k in ((1, 1), (33, 50), (64, 96)):
+        w = pack(torch.randn(n, k), kind)
+        before, nbytes = w.dequant(), w.nbytes
+        w.to_panels()
+        assert torch.equal(w.dequant(), before)
+        assert w.nbytes >= nbytes
+        assert torch.equal(w.rows(0, n).take(ints([n - 1])), before[n - 1 :].float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embedding(kind: Kind) -> None:
+    torch.manual_seed(0)
+    w = pack(torch.randn(VOCAB, 100), kind)
+    want = w.dequant()
+    batch = tokens(50)
+    program = Program.record(lambda b: ops.embedding(b.ids, w, 3.5), Limits(50, 1))
+    close(program.run(batch), want[batch.ids.long()] * 3.5)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("d", [64, 100, 577])
+def test_rows_ops(isa: str, d: int) -> None:
+    torch.manual_seed(d)
+    x, weight = torch.randn(40, d) * 3, torch.randn(d)
+    batch = random_batch([(5, 0), (1, 0), (34, 0)])
+    cases: list[Callable[[ForwardBatch, Tensor], Tensor]] = [
+        lambda b, x: ops.rms_norm(x, weight, 1e-5),
+        lambda b, x: ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-5), weight, 1e-5)[0],
+        lambda b, x: ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-5), weight, 1e-5)[1],
+        lambda b, x: ops.add(x, ops.rms_norm(x, weight, 1e-5)),
+        lambda b, x: ops.gather(x, b.sample_rows),
+    ]
+    for fn in cases:
+        close(run(fn, batch, x, isa=isa), fn(batch, x))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("f", [5, 64, 100])
+def test_act_mul(isa: str, kind: ops.Activation, f: int) -> None:
+    torch.manual_seed(f)
+    x = torch.randn(30, 2 * f) * 10
+    x[0, :3] = torch.tensor([-200.0, 100.0, 0.0])
+    close(run(lambda b, x: ops.act_mul(x, kind), tokens(30), x, isa=isa), ops.act_mul(x, kind))
+
+
+def test_argmax_takes_the_first_of_equals() -> None:
+    torch.manual_seed(0)
+    x = torch.randint(0, 50, (20, 333)).float()
+    got = run(lambda b, x: ops.argmax(x), tokens(20), x)
+    want = [row.index(max(row)) for row in x.tolist()]
+    assert got.tolist() == want
+    assert ops.argmax(x).tolist() == want
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rot"), [(9, 3, 64, 64), (4, 1, 80, 40), (2, 2, 18, 18)]
+)
+@pytest.mark.parametrize("norm", [False, True])
+def test_qk_norm_rope_store(
+    isa: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rot: int, norm: bool
+) -> None:
+    torch.manual_seed(dim)
+    batch = random_batch([(3, 5), (1, 20), (17, 0)], page_size=4)
+    angles = torch.rand(64, rot // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+    x = torch.randn(batch.tokens, (heads + 2 * kv_heads) * dim)
+    kv = random_kv(batch, kv_heads, dim, dtype)
+    other = KVLayer(kv.k.clone(), kv.v.clone())
+
+    def fn(layer: KVLayer) -> Callable[[ForwardBatch, Tensor], Tensor]:
+        return lambda b, x: ops.qk_norm_rope_store(
+            x, b.positions, cos_sin, q_norm, k_norm, 1e-6, layer, b.out_loc
+        )
+
+    close(run(fn(kv), batch, x, isa=isa), fn(other)(batch, x))
+    close(kv.k.float(), other.k.float(), 1e-5 if dtype == torch.float32 else 2**-8)
+    assert torch.equal(kv.v, other.v)
+
+
+ROWS = [(1, 0), (1, 70), (5, 3), (64, 200), (1, 300), (130, 0), (1, 15)]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "dtype", "window", "softcap"),
+    [
+        (9, 3, 64, 16, torch.float32, 0, 0.0),
+        (9, 3, 64, 16, torch.bfloat16, 0, 0.0),
+        (4, 1, 256, 32, torch.bfloat16, 40, 0.0),
+        (4, 4, 80, 1, torch.float32, 0, 20.0),
+        (8, 2, 128, 16, torch.float32, 7, 5.0),
+        (2, 1, 20, 3, torch.bfloat16, 129, 0.0),
+    ],
+)
+def test_attention(
+    isa: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    window: int,
+    softcap: float,
+) -> None:
+    torch.manual_seed(dim)
+    for rows in (ROWS, [(1, 600)], [(40, 500)]):
+        batch = random_batch(rows, page_size)
+        kv = random_kv(batch, kv_heads, dim, dtype)
+        x = torch.randn(batch.tokens, heads * dim)
+        for threads in (1, 2):
+
+            def fn(b: ForwardBatch, x: Tensor) -> Tensor:
+                return ops.attention(x, kv, b, dim**-0.5, window, softcap)
+
+            close(run(fn, batch, x, threads, isa), fn(batch, x))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_does_not_depend_on_batch_chunks_or_threads(isa: str, window: int) -> None:
+    """One prompt at once = in chunks = token by token beside other rows, bit for bit."""
+    torch.manual_seed(0)
+    whole = random_batch([(700, 0)])
+    kv = random_kv(whole, 1, 64, torch.bfloat16)
+    x = torch.randn(700, 3 * 64)
+
+    def fn(b: ForwardBatch, x: Tensor) -> Tensor:
+        return ops.attention(x, kv, b, 0.125, window, 0.0)
+
+    want = run(fn, whole, x, 2, isa)
+    for start, stop, threads in ((0, 33, 1), (33, 620, 2), (620, 621, 2), (699, 700, 1), (699, 700, 2)):
+        part = random_batch([(1, 3), (stop - start, start), (1, 9)])
+        slot = int(part.slots[1])
+        part.page_table = torch.nn.functional.pad(part.page_table, (0, 44 - part.page_table.shape[1])).fill_(
+            1
+        )
+        part.page_table[slot] = whole.page_table[0]
+        q = torch.cat([x[:1], x[start:stop], x[:1]])
+        assert torch.equal(run(fn, part, q, threads, isa)[1:-1], want[start:stop])
+
+
+def test_foreign_tensors_are_refused() -> None:
+    w = pack(torch.randn(4, 4), "f32")
+    with pytest.raises(TypeError, match="no op made"):
+        Program.record(lambda b: ops.linear(ops.embedding(b.ids, w) * 2, w), Limits(4, 4))
+    with pytest.raises(TypeError, match="positions from the batch"):
+        ones = torch.ones(3, dtype=torch.int32)
+        kv = KVLayer(torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2))
+        Program.record(
+            lambda b: ops.qk_norm_rope_store(
+                ops.embedding(b.ids, w), ones, w.dequant(), None, None, 0, kv, b.out_loc
+            ),
+            Limits(4, 4),
+        )
+    assert ops.recorder is None
+
+
+def test_panels_refuse_nothing_they_can_hold() -> None:
+    scale, low = torch.rand(3, 1).half(), torch.rand(3, 1).half()
+    q = torch.randint(0, 16, (3, 20))
+    w = Weight.from_int4(q, scale, low)
+    plain = Panels.of("int4", 20, w.data, w.scale, w.minimum).plain()
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain, (w.data, scale, low), strict=True)
+        if a is not None and b is not None
+    )
