@@ -1,0 +1,162 @@
+"""The server's behaviour when things go wrong: early requests, dead workers, signals, overload."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from server_process import ServerProcess, serving
+
+LONG = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True, "temperature": 0}
+
+
+def in_thread(server: ServerProcess, answers: list[Any], body: dict[str, Any]) -> threading.Thread:
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            answers.append(server.request("POST", "/v1/completions", body))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def wait_for(condition: Any, timeout: float = 10) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        time.sleep(0.02)
+
+
+def shm_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def test_port_answers_while_the_model_loads(tiny_model: Path) -> None:
+    with serving("--model", str(tiny_model), ready=False) as server:
+        server.wait_listening()
+        status, body = server.request("POST", "/v1/completions", {"prompt": "x"})
+        assert status == 503
+        assert body["error"]["code"] == "model_loading"
+        assert server.get("/health/ready")[0] == 503
+        assert server.get("/health/live")[0] == 200
+        server.wait_ready()
+        assert server.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, streaming: bool) -> None:
+    before = shm_files()
+    with serving("--model", str(tiny_model), "--context-length", "4096") as server:
+        answers: list[Any] = []
+        threads = [in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": streaming}) for _ in range(4)]
+        wait_for(lambda: server.metric("sgla:num_running_reqs") >= 4)
+        family = server.family()
+        killed = time.monotonic()
+        server.workers()[0].send_signal(signal.SIGKILL)
+        for thread in threads:
+            thread.join(5)
+        took = time.monotonic() - killed
+        assert server.wait() != 0
+        assert took < 3  # the promise is one second; a busy test machine gets some slack
+        for status, body in answers:
+            if streaming:
+                assert status == 200
+                assert "worker_died" in body
+            else:
+                assert status == 503
+                assert body["error"]["code"] == "worker_died"
+                assert "SIGKILL" in body["error"]["message"]
+        assert len(answers) == 4
+        assert "SIGKILL" in server.output
+        wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
+    assert shm_files() <= before
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 1.0])
+def test_worker_killed_during_start_fails_the_start(tiny_model: Path, delay: float) -> None:
+    with serving("--model", str(tiny_model), ready=False) as server:
+        server.wait_listening()
+        wait_for(lambda: server.workers())
+        time.sleep(delay)
+        for worker in server.workers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGKILL)
+        assert server.wait() != 0
+        assert "SIGKILL" in server.output or "signal 9" in server.output
+
+
+def test_sigterm_drains(tiny_model: Path) -> None:
+    with serving("--model", str(tiny_model), "--context-length", "4096") as server:
+        answers: list[Any] = []
+        thread = in_thread(server, answers, {**LONG, "max_tokens": 1000})
+        wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
+        server.signal(signal.SIGTERM)
+        wait_for(lambda: server.get("/health/ready")[0] == 503)
+        status, body = server.request("POST", "/v1/completions", {"prompt": "x"})
+        assert (status, body["error"]["code"]) == (503, "draining")
+        thread.join(30)
+        assert server.wait() == 0
+        assert answers[0][0] == 200
+        assert answers[0][1]["usage"]["completion_tokens"] == 1000
+
+
+def test_sigint_twice_stops_at_once(tiny_model: Path) -> None:
+    with serving("--model", str(tiny_model), "--context-length", "4096") as server:
+        family = server.family()
+        answers: list[Any] = []
+        thread = in_thread(server, answers, {**LONG, "max_tokens": 4000})
+        wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
+        server.signal(signal.SIGINT)
+        wait_for(lambda: server.get("/health/ready")[0] == 503)
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+        thread.join(5)
+        assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+
+
+def test_sigint_during_start_exits(tiny_model: Path) -> None:
+    with serving("--model", str(tiny_model), ready=False) as server:
+        server.wait_listening()
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+
+
+def test_wrong_model_is_one_clear_message(tmp_path: Path) -> None:
+    with serving("--model", str(tmp_path / "nothing"), ready=False) as server:
+        assert server.wait() == 2
+        assert "nothing" in server.output
+        assert "Traceback" not in server.output
+
+
+def test_taken_port_is_one_clear_message(tiny_model: Path) -> None:
+    with serving("--model", str(tiny_model), ready=False) as first:
+        first.wait_listening()
+        with serving("--model", str(tiny_model), "--port", str(first.port), ready=False) as second:
+            assert second.wait() == 2
+            assert "--port" in second.output
+            assert "Traceback" not in second.output
+
+
+def test_overload_is_refused_at_once(tiny_model: Path) -> None:
+    flags = ("--max-running-requests", "1", "--max-queued-requests", "1", "--context-length", "4096")
+    with serving("--model", str(tiny_model), *flags) as server:
+        answers: list[Any] = []
+        body = {**LONG, "max_tokens": 3000}
+        threads = [in_thread(server, answers, body)]
+        wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
+        threads.append(in_thread(server, answers, body))
+        wait_for(lambda: server.metric("sgla:num_queue_reqs") >= 1)
+        status, refused = server.request("POST", "/v1/completions", body)
+        assert (status, refused["error"]["code"]) == (429, "overloaded")
+        server.signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert [status for status, _ in answers] == [200, 200]
