@@ -126,7 +126,7 @@ def tokens_in_order(tokenizer: Tokenizer) -> list[str]:
 def corpus(count: int, seed: int = 0) -> list[str]:
     """Texts of words, specials, whitespace runs and characters from everywhere in Unicode."""
     chance = random.Random(seed)
-    words = " ".join(TEXTS[:5]).split(" ") + [*SPECIAL, *SHOWN, "<0x0A>", "▁", "Ġ", "123456"]
+    words = [*" ".join(TEXTS[:5]).split(" "), *SPECIAL, *SHOWN, "<0x0A>", "▁", "Ġ", "123456"]
     spaces = [" ", "  ", "     ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u3000"]
     ranges = [
         (0x20, 0x7F),

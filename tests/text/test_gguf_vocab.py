@@ -1,0 +1,169 @@
+"""Vocabularies from GGUF files: the same ids as the tokenizer they were written from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizers as tiny
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+from sgla.errors import ConfigError
+from sgla.hub import demo
+from sgla.text import gguf_vocab
+from sgla.text.gguf_vocab import BYTE, CONTROL, NORMAL, SPLITS, USER_DEFINED, backend_from_gguf
+from sgla.text.tokenizer import load_path, load_tokenizer
+
+
+def raw_of(tokenizer: Tokenizer, **fields: Any) -> dict[str, Any]:
+    """The tables that a GGUF file of ``tokenizer`` has."""
+    kinds = {
+        i: CONTROL if token.special else USER_DEFINED
+        for i, token in tokenizer.get_added_tokens_decoder().items()
+    }
+    tokens = tiny.tokens_in_order(tokenizer)
+    types = [kinds.get(i, BYTE if token in tiny.BYTE_TOKENS else NORMAL) for i, token in enumerate(tokens)]
+    return {
+        "tokens": tokens,
+        "token_type": types,
+        "bos_token_id": tokenizer.token_to_id("<s>"),
+        "eos_token_id": tokenizer.token_to_id("</s>"),
+        **fields,
+    }
+
+
+def byte_level_raw(tokenizer: Tokenizer, pre: str, **fields: Any) -> dict[str, Any]:
+    merges = [" ".join(pair) for pair in tiny.merges(tokenizer)]
+    return raw_of(tokenizer, model="gpt2", pre=pre, merges=merges, **fields)
+
+
+def assert_same(ours: Tokenizer, original: Tokenizer) -> None:
+    for text in tiny.corpus(200):
+        ids = original.encode(text).ids
+        assert ours.encode(text).ids == ids, text
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == original.decode(
+                ids, skip_special_tokens=skip
+            )
+
+
+def test_gpt2() -> None:
+    original = tiny.byte_level()
+    assert_same(backend_from_gguf(byte_level_raw(original, "gpt-2")), original)
+
+
+def test_smollm_splits_digits_first() -> None:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    original = tiny.byte_level(digits, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    original.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert_same(backend_from_gguf(byte_level_raw(original, "smollm")), original)
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "deepseek-v3"])
+def test_splits_by_name_keep_every_character(pre: str) -> None:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    for text in tiny.corpus(100):
+        pieces = pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
+        assert "".join(piece for piece, _ in pieces) == text
+
+
+def test_bos_is_added_as_the_file_says() -> None:
+    raw = byte_level_raw(tiny.byte_level(), "gpt-2")
+    bos = raw["bos_token_id"]
+    assert backend_from_gguf(raw | {"add_bos": True}).encode("a").ids[0] == bos
+    assert backend_from_gguf(raw | {"add_bos": False}).encode("a").ids[0] != bos
+    assert backend_from_gguf(raw).encode("a").ids[0] != bos
+    assert backend_from_gguf(raw | {"pre": "llama-bpe"}).encode("a").ids[0] == bos
+    assert backend_from_gguf(raw | {"add_eos": True}).encode("a").ids[-1] == raw["eos_token_id"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_merges_come_back_from_the_scores(prefix: bool) -> None:
+    original = tiny.sentencepiece(prefix)
+    raw = raw_of(original, model="llama", add_space_prefix=prefix, unk_token_id=0)
+    scores = [-float(i) for i in range(len(raw["tokens"]))]
+    assert_same(backend_from_gguf(raw | {"scores": scores}), original)
+
+
+def test_gemma_writes_runs_of_spaces_as_spaces() -> None:
+    original = tiny.sentencepiece(prefix=False)
+    tokens = [*tiny.tokens_in_order(original), "  ", "   ", "<start_of_turn>"]
+    kinds = [*raw_of(original)["token_type"], USER_DEFINED, USER_DEFINED, CONTROL]
+    raw = raw_of(original, model="llama", unk_token_id=0, add_space_prefix=False)
+    backend = backend_from_gguf(raw | {"tokens": tokens, "token_type": kinds})
+    assert backend.encode("a   a", add_special_tokens=False).tokens == ["a", "▁▁▁", "a"]
+    assert backend.decode(backend.encode("a   a").ids) == "a   a"
+
+
+def test_tokens_spelled_as_text_are_found_as_bytes() -> None:
+    raw = byte_level_raw(tiny.byte_level(), "gpt-2")
+    raw["tokens"].append("东")
+    raw["token_type"].append(NORMAL)
+    assert backend_from_gguf(raw).decode([len(raw["tokens"]) - 1]) == "东"
+
+
+def test_conversion_is_cached_until_the_tables_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = byte_level_raw(tiny.byte_level(), "gpt-2")
+    first = backend_from_gguf(raw, tmp_path / "new")
+    builds: list[Any] = []
+    build = gguf_vocab._build
+    monkeypatch.setattr(gguf_vocab, "_build", lambda raw: builds.append(raw) or build(raw))
+    again = backend_from_gguf(raw, tmp_path / "new")
+    assert not builds
+    assert again.to_str() == first.to_str()
+    backend_from_gguf(raw | {"add_bos": True}, tmp_path / "new")
+    assert len(builds) == 1
+
+
+def test_damaged_or_unwritable_cache_is_no_obstacle(tmp_path: Path) -> None:
+    raw = byte_level_raw(tiny.byte_level(), "gpt-2")
+    backend_from_gguf(raw, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text("{")
+    assert backend_from_gguf(raw, tmp_path).encode("a").ids == backend_from_gguf(raw).encode("a").ids
+    (tmp_path / "file").write_text("")
+    assert (
+        backend_from_gguf(raw, tmp_path / "file" / "below").encode("a").ids
+        == backend_from_gguf(raw).encode("a").ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"model": "bert"}, "bert"), ({"pre": "unheard-of"}, "unheard-of"), ({"tokens": []}, "no vocabulary")],
+)
+def test_unknown_kinds_name_the_way_out(fields: dict[str, Any], said: str) -> None:
+    raw = byte_level_raw(tiny.byte_level(), "gpt-2") | fields
+    with pytest.raises(ConfigError, match=said) as caught:
+        backend_from_gguf(raw)
+    assert "--tokenizer" in caught.value.message
+
+
+def test_named_tokens_and_template() -> None:
+    tokenizer = load_tokenizer(
+        byte_level_raw(tiny.byte_level(), "gpt-2", chat_template="T", eot_token_id=3), eos_ids=[2]
+    )
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.eos_ids == {tokenizer.eos_id, 2, 3}
+    assert tokenizer.chat_template == "T"
+
+
+@pytest.mark.real
+def test_demo_model_equals_transformers_where_its_split_is_the_same(tmp_path: Path) -> None:
+    """Transformers knows no split for ``smollm`` and does not part digits from spaces, so texts have no digits here."""
+    file = demo.cached()
+    if file is None:
+        pytest.skip("the demo model is not in the cache")
+    from transformers import AutoTokenizer
+
+    ours = load_path(file, str(tmp_path))
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for text in tiny.corpus(300):
+        if not any(char.isnumeric() for char in text):
+            assert ours.encode(text) == theirs.encode(text)
+    assert ours.eos_ids == {theirs.eos_token_id}
