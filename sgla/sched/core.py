@@ -17,14 +17,13 @@ from sgla.errors import ContextTooLong, DeadlineExceeded, InvalidField, Overload
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel
 from sgla.sched.limits import Limits
-from sgla.sched.logprobs import entries
+from sgla.sched.logprobs import attach, collect_prompt
 from sgla.sched.memory import Memory
 from sgla.sched.policy import order
 from sgla.sched.request import Request, State
-from sgla.sched.stats import Finished, Stats
+from sgla.sched.stats import Finished, Ledger, Stats
 from sgla.sched.step import Step
 
-FINISHED_KEPT = 4096  # ended requests remembered for drain_finished
 RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
 RATIO_RISE, RATIO_FALL = 0.1, 0.001
 
@@ -50,7 +49,6 @@ class Core:
         self._draining: list[Request] = []
         self._flights: deque[Step] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
         self._now = 0.0  # the latest time told
         self._seq = 0
         self._steps = 0
@@ -58,8 +56,7 @@ class Core:
         self._reserved = 0  # pages that they are expected to need
         self._ratio = limits.reserve  # part of its possible outputs that a request is expected to produce
         self._last = Step(0)
-        self._counts = Stats()
-        self._turnover = (0.0, 1.0)  # time of the last finish, and smoothed seconds between finishes
+        self._ledger = Ledger()
 
     # --- requests come and go
 
@@ -74,9 +71,9 @@ class Core:
             max_new = self._room(submit)
             if len(self._waiting) >= self.limits.max_queued:
                 message = f"{len(self._waiting)} requests are waiting already. Please retry later."
-                raise Overloaded(message, retry_after=self._retry_after())
+                raise Overloaded(message, retry_after=self._ledger.retry_after(len(self._waiting)))
         except SglaError:
-            self._counts.rejected += 1
+            self._ledger.counts.rejected += 1
             raise
         self._seq += 1
         priority = submit.priority if self.limits.policy == "priority" else 0
@@ -99,10 +96,6 @@ class Core:
         if most < 1:
             raise ContextTooLong.of(min(self.limits.context_len, self.limits.pool_tokens), prompt, 0)
         return min(submit.max_new, most)
-
-    def _retry_after(self) -> float:
-        """Seconds until about a quarter of the queue has gone."""
-        return min(60.0, 1.0 + self._turnover[1] * len(self._waiting) / 4)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a
@@ -138,35 +131,14 @@ class Core:
     def _end(self, request: Request, reason: str) -> None:
         """The request produces nothing more."""
         request.finish = reason
-        self._account(request, reason)
+        del self._open[request.rid]
+        self._ledger.ended(request, reason, self._now)
         if request.state is State.WAITING:
             self._waiting.remove(request)
             request.done()
         elif request.state is State.RUNNING:
             self._running.remove(request)
             self._leave(request)
-
-    def _account(self, request: Request, reason: str) -> None:
-        del self._open[request.rid]
-        counts = self._counts
-        counts.finished[reason] = counts.finished.get(reason, 0) + 1
-        now = self._now
-        last, interval = self._turnover
-        self._turnover = (now, 0.9 * interval + 0.1 * max(now - last, 0.0) if last else interval)
-        self._finished.append(
-            Finished(
-                rid=request.rid,
-                reason=reason,
-                arrival=request.arrival,
-                scheduled=request.scheduled,
-                first_token=request.first_token,
-                finished=now,
-                prompt_tokens=request.prompt_len,
-                output_tokens=request.outputs,
-                cached_tokens=request.cached,
-                preemptions=request.preemptions,
-            )
-        )
 
     def _leave(self, request: Request) -> None:
         """A running request, taken off the list already, takes no more steps; it holds memory while one contains it."""
@@ -193,7 +165,7 @@ class Core:
     def _preempt(self, request: Request) -> None:
         """Retract: the request gives its memory up and will start over from its committed tokens."""
         self._running.remove(request)
-        self._counts.preemptions += 1
+        self._ledger.counts.preemptions += 1
         self._ratio = min(1.0, self._ratio + RATIO_RISE)
         self._leave(request)
 
@@ -392,8 +364,8 @@ class Core:
         request.run(self._now)
         insort(self._running, request, key=_by_rank)
         if request.preemptions == 0:
-            self._counts.query_tokens += request.known
-            self._counts.prompt_tokens += request.prompt_len
+            self._ledger.counts.query_tokens += request.known
+            self._ledger.counts.prompt_tokens += request.prompt_len
         self._count_hit(request, request.borrowed)
         step.add_new(request)
         self._add_prefill(step, request, min(count, request.allocated - request.planned), budget)
@@ -418,7 +390,7 @@ class Core:
     def _count_hit(self, request: Request, pages: int) -> None:
         if request.preemptions == 0:
             request.cached += pages * self.limits.page_size
-            self._counts.hit_tokens += pages * self.limits.page_size
+            self._ledger.counts.hit_tokens += pages * self.limits.page_size
 
     # --- results
 
@@ -428,11 +400,11 @@ class Core:
         step = self._flights.popleft()
         assert result.step == step.number, f"result of step {result.step}, expected {step.number}"
         self._costs.observe(step.tokens, step.work, result.seconds)
-        self._counts.step_seconds += result.seconds
-        self._counts.gap_seconds += result.gap
+        self._ledger.counts.step_seconds += result.seconds
+        self._ledger.counts.gap_seconds += result.gap
         self._ratio = max(self.limits.reserve / 5, self._ratio - RATIO_FALL)
         if result.logprobs:
-            self._take_prompt_logprobs(step, result)
+            collect_prompt(step.rows, result.logprobs)
         deltas: list[Delta] = []
         ended: list[Request] = []
         tokens = array("i", result.tokens)
@@ -454,9 +426,9 @@ class Core:
                 continue
             request.finish = delta.finish
             ended.append(request)
-        self._counts.output_tokens += len(deltas)
+        self._ledger.counts.output_tokens += len(deltas)
         if result.logprobs:
-            self._attach_logprobs(step, result, deltas)
+            attach(step.rows, result.logprobs, deltas)
         for request in step.ends:
             if request.finish is None:
                 delta = Delta(rid=request.rid, finish="length")
@@ -476,7 +448,8 @@ class Core:
     def _conclude(self, ended: list[Request], number: int) -> None:
         """Requests of this result that have ended leave; those that no step contains any more are released."""
         for request in ended:
-            self._account(request, request.finish or "")
+            del self._open[request.rid]
+            self._ledger.ended(request, request.finish or "", self._now)
         if ended:
             leaving = [r for r in ended if r.state is State.RUNNING]
             self._running = [r for r in self._running if r.finish is None]
@@ -487,22 +460,6 @@ class Core:
             self._draining = [r for r in self._draining if r.last_step > number]
             for request in settled:
                 self._settle(request)
-
-    def _take_prompt_logprobs(self, step: Step, result: StepResult) -> None:
-        for block in result.logprobs:
-            request = step.rows[block.row]
-            if block.prompt and request.finish is None and request.prompt_logprobs is not None:
-                assert block.start == len(request.prompt_logprobs), "prompt logprobs out of order"
-                count = len(block.values) // 4
-                tokens = request.tokens[block.start : block.start + count]
-                request.prompt_logprobs.extend(entries(block, tokens))
-
-    def _attach_logprobs(self, step: Step, result: StepResult, deltas: list[Delta]) -> None:
-        by_rid = {delta.rid: delta for delta in deltas}
-        for block in result.logprobs:
-            delta = by_rid.get(step.rows[block.row].rid)
-            if not block.prompt and delta is not None:
-                delta.logprobs = entries(block, delta.tokens)
 
     # --- the rest
 
@@ -521,17 +478,15 @@ class Core:
         return self._memory.cache.flush()
 
     def drain_finished(self) -> list[Finished]:
-        """Requests that ended since the last call (the latest FINISHED_KEPT of them)."""
-        finished = list(self._finished)
-        self._finished.clear()
-        return finished
+        """Requests that ended since the last call, the latest few thousand at most."""
+        return self._ledger.drain()
 
     def stats(self) -> Stats:
         """A copy of the counters, and the numbers of now."""
         memory, last, page = self._memory, self._last, self.limits.page_size
         total, free, cached = memory.pool.total - 1, len(memory.pool), memory.cache.pages
         return replace(
-            self._counts,
+            self._ledger.counts,
             running=len(self._running),
             waiting=len(self._waiting),
             draining=len(self._draining),
@@ -542,7 +497,7 @@ class Core:
             pages_evictable=memory.cache.evictable,
             pages_private=total - free - cached,
             cached_tokens=cached * page,
-            finished=dict(self._counts.finished),
+            finished=dict(self._ledger.counts.finished),
             steps=self._steps,
             last_rows=len(last.rows),
             last_decodes=last.decodes,

@@ -19,9 +19,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     policy: str = "fcfs"
     eviction: str = "lru"
     prefix_cache: bool = True
-    reserve: float = (
-        0.5  # part of their possible outputs for which requests get pages reserved, to begin with
-    )
+    reserve: float = 0.5  # part of its possible outputs for which a request gets pages reserved, at first
     patience: float = 10.0  # seconds in the waiting list after which arrival order beats the policy
 
     def __post_init__(self) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
+
+from sgla.sched.request import Request
+
+FINISHED_KEPT = 4096
 
 
 class Finished(msgspec.Struct, kw_only=True):
@@ -45,3 +51,44 @@ class Stats(msgspec.Struct, kw_only=True):
     last_decodes: int = 0
     last_tokens: int = 0
     last_predicted: float = 0.0  # seconds it should take; 0 without an inter-token target
+
+
+class Ledger:
+    """Counts, and the times of the requests that ended."""
+
+    def __init__(self) -> None:
+        self.counts = Stats()
+        self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
+        self._last_end: float | None = None
+        self._interval = 1.0  # smoothed seconds between ends
+
+    def ended(self, request: Request, reason: str, now: float) -> None:
+        """The request has ended."""
+        self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
+        if self._last_end is not None:
+            self._interval = 0.9 * self._interval + 0.1 * max(now - self._last_end, 0.0)
+        self._last_end = now
+        self._finished.append(
+            Finished(
+                rid=request.rid,
+                reason=reason,
+                arrival=request.arrival,
+                scheduled=request.scheduled,
+                first_token=request.first_token,
+                finished=now,
+                prompt_tokens=request.prompt_len,
+                output_tokens=request.outputs,
+                cached_tokens=request.cached,
+                preemptions=request.preemptions,
+            )
+        )
+
+    def retry_after(self, waiting: int) -> float:
+        """Seconds until about a quarter of the ``waiting`` requests has gone, as requests end now."""
+        return min(60.0, 1.0 + self._interval * waiting / 4)
+
+    def drain(self) -> list[Finished]:
+        """The ends since the last call, the latest ``FINISHED_KEPT`` at most."""
+        finished = list(self._finished)
+        self._finished.clear()
+        return finished
