@@ -156,7 +156,7 @@ def make_work(
     common["namespace"] = "\0".join(filter(None, (fields.cache_salt, fields.extra_key)))
     jobs = [
         Job(
-            rid=uid if len(prompts) == 1 else f"{uid}-{i}",
+            rid=uid if len(prompts) == 1 else f"{uid}.{i}",
             sampling=params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1),
             stream=bool(fields.stream),
             priority=fields.priority or 0,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Serve, Site, sse_payloads
 from http_fake import FakeIngress
+from http_site import Serve, Site, sse_payloads
 
 from sgla.errors import WorkerDied
 from sgla.messages import Event, Usage

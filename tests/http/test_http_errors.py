@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from conftest import Serve, Site
 from http_fake import FakeIngress
+from http_site import Serve, Site
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Site
 from http_fake import expected_text
+from http_site import Site
 
 
 def texts(site: Site, count: int, n: int, steps: int) -> list[str]:

@@ -6,8 +6,8 @@ import json
 
 import openai
 import pytest
-from conftest import Site
 from http_fake import FakeIngress, expected_text
+from http_site import Site
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Site
 from http_fake import expected_text
+from http_site import Site
 
 
 def text_of(site: Site, job: int, steps: int, child: int = 0) -> str:

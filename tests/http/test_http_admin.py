@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Serve, Site
 from http_fake import BOS, FakeIngress
+from http_site import Serve, Site
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgla import __version__

@@ -1,0 +1,66 @@
+"""A running server for tests, and readers of its streams."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from typing import Any
+
+import aiohttp
+from http_fake import FakeIngress
+from openai import AsyncOpenAI
+
+from sgla.observe.metrics import Metrics
+
+
+class Site:
+    """A running server: its fake engine, its metrics, clients for it."""
+
+    def __init__(self, ingress: FakeIngress, metrics: Metrics, port: int, key: str) -> None:
+        self.ingress = ingress
+        self.metrics = metrics
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = aiohttp.ClientSession(self.url)
+        self._options = {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": 10}
+
+    @cached_property
+    def client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(**self._options, _strict_response_validation=True)
+
+    @cached_property
+    def lenient(self) -> AsyncOpenAI:
+        """The strict type of a completion chunk wants a finish_reason in every one; OpenAI's own server sends null."""
+        return AsyncOpenAI(**self._options)
+
+    async def close(self) -> None:
+        await self.http.close()
+        for name in {"client", "lenient"} & self.__dict__.keys():
+            await self.__dict__[name].close()
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
+        """(status, decoded JSON)."""
+        data = {"data": body} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(path, **data, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
+        async with self.http.get(path, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def sse(self, path: str, body: Any) -> list[str]:
+        """The ``data:`` payloads of a stream."""
+        async with self.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            return sse_payloads(await response.read())
+
+
+def sse_payloads(raw: bytes) -> list[str]:
+    """Payloads of a complete stream, which must consist of ``data:`` blocks and comments only."""
+    assert raw.endswith(b"\n\n")
+    blocks = raw.decode().removesuffix("\n\n").split("\n\n")
+    assert all(block.startswith(("data: ", ": ")) and "\n" not in block for block in blocks), blocks
+    return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
+
+
+Serve = Callable[..., Awaitable[Site]]
