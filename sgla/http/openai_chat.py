@@ -58,7 +58,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 def check_fields(fields: ChatRequest) -> None:
     check_stream_options(fields)
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
     if fields.tool_choice not in UNSUPPORTED["tool_choice"]:
         raise unsupported("tool_choice", " other than 'none'")

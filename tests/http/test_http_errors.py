@@ -315,7 +315,7 @@ async def test_a_bug_is_a_500_with_the_right_body(serve: Serve, caplog: pytest.L
     site = await serve(ingress)
     status, reply = await site.post("/tokenize", {"prompt": "secret text"})
     assert (status, check_error(reply)["type"]) == (500, "server_error")
-    assert "secret text" not in caplog.text.replace(repr("secret text"), "")
+    assert "secret text" not in caplog.text
 
 
 short = st.text(max_size=8)

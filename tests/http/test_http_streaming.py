@@ -13,6 +13,7 @@ from http_fake import FakeIngress
 from http_site import Serve, Site, sse_payloads
 
 from sgla.errors import WorkerDied
+from sgla.http.openai_chat import ChatStream
 from sgla.messages import Event, Usage
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -231,3 +232,17 @@ async def test_abort_request(serve: Serve) -> None:
     assert (status, reply["error"]["code"]) == (400, "request_aborted")
     site.ingress.check()
     assert (await site.post("/abort_request", {}))[0] == 400
+
+
+async def test_a_bug_in_one_stream_stays_there(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``push`` is called by the actor that serves all streams, so it must not raise."""
+    site = await serve(FakeIngress(manual=True))
+    _, writer = await raw(site, CHAT)
+    await until(lambda: site.ingress.jobs)
+    rid = site.ingress.jobs[0].rid
+    monkeypatch.setattr(ChatStream, "encode", lambda self, event: 1 / 0)
+    site.ingress.push(rid, event(site, "a"))
+    await until(lambda: site.ingress.cancels)
+    assert site.ingress.cancels == [(rid, "client")]
+    assert (await site.get("/version"))[0] == 200
+    writer.close()
