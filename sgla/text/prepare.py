@@ -75,13 +75,14 @@ class Preparer:
                 "the model has no chat template; start the server with --chat-template FILE or use /v1/completions",
                 param="messages",
             )
-        return self.template.render(
-            job.messages,
-            tools=job.tools,
-            add_generation_prompt=job.add_generation_prompt and not job.continue_final_message,
-            continue_final_message=job.continue_final_message,
-            **job.template_kwargs,
-        )
+        options = {
+            "tools": job.tools,
+            "add_generation_prompt": job.add_generation_prompt,
+            "continue_final_message": job.continue_final_message,
+        } | job.template_kwargs
+        if options["continue_final_message"]:
+            options["add_generation_prompt"] = False
+        return self.template.render(job.messages, **options)
 
     def _checked_ids(self, ids: list[int]) -> list[int]:
         if not ids:

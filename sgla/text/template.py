@@ -21,6 +21,7 @@ from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
 Message = dict[str, Any]
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Variables with a field of their own in a request, so that ``chat_template_kwargs`` should not set them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 PROBE = "Kq7wZ"
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -84,6 +85,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[Message],
+        /,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -94,10 +96,6 @@ class ChatTemplate:
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
         variant = self._pick(kwargs.pop("chat_template", None), tools)
-        if wrong := RESERVED.intersection(kwargs) - {"documents"}:
-            raise InvalidField(
-                f"chat_template_kwargs may not set {', '.join(sorted(wrong))}", param="chat_template_kwargs"
-            )
         if continue_final_message and (not messages or messages[-1].get("content") in (None, [])):
             raise InvalidField(
                 "continue_final_message needs a last message with text to continue",
