@@ -47,9 +47,8 @@ class OutputStream:
         self._stops = StopMatcher(sampling.stop, self._include) if any(sampling.stop) else None
         self._unchecked = sampling.min_tokens  # tokens that may still come without a look for stop strings
         self._made = 0  # characters detokenized
-        self._waiting: deque[tuple[int, int, TokenLogprob | None]] = (
-            deque()
-        )  # (end of its text, token, logprob)
+        # (end of its text, token, logprob) of tokens whose text is not out yet
+        self._waiting: deque[tuple[int, int, TokenLogprob | None]] = deque()
         self._ended = False
 
     def feed(
@@ -65,6 +64,8 @@ class OutputStream:
         """
         if self._ended:
             return Piece("", [], None if logprobs is None else [])
+        if finish is None and len(tokens) == 1 and not self._waiting:
+            return self._one(tokens, logprobs)
         silent = len(tokens) - 1 if matched is not None and not self._include else -1
         text = ""
         for index, token in enumerate(tokens):
@@ -85,6 +86,19 @@ class OutputStream:
         held = self._stops.held if self._stops is not None else 0
         taken, values = self._take(self._made - held)
         return Piece(text, taken, None if logprobs is None else values, None, len(tokens))
+
+    def _one(self, tokens: list[int], logprobs: list[TokenLogprob] | None) -> Piece:
+        """``feed`` for the usual step: one token, nothing held back before it."""
+        text = self._detokenizer.feed(tokens)
+        self._made += len(text)
+        shown, stop = self._past_stops(text)
+        held = self._detokenizer.held(True)
+        if stop is None and not held and len(shown) == len(text):
+            return Piece(shown, tokens, logprobs, None, 1)
+        self._waiting.append((self._made + held, tokens[0], logprobs[0] if logprobs is not None else None))
+        if stop is not None:
+            return self._end(shown, logprobs is not None, stop, 1)
+        return Piece(shown, [], None if logprobs is None else [], None, 1)
 
     def _past_stops(self, text: str, counted: bool = True) -> tuple[str, str | None]:
         """What of ``text`` may be shown, and the stop string it completes. ``counted``: it came with a token."""
