@@ -42,8 +42,11 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     executor: Annotated[
         Literal["procs", "inline", "fake"], Doc(description="worker processes; in-process (debugging); no model (tests)")
     ] = "procs"
+    attention_backend: Annotated[
+        Literal["auto", "torch", "triton", "flashinfer"], Doc(description="attention on a GPU; torch is the slow oracle")
+    ] = "auto"
     native_kernels: Annotated[bool, Doc(description="build and use the C++ CPU kernels (else torch operations)")] = True
-    fake_step_ms: Annotated[float, Doc(description="with executor=fake: duration of a step")] = 0.0
+    fake_step_ms: Annotated[float, Doc(description="with executor=fake: duration of a step in a worker process; 0 = in process, at once")] = 0.0
 
     # scheduling and cache
     max_running_requests: Annotated[int | None, Doc(description="rows in one step, at most")] = None

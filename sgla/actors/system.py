@@ -140,7 +140,7 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
 
 def make_executor(config: Config, source: ModelSource) -> Executor:
     """The executor that ``config.executor`` names. Imported late: only procs and inline need torch."""
-    if config.executor == "fake":
+    if config.executor == "fake" and not config.fake_step_ms:
         from sgla.executor.fake import FakeExecutor
 
         return FakeExecutor.from_config(config, source)
@@ -148,9 +148,10 @@ def make_executor(config: Config, source: ModelSource) -> Executor:
         from sgla.executor.inline import InlineExecutor
 
         return InlineExecutor(config, source)
-    from sgla.executor.procs import ProcsExecutor
+    from sgla.executor.procs import RUNNER, ProcsExecutor
 
-    return ProcsExecutor(config, source)
+    runner = "sgla.executor.fake:FakeRunner" if config.executor == "fake" else RUNNER
+    return ProcsExecutor(config, source, runner=runner)
 
 
 def make_limits(config: Config, facts: Facts) -> Any:

@@ -6,12 +6,9 @@ text. ``FakeModel`` is the pure part; it keeps the tables of a worker and checks
 
 from __future__ import annotations
 
-import asyncio
 import time
 from array import array
 from collections.abc import Callable
-from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from sgla.errors import UnsupportedField, WorkerDied
@@ -35,6 +32,7 @@ if TYPE_CHECKING:
 
 MASK = (1 << 64) - 1
 POOL_TOKENS = 1 << 20
+BYTES_PER_TOKEN = 1024  # what a token is said to take of --kv-cache-bytes
 
 
 def mix(state: int, token: int) -> int:
@@ -221,69 +219,45 @@ class FakeModel:
         )
 
 
-class FakeExecutor:
-    """``FakeModel`` behind the Executor interface. A step lasts ``step_seconds`` on a thread of its own; with 0 it is done
-    when ``submit`` returns."""
+def fake_facts(config: Config, source: ModelSource) -> Facts:
+    """Vocabulary and context length of the model, sizes of the configuration."""
+    model = source.config.get("text_config", source.config)
+    context = config.context_length or model.get("max_position_embeddings", 8192)
+    tokens = (config.kv_cache_bytes or POOL_TOKENS * BYTES_PER_TOKEN) // BYTES_PER_TOKEN
+    return Facts(
+        pages=max(tokens, context) // config.page_size + 2,
+        page_size=config.page_size,
+        slots=config.max_running_requests or 256,
+        context_len=context,
+        vocab_size=model["vocab_size"],
+        step_tokens=config.step_tokens or 8192,
+        dtype="none",
+        device="fake",
+        notes=["no model: the next token is a hash of those before it"],
+    )
 
-    def __init__(self, facts: Facts, seed: int = 0, step_seconds: float = 0.0, verify: bool = True) -> None:
+
+class FakeExecutor:
+    """``FakeModel`` behind the Executor interface, in this process: a step is done when ``submit`` returns."""
+
+    def __init__(self, facts: Facts, seed: int = 0, verify: bool = True) -> None:
         self.facts = facts
         self.model = FakeModel(facts, seed, verify)
-        self._step_seconds = step_seconds
         self._results = Results()
-        self._plans: SimpleQueue[tuple[StepPlan, float] | None] = SimpleQueue()
-        self._thread: Thread | None = None
         self._on_death: Callable[[WorkerDied], None] | None = None
         self._dead = False
 
     @classmethod
     def from_config(cls, config: Config, source: ModelSource) -> FakeExecutor:
-        """Vocabulary and context length of the model, sizes of the configuration. Timed steps are not verified."""
-        model = source.config.get("text_config", source.config)
-        context = config.context_length or model.get("max_position_embeddings", 8192)
-        facts = Facts(
-            pages=max(POOL_TOKENS, context) // config.page_size + 2,
-            page_size=config.page_size,
-            slots=config.max_running_requests or 256,
-            context_len=context,
-            vocab_size=model["vocab_size"],
-            step_tokens=config.step_tokens or 8192,
-            dtype="none",
-            device="fake",
-            notes=["no model: the next token is a hash of those before it"],
-        )
-        seconds = config.fake_step_ms / 1000
-        return cls(facts, config.random_seed or 0, seconds, verify=not seconds)
+        return cls(fake_facts(config, source), config.random_seed or 0)
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
         on_progress(Progress(phase="load", message="no model", done=1, total=1))
-        if self._step_seconds > 0:
-            self._thread = Thread(target=self._run, name="fake-worker", daemon=True)
-            self._thread.start()
         return self.facts
 
     def submit(self, plan: StepPlan) -> None:
-        if self._dead:
-            return
-        if self._step_seconds > 0:
-            self._plans.put((plan, time.monotonic()))
-        else:
+        if not self._dead:
             self._results.put(self.model.execute(plan))
-
-    def _run(self) -> None:
-        free_at = time.monotonic()
-        while (item := self._plans.get()) is not None:
-            plan, submitted = item
-            result = self._execute(plan)
-            result.gap, result.seconds = max(0.0, submitted - free_at), self._step_seconds
-            free_at = max(free_at, submitted) + self._step_seconds
-            time.sleep(max(0.0, free_at - time.monotonic()))
-            self._results.put(result)
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        try:
-            return self.model.execute(plan)
-        except AssertionError as error:
-            return StepResult(step=plan.step, tokens=b"", error=str(error))
 
     def results_fd(self) -> int:
         return self._results.fd
@@ -293,9 +267,7 @@ class FakeExecutor:
         return [] if self._dead else results
 
     async def control(self, command: Control) -> dict[str, Any]:
-        if command.verb == "memory":
-            return {"ledger": self.facts.ledger}
-        raise UnsupportedField(f"The fake executor has no control command {command.verb!r}.", param="verb")
+        return control(self.facts, command)
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
         self._on_death = callback
@@ -308,8 +280,38 @@ class FakeExecutor:
 
     async def close(self) -> None:
         self._dead = True
-        if self._thread is not None:
-            self._plans.put(None)
-            await asyncio.to_thread(self._thread.join)
-            self._thread = None
         self._results.close()
+
+
+class FakeRunner:
+    """The runner of a fake worker process (``executor.procs``): each step lasts ``fake_step_ms``, as a GPU would keep
+    it waiting. Measures everything but the model, over the real process boundary."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self.facts = fake_facts(config, source)
+        self._model = FakeModel(self.facts, config.random_seed or 0, verify=False)
+        self._step_seconds = config.fake_step_ms / 1000
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        end = time.monotonic() + self._step_seconds
+        result = self._model.execute(plan)
+        time.sleep(max(0.0, end - time.monotonic()))
+        return result
+
+    def control(self, command: Control) -> dict[str, Any]:
+        return control(self.facts, command)
+
+
+def control(facts: Facts, command: Control) -> dict[str, Any]:
+    """The control commands of a worker without a model."""
+    if command.verb == "memory":
+        return {"ledger": facts.ledger}
+    raise UnsupportedField(f"The fake executor has no control command {command.verb!r}.", param="verb")

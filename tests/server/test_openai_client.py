@@ -27,6 +27,12 @@ def client(server: ServerProcess) -> openai.OpenAI:
     )
 
 
+@pytest.fixture(scope="module")
+def lenient(server: ServerProcess) -> openai.OpenAI:
+    """Not strict: the client's types forbid the nulls that OpenAI itself sends in text chunks and echoed logprobs."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").object == "model"
@@ -86,22 +92,22 @@ def test_n_choices_and_seed(client: openai.OpenAI) -> None:
     assert len(set(first)) > 2
 
 
-def test_stop_string_is_cut(client: openai.OpenAI) -> None:
+def test_stop_string_is_cut(client: openai.OpenAI, lenient: openai.OpenAI) -> None:
     whole = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0)
     text = whole.choices[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 2]
     cut = client.completions.create(model="tiny", prompt="abc", max_tokens=40, temperature=0, stop=stop)
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].text == text[: text.index(stop)]
-    streamed = client.completions.create(
+    streamed = lenient.completions.create(
         model="tiny", prompt="abc", max_tokens=40, temperature=0, stop=stop, stream=True
     )
     assert "".join(chunk.choices[0].text for chunk in streamed) == cut.choices[0].text
 
 
-def test_echo_and_prompt_logprobs(client: openai.OpenAI) -> None:
+def test_echo_and_prompt_logprobs(lenient: openai.OpenAI) -> None:
     prompt = [10, 11, 12, 13, 14]
-    answer = client.completions.create(
+    answer = lenient.completions.create(
         model="tiny", prompt=prompt, max_tokens=2, echo=True, logprobs=2, temperature=0
     ).model_dump()
     logprobs = answer["choices"][0]["logprobs"]
@@ -125,9 +131,9 @@ def test_errors_are_typed(client: openai.OpenAI) -> None:
     assert unsupported.value.code == "unsupported_parameter"
 
 
-def test_leaving_a_stream_frees_it(server: ServerProcess, client: openai.OpenAI) -> None:
-    stream = client.completions.create(
-        model="tiny", prompt="abc", max_tokens=100_000 // 100, stream=True, extra_body={"ignore_eos": True}
+def test_leaving_a_stream_frees_it(server: ServerProcess, lenient: openai.OpenAI) -> None:
+    stream = lenient.completions.create(
+        model="tiny", prompt="abc", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()

@@ -106,7 +106,7 @@ async def test_soak_on_a_tiny_model(tiny_model: Path) -> None:
 
 @pytest.mark.slow
 async def test_memory_is_flat_over_ten_thousand_requests(tiny_model: Path) -> None:
-    with serving("--model", str(tiny_model), "--executor", "fake") as server:
+    with serving("--model", str(tiny_model), "--executor", "fake", "--kv-cache-bytes", "4M") as server:
         process = psutil.Process(server.process.pid)
         await soak(server, 3000, seed=2)
         before = process.memory_info().rss
