@@ -148,9 +148,9 @@ def make_executor(config: Config, source: ModelSource) -> Executor:
         from sgla.executor.inline import InlineExecutor
 
         return InlineExecutor(config, source)
-    from sgla.executor.procs import RUNNER, ProcsExecutor
+    from sgla.executor.procs import ProcsExecutor
 
-    runner = "sgla.executor.fake:FakeRunner" if config.executor == "fake" else RUNNER
+    runner = "sgla.executor.fake:FakeRunner" if config.executor == "fake" else None
     return ProcsExecutor(config, source, runner=runner)
 
 

@@ -1,0 +1,42 @@
+"""Attention backends behind a narrow interface, and the choice among them."""
+
+from __future__ import annotations
+
+from sgla.attention.base import Attention, DeviceBatch, ExtendRows, Shape
+from sgla.errors import ConfigError
+from sgla.kernels.cuda.decode_attention import TILE
+
+__all__ = ["BACKENDS", "TILE", "Attention", "DeviceBatch", "ExtendRows", "Shape", "choose"]
+
+BACKENDS = ("auto", "torch", "triton", "flashinfer")
+
+
+def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]:
+    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why.
+
+    Raises ConfigError with the reason if ``name`` cannot run this model.
+    """
+    from sgla.attention.flashinfer_ops import FlashInferExtend
+    from sgla.attention.native import NativeDecode
+    from sgla.attention.torch_ops import TorchDecode, TorchExtend
+    from sgla.attention.triton_ops import TritonDecode, TritonExtend
+
+    if name == "torch":
+        return Attention(TorchDecode(), TorchExtend()), ["attention: torch operations, no graphs, as asked"]
+    no_flash, no_native = FlashInferExtend.refuses(shape), NativeDecode.refuses(shape)
+    if name == "triton":
+        return Attention(TritonDecode(shape), TritonExtend()), ["attention: triton, as asked"]
+    if name == "flashinfer" and no_flash:
+        raise ConfigError(
+            f"--attention-backend flashinfer cannot be used: {no_flash}; auto picks one that can",
+            param="attention_backend",
+        )
+    decode = TritonDecode(shape) if no_native else NativeDecode(shape)
+    extend = TritonExtend() if no_flash else FlashInferExtend(shape, scale)
+    backend = Attention(decode, extend)
+    reasons = [
+        f"{what} not used: {why}"
+        for what, why in (("flashinfer", no_flash), ("native decode", no_native))
+        if why
+    ]
+    return backend, [f"attention: {backend.name}", *reasons]

@@ -80,7 +80,10 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     gc.collect()
     gc.freeze()
     pipe.send(("facts", worker.facts))
-    from sgla.worker.loop import serve
+    if config.device == "cuda":
+        from sgla.worker.pipeline import serve
+    else:
+        from sgla.worker.loop import serve
 
     spare = len(os.sched_getaffinity(0)) - size * (config.threads or 1)
     done = serve(worker, rings[0], rings[1] if rank == 0 else None, pipe, SPIN if spare > 1 else 0.0)

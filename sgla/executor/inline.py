@@ -13,7 +13,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError, WorkerDied
 from sgla.executor.base import Results
-from sgla.executor.procs import RUNNER
+from sgla.executor.procs import RUNNERS
 from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ Command = tuple[Control, "asyncio.Future[dict[str, Any]]"]
 class InlineExecutor:
     """See ``executor.base.Executor``. One rank only."""
 
-    def __init__(self, config: Config, source: ModelSource | None, *, runner: str = RUNNER) -> None:
+    def __init__(self, config: Config, source: ModelSource | None, *, runner: str | None = None) -> None:
         if config.tp > 1:
             raise ConfigError("--executor inline runs one rank; use procs for --tp above 1", param="executor")
         self._config = config
         self._source = source
-        self._runner = runner
+        self._runner = runner or RUNNERS.get(config.device, RUNNERS["cpu"])
         self._results = Results()
         self._inbox: SimpleQueue[StepPlan | Command | None] = SimpleQueue()
         self._thread: Thread | None = None

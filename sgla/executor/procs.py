@@ -32,7 +32,7 @@ from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
 
-RUNNER = "sgla.worker.runner:Runner"
+RUNNERS = {"cpu": "sgla.worker.runner:Runner", "cuda": "sgla.worker.cuda:CudaRunner"}  # by device
 GRACE = 2.0  # seconds a worker gets to leave by itself
 LAST_LINES = 20
 ENTRY = "from sgla.executor.child import main; main()"
@@ -109,10 +109,10 @@ class Rank:
 class ProcsExecutor:
     """See ``executor.base.Executor``. ``runner`` names the class that does the work (tests have their own)."""
 
-    def __init__(self, config: Config, source: ModelSource | None, *, runner: str = RUNNER) -> None:
+    def __init__(self, config: Config, source: ModelSource | None, *, runner: str | None = None) -> None:
         self._config = config
         self._source = source
-        self._runner = runner
+        self._runner = runner or RUNNERS.get(config.device, RUNNERS["cpu"])
         self._ranks: list[Rank] = []
         self._rendezvous = ""
         self._ready: asyncio.Future[Facts] | None = None

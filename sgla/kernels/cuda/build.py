@@ -23,7 +23,12 @@ _LAUNCH_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATI
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
 
 
 class _Config(ctypes.Structure):
@@ -70,17 +75,28 @@ class Kernel:
     def launch(self, grid: int, threads: int, params: ctypes.Structure, dependent: bool = True) -> None:
         """On the current stream. ``dependent``: may start while the kernel before it runs (it waits by itself)."""
         stream = torch.cuda.current_stream().cuda_stream
-        config = _Config((grid, 1, 1), (threads, 1, 1), self.shared, stream, ctypes.pointer(self._attribute), int(dependent))
+        config = _Config(
+            (grid, 1, 1),
+            (threads, 1, 1),
+            self.shared,
+            stream,
+            ctypes.pointer(self._attribute),
+            int(dependent),
+        )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch")
 
 
 def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
     """The cubin for this GPU, from the cache folder if it is there."""
-    source = (HERE / "common.cuh").read_text() + (HERE / file).read_text().replace('#include "common.cuh"', "")
+    source = (HERE / "common.cuh").read_text() + (HERE / file).read_text().replace(
+        '#include "common.cuh"', ""
+    )
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    text = "".join(f"#define {name} {value}\n" for name, value in defines) + source.replace("#pragma once", "")
+    text = "".join(f"#define {name} {value}\n" for name, value in defines) + source.replace(
+        "#pragma once", ""
+    )
     key = hashlib.sha256(f"{arch} {torch.version.cuda} {text}".encode()).hexdigest()[:32]
     path = cache_folder() / f"{Path(file).stem}-{key}.cubin"
     if path.is_file():

@@ -45,9 +45,8 @@ def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> 
 def _kernel(head_dim: int, group: int, page_tiles: int, softcap: bool, stages: int, min_tiles: int) -> Kernel:
     ring = WARPS * stages * 2 * TILE * head_dim * 2
     merge = WARPS * group * head_dim * 4 + WARPS * 8 * 2 * 4
-    defines = dict(
-        HD=head_dim, GROUP=group, WARPS=WARPS, STAGES=stages, SOFTCAP=int(softcap), PAGE_TILES=page_tiles, MIN_TILES=min_tiles
-    )
+    defines = {"HD": head_dim, "GROUP": group, "WARPS": WARPS, "STAGES": stages}
+    defines |= {"SOFTCAP": int(softcap), "PAGE_TILES": page_tiles, "MIN_TILES": min_tiles}
     return Kernel("decode_attention.cu", "decode_attention", defines, ring + merge)
 
 

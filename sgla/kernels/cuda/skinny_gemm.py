@@ -27,9 +27,8 @@ class _Params(ctypes.Structure):
 def _kernel(
     groups: int, tiles: int, half: bool, unroll: int, norm: bool, epilogue: int, warps: int, resident: int
 ) -> Kernel:
-    defines = dict(
-        NT=groups, MT=tiles, HALF=int(half), UNROLL=unroll, NORM=int(norm), EPILOGUE=epilogue, WARPS=warps, MIN_BLOCKS=resident
-    )  # fmt: skip
+    defines = {"NT": groups, "MT": tiles, "HALF": int(half), "UNROLL": unroll, "NORM": int(norm)}
+    defines |= {"EPILOGUE": epilogue, "WARPS": warps, "MIN_BLOCKS": resident}
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines)
 
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Paged attention in Triton: decode with split history, and extension of rows that may have a cached prefix.
 
 Lengths and page tables are read on the device, so a captured launch stays valid while they change.

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Norms, gated activations, row gathers and the preparation of q, k and v: one read and one write of each tensor."""
 
 from __future__ import annotations

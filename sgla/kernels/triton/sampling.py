@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Sampling without sorting the vocabulary.
 
 A token is drawn by an exponential race (Gumbel-max): the largest ``logit / T - log(E)`` wins, E exponential noise from a

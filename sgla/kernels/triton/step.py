@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Bookkeeping of a step on the device: page-table appends, and from the plan's columns to the forward batch."""
 
 from __future__ import annotations
@@ -85,3 +86,88 @@ def count_tiles(kv_len: Tensor, cum: Tensor, tile: int, window: int) -> None:
     """``cum`` as in ``prepare_decode``, for another window."""
     rows = kv_len.shape[0]
     _count_tiles[(1,)](kv_len, cum, rows, window, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4)
+
+
+ADMIT_COLUMNS = 11  # slot, token offset, tokens, page offset, pages, temperature, top_p, min_p, top_k, seed low, seed high
+
+
+@triton.jit
+def _admit(
+    head, data, tokens, token_stride, page_table, table_stride, temperatures, top_ps, min_ps, top_ks, seeds,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    head += row * COLUMNS
+    slot = tl.load(head).to(tl.int64)
+    i = chunk * BLOCK + tl.arange(0, BLOCK)
+    live = i < tl.load(head + 2)
+    tl.store(tokens + slot * token_stride + i, tl.load(data + tl.load(head + 1) + i, mask=live), mask=live)
+    live = i < tl.load(head + 4)
+    tl.store(
+        page_table + slot * table_stride + i, tl.load(data + tl.load(head + 3) + i, mask=live), mask=live
+    )
+    if chunk == 0:
+        tl.store(temperatures + slot, tl.load(head + 5).to(tl.float32, bitcast=True))
+        tl.store(top_ps + slot, tl.load(head + 6).to(tl.float32, bitcast=True))
+        tl.store(min_ps + slot, tl.load(head + 7).to(tl.float32, bitcast=True))
+        tl.store(top_ks + slot, tl.load(head + 8))
+        low = tl.load(head + 9).to(tl.uint32, bitcast=True).to(tl.int64)
+        high = tl.load(head + 10).to(tl.int64)
+        tl.store(seeds + slot, (high << 32) | low)
+
+
+@triton.jit
+def _prepare_extend(
+    slots, starts, q_start, tokens, token_stride, page_table, table_stride, page_size, ids, positions, out_loc,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(q_start + row)
+    length = tl.load(q_start + row + 1) - begin
+    i = chunk * BLOCK + tl.arange(0, BLOCK)
+    live = i < length
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(starts + row) + i
+    page = tl.load(page_table + slot * table_stride + position // page_size, mask=live, other=0)
+    tl.store(ids + begin + i, tl.load(tokens + slot * token_stride + position, mask=live, other=0), mask=live)
+    tl.store(positions + begin + i, position, mask=live)
+    tl.store(out_loc + begin + i, page * page_size + position % page_size, mask=live)
+
+
+def admit(
+    head: Tensor,
+    data: Tensor,
+    longest: int,
+    tokens: Tensor,
+    page_table: Tensor,
+    temperatures: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    top_ks: Tensor,
+    seeds: Tensor,
+) -> None:
+    """New rows take their slots. ``head`` int32[new, ADMIT_COLUMNS] (floats as their bits) points into ``data`` int32[*];
+    ``longest``: most tokens or pages of a row."""
+    _admit[(head.shape[0], triton.cdiv(longest, 1024))](
+        head, data, tokens, tokens.stride(0), page_table, page_table.stride(0), temperatures, top_ps, min_ps, top_ks, seeds,
+        COLUMNS=ADMIT_COLUMNS, BLOCK=1024,
+    )  # fmt: skip
+
+
+def prepare_extend(
+    slots: Tensor,
+    starts: Tensor,
+    q_start: Tensor,
+    longest: int,
+    tokens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    ids: Tensor,
+    positions: Tensor,
+    out_loc: Tensor,
+) -> None:
+    """Fill ``ids``, ``positions``, ``out_loc`` int32[T] of rows with any number of tokens, at most ``longest`` each."""
+    _prepare_extend[(slots.shape[0], triton.cdiv(longest, 256))](
+        slots, starts, q_start, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
+        ids, positions, out_loc, BLOCK=256,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""What an attention backend is: one kernel for decode rows, one for rows with several query tokens, and a batch that says
+which rows are which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgla.kernels.ops import KVLayer
+from sgla.layers.batch import ForwardBatch
+
+Int32s = NDArray[np.int32]
+
+
+class Shape(NamedTuple):
+    """Everything that decides whether a kernel can be used. ``windows``: of all layers, 0 is full attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    windows: frozenset[int]
+    softcap: float
+    max_rows: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+class ExtendRows(NamedTuple):
+    """The rows with several query tokens, on the host: lengths int32[R], and the page table they index by ``slots``."""
+
+    slots: Int32s
+    q_lens: Int32s
+    kv_lens: Int32s  # after this step
+    page_table: Int32s
+
+
+@dataclass(slots=True)
+class DeviceBatch(ForwardBatch):
+    """Rows ``[0, decode_rows)`` have one token each, the others are in ``extend``. All tensors are on the GPU.
+
+    ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see ``kernels/cuda``).
+    """
+
+    decode_rows: int = 0
+    cum: dict[int, Tensor] = field(default_factory=dict)
+    extend: ExtendRows | None = None
+
+
+class Decode(Protocol):
+    name: str
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """q ``[decode_rows, Hq * hd]`` of the batch's first rows -> the same shape. Capturable: lengths, pages and
+        ``cum`` are read on the device."""
+
+
+class Extend(Protocol):
+    name: str
+
+    def plan(self, batch: DeviceBatch) -> None:
+        """Host work for the batch's ``extend`` rows, once a step."""
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows -> the same shape."""
+
+
+@dataclass(slots=True)
+class Attention:
+    """A backend: ``decode`` and ``extend`` may come from different libraries (a hybrid)."""
+
+    decode: Decode
+    extend: Extend
+
+    @property
+    def name(self) -> str:
+        return f"{self.decode.name} decode, {self.extend.name} prefill"
+
+    def plan(self, batch: DeviceBatch) -> None:
+        if batch.extend is not None:
+            self.extend.plan(batch)
+
+    def __call__(
+        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        assert isinstance(batch, DeviceBatch)
+        n = batch.decode_rows
+        if batch.extend is None:
+            return self.decode.forward(q, kv, batch, scale, window, softcap)
+        if n == 0:
+            return self.extend.forward(q, kv, batch, scale, window, softcap)
+        first = self.decode.forward(q[:n], kv, batch, scale, window, softcap)
+        return torch.cat([first, self.extend.forward(q[n:], kv, batch, scale, window, softcap)])

@@ -1,0 +1,184 @@
+"""The operations of ``kernels/ops.py`` on an NVIDIA GPU: Triton, cuBLAS, and CUDA C++ for small batches.
+
+``install`` puts a dispatcher in the place of the recorder. With at most ``skinny_gemm.MAX_ROWS`` tokens (set by
+``fused``), norms and linear layers are held back until their consumer is known, so that
+
+    add into the residual -> RMSNorm -> linear -> gate activation
+
+become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects that only
+these operations look into; the residual stream is then updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.ops import Activation, KVLayer
+from sgla.kernels.triton import elementwise
+
+if TYPE_CHECKING:
+    from sgla.layers.batch import ForwardBatch
+    from sgla.quant import Weight
+
+
+class Attend(Protocol):
+    """Attention over the pages: ``ops.attention``."""
+
+    def __call__(
+        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+    ) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class LazyNorm:
+    """RMSNorm of ``x`` that the next linear computes on the way."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+
+    def force(self) -> Tensor:
+        return elementwise.rms_norm(self.x, self.weight, self.eps)
+
+
+@dataclass(slots=True)
+class LazyLinear:
+    """A linear layer whose epilogue is not known yet."""
+
+    x: Tensor | LazyNorm
+    weight: Tensor
+    bias: Tensor | None
+
+    def run(self, epilogue: int = skinny_gemm.STORE, out: Tensor | None = None) -> Tensor:
+        x = self.x
+        if isinstance(x, LazyNorm):
+            return skinny_gemm.linear(
+                x.x, self.weight, norm=x.weight, eps=x.eps, bias=self.bias, epilogue=epilogue, out=out
+            )
+        return skinny_gemm.linear(x, self.weight, bias=self.bias, epilogue=epilogue, out=out)
+
+    def force(self) -> Tensor:
+        return self.run()
+
+
+def force(x: Any) -> Tensor:
+    """The tensor behind a held-back value."""
+    result: Tensor = x.force() if isinstance(x, LazyNorm | LazyLinear) else x
+    return result
+
+
+class GpuOps:
+    """Takes the place of ``ops.recorder``: same methods, computing at once (or, fused, a little later)."""
+
+    def __init__(self, attend: Attend) -> None:
+        self.attend = attend
+        self._fuse = False
+        self._float32 = False  # the next linear is the output layer
+
+    @contextmanager
+    def fused(self, tokens: int) -> Iterator[None]:
+        """Fuse if a forward pass of ``tokens`` tokens gains from it."""
+        self._fuse = tokens <= skinny_gemm.MAX_ROWS and torch.cuda.get_device_capability()[0] >= 9
+        try:
+            yield
+        finally:
+            self._fuse = False
+
+    @contextmanager
+    def float32_output(self) -> Iterator[None]:
+        """Linear layers give float32, as logits should be."""
+        self._float32 = True
+        try:
+            yield
+        finally:
+            self._float32 = False
+
+    def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float) -> Tensor:
+        if isinstance(weight, Tensor):
+            return elementwise.take_rows(weight, ids, scale)
+        if weight.kind in ("f32", "bf16"):
+            return elementwise.take_rows(weight.data, ids, scale)
+        return (weight.take(ids) * scale).to(torch.bfloat16)
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        x = force(x)
+        return LazyNorm(x, weight, eps) if self._fuse else elementwise.rms_norm(x.contiguous(), weight, eps)
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> tuple[Any, Tensor]:
+        residual = force(residual)
+        if self._fuse and isinstance(x, LazyLinear):
+            x.run(skinny_gemm.ADD, out=residual)
+            return LazyNorm(residual, weight, eps), residual
+        return elementwise.add_rms_norm(force(x), residual, weight, eps)
+
+    def add(self, x: Any, y: Any) -> Tensor:
+        return force(x) + force(y)
+
+    def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
+        dense = w.kind == "bf16"
+        if self._fuse and dense and w.k % 64 == 0 and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16):
+            lazy = LazyLinear(x, w.data, bias)
+            return lazy.run(skinny_gemm.FLOAT32) if self._float32 else lazy
+        x = force(x)
+        weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
+        if self._float32 and weight.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    def qk_norm_rope_store(
+        self,
+        qkv: Any,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv: KVLayer,
+        out_loc: Tensor,
+    ) -> Tensor:
+        return elementwise.qk_norm_rope_store(
+            force(qkv), positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, out_loc
+        )
+
+    def attention(
+        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        return self.attend(q, kv, batch, scale, window, softcap)
+
+    def act_mul(self, x: Any, kind: Activation) -> Tensor:
+        if isinstance(x, LazyLinear) and x.bias is None:
+            return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
+        return elementwise.act_mul(force(x), kind)
+
+    def gather(self, x: Any, rows: Tensor) -> Tensor:
+        return elementwise.take_rows(force(x), rows)
+
+    def inplace(self, fn: Callable[[Tensor], None], x: Any) -> Tensor:
+        x = force(x)
+        fn(x)
+        return x
+
+    def call(self, fn: Callable[[Tensor, Tensor], None], x: Any, width: int) -> Tensor:
+        x = force(x)
+        out = x.new_empty(x.shape[0], width)
+        fn(x, out)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1).to(torch.int32)
+
+
+def install(attend: Attend) -> GpuOps:
+    """Send every operation of this process to the GPU."""
+    gpu = GpuOps(attend)
+    ops.recorder = gpu  # type: ignore[assignment]
+    return gpu

@@ -1,0 +1,167 @@
+"""Sampling on the GPU. A row that only needs a temperature is drawn by kernels inside the step's graph; this module holds
+the tables they read, and everything more: cuts, penalties, biases, logprobs. The rules are those of ``rules.py``, over all
+rows at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgla.kernels.triton import sampling
+from sgla.messages import LogprobBlock, NewRow, RowSampling
+from sgla.sampling.logprobs import Scores
+from sgla.sampling.sampler import COLD
+
+Int32s = NDArray[np.int32]
+
+
+class Scored(NamedTuple):
+    """Logprobs of n tokens on their way to the host: see ``Scores``."""
+
+    row: int
+    prompt: bool
+    start: int
+    values: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    def block(self) -> LogprobBlock:
+        """The message; the step must be done."""
+        parts = (self.values, self.ranks, self.top_ids, self.top_values)
+        return Scores(*(part.numpy() for part in parts)).block(self.row, self.prompt, self.start)
+
+
+class DeviceSampler:
+    """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU. The last slot is the padding rows'."""
+
+    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
+        slots, device = tokens.shape[0], tokens.device
+        self._tokens, self._vocab = tokens, vocab_size
+        self.temperatures = torch.zeros(slots, device=device)
+        self.top_ps = torch.ones(slots, device=device)
+        self.min_ps = torch.zeros(slots, device=device)
+        self.top_ks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._rows: list[RowSampling] = [RowSampling()] * slots
+        self._prompt_len = np.zeros(slots, np.int32)
+        self._plain = np.ones(slots, bool)  # a draw by temperature is all
+
+    def admit(self, new: NewRow) -> None:
+        """The host's part; the tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
+        s = new.sampling
+        cut = s.temperature >= COLD and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+        rules = (
+            s.repetition != 1 or s.frequency or s.presence or s.logit_bias or (s.min_tokens and s.stop_ids)
+        )
+        self._rows[new.slot] = s
+        self._prompt_len[new.slot] = new.prompt_len
+        self._plain[new.slot] = not (cut or rules or s.logprobs >= 0)
+
+    def plain(self, slots: Int32s) -> bool:
+        """True if ``draw`` alone serves these slots."""
+        return bool(self._plain[slots].all())
+
+    def draw(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor, cuts: Tensor | None = None
+    ) -> None:
+        """Tokens of rows ``logits`` float32[S, V] into ``out`` and the token table. Capturable."""
+        sampling.sample(logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts)
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        out: Tensor,
+        rows: Int32s,
+        on_host: tuple[Int32s, Int32s],
+    ) -> list[Scored]:
+        """``draw`` with everything requests may ask for. ``logits`` are changed. ``on_host``: slots and positions again;
+        ``rows``: the numbers that logprobs carry."""
+        host_slots, host_positions = on_host
+        wanted = [i for i, slot in enumerate(host_slots.tolist()) if self._rows[slot].logprobs >= 0]
+        raw = logits[wanted] if wanted else None
+        self._penalize(logits, host_slots, host_positions)
+        self._bias(logits, host_slots, host_positions)
+        cuts = sampling.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
+        self.draw(logits, slots, positions, out, cuts)
+        if raw is None:
+            return []
+        chosen = out[: len(host_slots)][wanted]
+        k = max(self._rows[host_slots[i]].logprobs for i in wanted)
+        values, ranks, top_ids, top_values = score(raw, chosen, k)
+        scored = []
+        for j, i in enumerate(wanted):
+            own = self._rows[host_slots[i]].logprobs
+            parts = (
+                values[j : j + 1],
+                ranks[j : j + 1],
+                top_ids[j : j + 1, :own],
+                top_values[j : j + 1, :own],
+            )
+            scored.append(Scored(int(rows[i]), False, int(host_positions[i]), *map(to_host, parts)))
+        return scored
+
+    def _penalize(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
+        chosen = [
+            i
+            for i, slot in enumerate(slots.tolist())
+            if (s := self._rows[slot]).repetition != 1 or s.frequency or s.presence
+        ]
+        if not chosen:
+            return
+        device, rows = logits.device, [self._rows[slots[i]] for i in chosen]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        ends = column(positions[chosen].tolist())
+        prompts = column(self._prompt_len[slots[chosen]].tolist())
+        place = torch.arange(int(positions[chosen].max()), device=device)
+        history = self._tokens[slots[chosen].tolist(), : len(place)].long()
+        known, output = place < ends, (place >= prompts) & (place < ends)
+        x = logits[chosen]
+        seen = x.new_zeros(len(chosen), self._vocab + 1)
+        seen.scatter_(1, history.where(known, self._vocab), 1.0)
+        repetition = column([s.repetition for s in rows])
+        x = torch.where(seen[:, :-1] > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        counts = seen.zero_().scatter_add_(1, history.where(output, self._vocab), output.float())[:, :-1]
+        x -= column([s.frequency for s in rows]) * counts + column([s.presence for s in rows]) * (counts > 0)
+        logits[chosen] = x
+
+    def _bias(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
+        biased: list[tuple[int, int, float]] = []
+        banned: list[tuple[int, int]] = []
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
+            s = self._rows[slot]
+            biased += [
+                (row, token, value) for token, value in dict(s.logit_bias).items() if 0 <= token < self._vocab
+            ]
+            if position < self._prompt_len[slot] + s.min_tokens:
+                banned += [(row, token) for token in s.stop_ids if 0 <= token < self._vocab]
+        if biased:
+            rows, tokens, values = (list(c) for c in zip(*biased))
+            logits[rows, tokens] += torch.tensor(values, device=logits.device)
+        if banned:
+            rows, tokens = (list(c) for c in zip(*banned))
+            logits[rows, tokens] = float("-inf")
+
+
+def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n]."""
+    norm = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, targets.long()[:, None])
+    ranks = 1 + (logits > own).sum(-1, dtype=torch.int32)
+    top = logits.topk(k)
+    return (own - norm)[:, 0], ranks, top.indices.int(), top.values - norm
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A pinned copy that is complete when the stream has got there."""
+    out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return out.copy_(x, non_blocking=True)

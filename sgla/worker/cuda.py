@@ -1,0 +1,352 @@
+"""The runner of an NVIDIA GPU: state lives on the device, decode steps are graph replays, and results are read a step late.
+
+A step is launched without waiting for the one before it: plans carry no token ids, the token table on the device does.
+``launch`` returns a ``Flight``; once its event has passed, ``finish`` turns it into the StepResult.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla import attention, clock
+from sgla.attention import DeviceBatch, ExtendRows
+from sgla.config import Config
+from sgla.dist import Shard
+from sgla.errors import ConfigError, UnsupportedField
+from sgla.hub.source import ModelSource
+from sgla.kernels import gpu
+from sgla.kernels.ops import KVLayer
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, Facts, Progress, StepPlan, StepResult
+from sgla.model.load import load_model
+from sgla.model.spec import ModelSpec
+from sgla.sampling.device import DeviceSampler, Scored, score, to_host
+from sgla.worker.device_state import DeviceTables
+from sgla.worker.graphs import DecodeGraphs
+from sgla.worker.memory import mib
+from sgla.worker.profile import Profiler
+from sgla.worker.runner import kv_of
+from sgla.worker.state import column
+
+SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
+LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
+RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DECODE_FLAGS = bytes([SAMPLE])
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step; ``tokens`` is pinned and holds ``count`` ids once ``end`` has passed."""
+
+    step: int
+    tokens: Tensor
+    count: int
+    scored: list[Scored]
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    @property
+    def done(self) -> bool:
+        return self.end.query()
+
+
+class CudaRunner:
+    """See ``worker/runner.py``. One rank. Loads on construction."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        report: Callable[[Progress], None],
+    ) -> None:
+        if size > 1:
+            raise ConfigError("tensor parallelism on GPUs is not supported yet; use --tp 1", param="tp")
+        torch.cuda.set_device(rank)
+        torch.set_num_threads(1)
+        begun = clock.now()
+        with torch.inference_mode():
+            self._load(config, source, report)
+            loaded = clock.now()
+            report(Progress(phase="warmup", message="kernels"))
+            self._size(config)
+            sized = clock.now()
+            report(Progress(phase="warmup", message="graphs"))
+            if self._captures:
+                self.graphs.capture()
+        self.facts.timings |= {
+            "weights": loaded - begun,
+            "warmup": sized - loaded,
+            "graphs": clock.now() - sized,
+        }
+        self._last_end: torch.cuda.Event | None = None
+        self._profiler = Profiler(rank)
+
+    # --- start-up
+
+    def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
+        self.dtype = DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
+        self._dtype_name = "bfloat16" if config.dtype == "auto" else config.dtype
+        spec = ModelSpec.from_config(source.config)
+        self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
+        self.context_len = min(config.context_length or spec.context_len, spec.context_len)
+        kv = kv_of(spec, Shard())
+        shape = attention.Shape(
+            heads=spec.heads,
+            kv_heads=kv.kv_heads,
+            head_dim=kv.head_dim,
+            page_size=config.page_size,
+            dtype=self.dtype,
+            windows=frozenset(spec.windows),
+            softcap=spec.attention_softcap,
+            max_rows=self.slots,
+        )
+        self.attention, self.notes = attention.choose(config.attention_backend, shape, spec.attention_scale)
+        self._captures = config.attention_backend != "torch"
+        self.ops = gpu.install(self.attention)
+        free = torch.cuda.mem_get_info()[0]
+        with torch.device("cuda"):
+            self.model = load_model(
+                source,
+                self._dtype_name,
+                config.quantization,
+                Shard(),
+                self.context_len,
+                report,
+                config.random_seed or 0,
+            )
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self.ledger = {"weights": free - torch.cuda.mem_get_info()[0]}
+        self.windows = sorted(set(spec.windows))
+
+    def _size(self, config: Config) -> None:
+        """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
+        spec = self.model.kv_spec()
+        page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self.dtype.itemsize
+        self.tables = DeviceTables(self.slots, self.context_len, config.page_size)
+        self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab)
+        self.kv = self._allocate(1, config.page_size)
+        peak = self._activations()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] - peak - RESERVE
+        budget = min(free, config.kv_cache_bytes or free)
+        pages = budget // page
+        if pages * config.page_size < (config.context_length or 2 * config.page_size):
+            wanted = -(-(config.context_length or config.page_size) // config.page_size) + 1
+            raise ConfigError(
+                f"the KV cache has {mib(max(0, budget))}; {mib(wanted * page - budget)} are missing for "
+                f"{config.context_length or config.page_size} tokens; lower --context-length or --step-tokens",
+                param="context_length",
+            )
+        self.kv = self._allocate(int(pages), config.page_size)
+        self.ledger |= {"activations": peak, "kv": int(pages) * page, "reserve": RESERVE}
+        self.graphs = DecodeGraphs(self)
+        self.facts = Facts(
+            pages=int(pages),
+            page_size=config.page_size,
+            slots=self.slots,
+            context_len=min(self.context_len, (int(pages) - 1) * config.page_size),
+            vocab_size=self.model.spec.vocab,
+            step_tokens=self.step_tokens,
+            dtype=self._dtype_name,
+            device=torch.cuda.get_device_name(),
+            ledger=self.ledger,
+            notes=self.notes,
+        )
+
+    def _allocate(self, pages: int, page_size: int) -> list[KVLayer]:
+        """Tokens of one page and head lie together, so that a kernel reads them in one go. Zeros: see ``worker/kv.py``."""
+        spec = self.model.kv_spec()
+        shape = (spec.layers, 2, pages, spec.kv_heads, page_size, spec.head_dim)
+        pool = torch.zeros(shape, dtype=self.dtype, device="cuda").transpose(3, 4)
+        return [KVLayer(layer[0], layer[1]) for layer in pool]
+
+    def _activations(self) -> int:
+        """Peak bytes of the largest steps, all of whose rows write to the dummy page."""
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        longest = min(self.step_tokens, self.context_len)
+        rows = self.step_tokens // longest
+        q_lens = np.full(rows, longest, np.int32)
+        padding = np.full(rows, self.slots, np.int32)
+        for _ in range(2):
+            batch = self._extend_batch(padding, np.zeros(rows, np.int32), q_lens)
+            hidden = gpu.force(self.model.forward(batch, self.kv))
+            most = self._logits(hidden[torch.zeros(self.slots, dtype=torch.long, device="cuda")])
+            out = torch.zeros(self.slots, dtype=torch.int32, device="cuda")
+            self.sampler.draw(most, out, out, out)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    # --- steps
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Flight:
+        """Queue the step on the GPU. Waits for nothing."""
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self.tables.apply(plan, self.sampler)
+        slots, starts = column(plan.slots), column(plan.starts)
+        rows = len(slots)
+        if (
+            self._captures
+            and rows <= self.graphs.limit
+            and plan.flags == DECODE_FLAGS * rows
+            and len(plan.q_lens) == 4 * rows
+        ):
+            q_lens = column(plan.q_lens)
+            if int(q_lens.max()) == 1:
+                tokens, scored = self.graphs.run(slots, starts)
+                return self._flight(plan, begin, tokens, rows, scored)
+        tokens, count, scored = self._extend(plan, slots, starts)
+        return self._flight(plan, begin, tokens, count, scored)
+
+    def _flight(
+        self, plan: StepPlan, begin: torch.cuda.Event, tokens: Tensor, count: int, scored: list[Scored]
+    ) -> Flight:
+        host = to_host(tokens[:count])
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        return Flight(plan.step, host, count, scored, begin, end)
+
+    def finish(self, flight: Flight) -> StepResult:
+        """The result of a launched step, in order; blocks until it is there."""
+        flight.end.synchronize()
+        gap = self._last_end.elapsed_time(flight.begin) / 1e3 if self._last_end is not None else 0.0
+        self._last_end = flight.end
+        return StepResult(
+            step=flight.step,
+            tokens=flight.tokens.numpy().tobytes(),
+            logprobs=[scored.block() for scored in flight.scored],
+            seconds=flight.begin.elapsed_time(flight.end) / 1e3,
+            gap=max(0.0, gap),
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.finish(self.launch(plan))
+
+    def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
+        """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
+        q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
+        order = np.argsort(q_lens > 1, kind="stable").astype(np.int32)
+        slots, starts, q_lens = slots[order], starts[order], q_lens[order]
+        batch = self._extend_batch(slots, starts, q_lens)
+        with self.ops.fused(batch.tokens):
+            hidden = gpu.force(self.model.forward(batch, self.kv))
+        scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order)
+        picked = np.flatnonzero(flags[order] & SAMPLE)
+        count = len(picked)
+        if not count:
+            return batch.ids, 0, scored
+        picked = picked[np.argsort(order[picked])]  # in the plan's row order
+        ends = np.cumsum(q_lens, dtype=np.int32)
+        host = np.stack([ends[picked] - 1, slots[picked], starts[picked] + q_lens[picked]]).astype(np.int32)
+        at, where, positions = upload(host)
+        logits = self._logits(hidden[at])
+        out = torch.empty(count, dtype=torch.int32, device="cuda")
+        if self.sampler.plain(host[1]):
+            self.sampler.draw(logits, where, positions, out)
+        else:
+            scored += self.sampler.sample(logits, where, positions, out, order[picked], (host[1], host[2]))
+        return out, count, scored
+
+    def _extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
+        """Rows with any number of tokens; those with one come first."""
+        rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
+        q_start = np.zeros(rows + 1, np.int32)
+        np.cumsum(q_lens, out=q_start[1:])
+        kv_lens = starts + q_lens
+        cums = [self._tiles(kv_lens[:decodes], window) for window in self.windows]
+        packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
+        d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
+        ids, positions, out_loc = torch.empty(3, tokens, dtype=torch.int32, device="cuda")
+        self.tables.prepare_extend(d_slots, d_starts, d_q_start, int(q_lens.max()), ids, positions, out_loc)
+        extend = None
+        if decodes < rows:
+            extend = ExtendRows(
+                slots[decodes:], q_lens[decodes:], kv_lens[decodes:], self.tables.host.page_table
+            )
+        batch = DeviceBatch(
+            rows=rows,
+            tokens=tokens,
+            ids=ids,
+            positions=positions,
+            slots=d_slots,
+            q_start=d_q_start,
+            kv_len=d_kv_len,
+            out_loc=out_loc,
+            page_table=self.tables.page_table,
+            page_size=self.tables.page_size,
+            sample_rows=d_q_start,  # not used: the runner gathers by itself
+            decode_rows=decodes,
+            cum=dict(zip(self.windows, packed[4:])),
+            extend=extend,
+        )
+        self.attention.plan(batch)
+        return batch
+
+    def _tiles(self, kv_lens: Any, window: int) -> Any:
+        """``DeviceBatch.cum`` on the host."""
+        tile = attention.TILE
+        tiles = -(-kv_lens // tile)
+        if window:
+            tiles = tiles - np.where(kv_lens > window, (kv_lens - window) // tile, 0)
+        return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
+
+    def _logits(self, hidden: Any) -> Tensor:
+        with self.ops.float32_output():
+            return self.model.logits(hidden)
+
+    def _score_prompts(
+        self, plan: StepPlan, hidden: Tensor, slots: Any, starts: Any, q_lens: Any, order: Any
+    ) -> list[Scored]:
+        """Logprobs of the prompt tokens that rows owe, a few rows of logits at a time."""
+        flags = np.frombuffer(plan.flags, np.uint8)[order]
+        scored = []
+        first = np.cumsum(q_lens) - q_lens
+        for r in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist():
+            slot, start = int(slots[r]), int(starts[r])
+            count = min(start + int(q_lens[r]), int(self.tables.host.prompt_len[slot]) - 1) - start
+            k = max(0, int(self.tables.host.prompt_logprobs[slot]))
+            parts = []
+            for at in range(0, count, LOGIT_ROWS):
+                size = min(LOGIT_ROWS, count - at)
+                logits = self._logits(hidden[first[r] + at : first[r] + at + size])
+                targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
+                parts.append(score(logits, targets, k))
+            if parts:
+                columns = [to_host(torch.cat(column)) for column in zip(*parts)]
+                scored.append(Scored(int(order[r]), True, start + 1, *columns))
+        return scored
+
+    def control(self, command: Control) -> dict[str, Any]:
+        """Verbs as in ``worker/runner.py``."""
+        match command.verb:
+            case "memory":
+                free, total = torch.cuda.mem_get_info()
+                return {"ledger": self.facts.ledger | {"free": free, "total": total}}
+            case "profile_start":
+                return self._profiler.start(str(command.args.get("folder", "profile")))
+            case "profile_stop":
+                return self._profiler.stop()
+        raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
+
+
+def upload(host: Any) -> Tensor:
+    """A host array on the GPU, without waiting."""
+    return torch.from_numpy(np.ascontiguousarray(host)).pin_memory().to("cuda", non_blocking=True)
+
+
+def upload_columns(columns: list[Any]) -> list[Tensor]:
+    """Several int32 arrays in one copy."""
+    flat = upload(np.concatenate(columns).astype(np.int32, copy=False))
+    return list(flat.split([len(c) for c in columns]))
