@@ -66,8 +66,9 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises BadRequest for lone surrogates, which no UTF-8 text has. Releases the GIL."""
+        """Token ids. Raises BadRequest for lone surrogates, which no UTF-8 text has."""
         try:
+            # The batch method releases the GIL, ``backend.encode`` does not (tokenizers 0.23).
             encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as error:
             raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
