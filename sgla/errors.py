@@ -31,6 +31,13 @@ class SglaError(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    @staticmethod
+    def from_rejected(rejected: Rejected) -> SglaError:
+        """The exception that a Rejected stands for, for those who wait for a whole answer."""
+        error = SglaError(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
+        error.status, error.code, error.type = rejected.status, rejected.code, rejected.type
+        return error
+
     def rejected(self, rid: str) -> Rejected:
         """The message that ends request ``rid`` with this error."""
         return Rejected(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,6 +11,33 @@ from typing import Generic, TypeVar
 from sgla.errors import Overloaded
 
 M = TypeVar("M")
+T = TypeVar("T")
+
+
+def in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    """Run a blocking call in a thread of its own that does not hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function(*args)
+        except BaseException as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return future
 
 
 class Actor(Generic[M]):

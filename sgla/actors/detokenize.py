@@ -86,7 +86,8 @@ class Detokenize(Actor[Deltas]):
         piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)
         child.completion += piece.consumed
         child.cached = max(child.cached, delta.cached_tokens)
-        finish, matched = delta.finish, delta.matched
+        finish = delta.finish
+        matched: str | int | None = delta.matched
         if piece.matched_stop is not None:
             finish, matched = "stop", piece.matched_stop
             child.ended = True

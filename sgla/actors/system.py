@@ -7,11 +7,10 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgla import clock
+from sgla.actors.base import in_thread
 from sgla.actors.detokenize import Detokenize
 from sgla.actors.ingress import Ingress
 from sgla.actors.schedule import Schedule
@@ -52,17 +51,19 @@ class System:
     async def start(self) -> Facts:
         """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
         loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, thread_name_prefix="start") as pool:
-            report = partial(loop.call_soon_threadsafe, self._progress)
-            config, source = await loop.run_in_executor(pool, find_model, self.config, report)
-            self._executor = make_executor(config, source)
-            self._executor.on_death(self._fail)
-            text = loop.run_in_executor(pool, load_text, config, source)
-            facts, outcome = await asyncio.gather(self._executor.start(self._progress), text, return_exceptions=True)
-        for failure in (facts, outcome, self.died.done() and self.died.result()):
-            if isinstance(failure, BaseException):
-                raise failure
-        self._connect(config, facts, source, *outcome)
+
+        def report(progress: Progress) -> None:
+            loop.call_soon_threadsafe(self._progress, progress)
+
+        config, source = await in_thread(find_model, self.config, report)
+        self._executor = make_executor(config, source)
+        self._executor.on_death(self._fail)
+        text = in_thread(load_text, config, source)
+        facts = await self._executor.start(self._progress)
+        tokenizer, template = await text
+        if self.died.done():
+            raise self.died.result()
+        self._connect(config, facts, source, tokenizer, template)
         tune_interpreter()
         return facts
 

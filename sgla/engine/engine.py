@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -47,13 +47,6 @@ class Output(msgspec.Struct, kw_only=True):
         self.finish, self.matched, self.usage = event.finish, event.matched, event.usage
 
 
-def error_of(rejected: Rejected) -> SglaError:
-    """The exception that a Rejected stands for."""
-    error = SglaError(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
-    error.status, error.code, error.type = rejected.status, rejected.code, rejected.type
-    return error
-
-
 class _QueueSink:
     """A sink that hands messages to an asyncio queue of the engine's loop."""
 
@@ -86,12 +79,6 @@ class Engine:
 
     # synchronous -----------------------------------------------------------------------------------------------------
 
-    @overload
-    def generate(self, prompts: Prompt, sampling: SamplingParams | None = None) -> Output | list[Output]: ...
-    @overload
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Output] | list[list[Output]]: ...
     def generate(self, prompts: Any, sampling: Any = None) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
@@ -134,7 +121,11 @@ class Engine:
         job = self._job(sampling, **self._input(prompt, messages), stream=True)
         inbox: asyncio.Queue[Event | Rejected] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        await self._acall(self._open(job, lambda message: loop.call_soon_threadsafe(inbox.put_nowait, message)))
+
+        def push(message: Event | Rejected) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+        await self._acall(self._open(job, push))
         left = job.sampling.n
         try:
             while left:
@@ -251,7 +242,7 @@ class _CallSink:
 def checked(message: Event | Rejected) -> Event:
     """The event, or the exception that a Rejected stands for."""
     if isinstance(message, Rejected):
-        raise error_of(message)
+        raise SglaError.from_rejected(message)
     return message
 
 

@@ -40,14 +40,6 @@ class MethodNotAllowed(BadRequest):
         self.allowed = ", ".join(allowed)
 
 
-class Refused(SglaError):
-    """A Rejected that arrived before anything was sent, as an exception."""
-
-    def __init__(self, rejected: Rejected) -> None:
-        super().__init__(rejected.message, param=rejected.param, retry_after=rejected.retry_after)
-        self.status, self.code, self.type = rejected.status, rejected.code, rejected.type
-
-
 def error_body(error: SglaError | Rejected) -> dict[str, Any]:
     """``{"error": {message, type, param, code}}``; ``code`` is always a string."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -84,7 +85,7 @@ async def _supervise(system: System, stop: asyncio.Event, ready: Callable[[Facts
     """Start, serve until ``stop`` or death, drain. A second signal during the drain ends it at once."""
     starting = asyncio.ensure_future(system.start())
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({starting, stopping, system.died}, return_when=asyncio.FIRST_COMPLETED)
+    await first(starting, stopping, system.died)
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -98,16 +99,21 @@ async def _supervise(system: System, stop: asyncio.Event, ready: Callable[[Facts
         log.error("start failed: %s", error.message)
         return EXIT_DIED
     ready(facts)
-    await asyncio.wait({stopping, system.died}, return_when=asyncio.FIRST_COMPLETED)
+    await first(stopping, system.died)
     stopping.cancel()
     if not system.died.done():
         stop.clear()
         again = asyncio.ensure_future(stop.wait())
         draining = asyncio.ensure_future(system.drain(system.config.drain_timeout))
-        await asyncio.wait({draining, again, system.died}, return_when=asyncio.FIRST_COMPLETED)
+        await first(draining, again, system.died)
         again.cancel()
         draining.cancel()
     return await _linger(system)
+
+
+async def first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _linger(system: System) -> int:

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from sgla import __version__, clock
 from sgla.config import Config
-from sgla.errors import InvalidField, ModelNotFound
+from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.collect import Choice, Collector, PromptOnly
-from sgla.http.errors import Aborted, Refused
+from sgla.http.errors import Aborted
 from sgla.http.ports import Ingress, Sink
 from sgla.http.sampling import model_defaults
 from sgla.http.schema import MAX_CHOICES, OpenAIFields, RequestFields
@@ -122,7 +122,7 @@ class Server:
         finally:
             self.close(work)
         if rejected is not None:
-            raise Refused(rejected)
+            raise SglaError.from_rejected(rejected)
         return sink.choices
 
 

@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from sgla.errors import SglaError
 from sgla.http.collect import Choice, total_usage
-from sgla.http.errors import Refused, error_body
+from sgla.http.errors import error_body
 from sgla.http.server import Server, Work
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, Usage
@@ -199,7 +199,7 @@ async def stream(request: web.Request, server: Server, work: Work, encoder: Enco
             async with asyncio.timeout(GRACE + GRACE_PER_BYTE * work.size):
                 await sink.wake.wait()
         if sink.rejected is not None:
-            raise Refused(sink.rejected)
+            raise SglaError.from_rejected(sink.rejected)
         response = web.StreamResponse(headers=HEADERS)
         if request.version >= HttpVersion11:
             response.enable_chunked_encoding()
