@@ -51,7 +51,12 @@ class InlineExecutor:
             make = getattr(importlib.import_module(module), name)
             imported = clock.now()
             runner = make(
-                self._config, self._source, 0, 1, "", lambda p: self._loop.call_soon_threadsafe(on_progress, p)
+                self._config,
+                self._source,
+                0,
+                1,
+                "",
+                lambda p: self._loop.call_soon_threadsafe(on_progress, p),
             )
         except BaseException as error:
             self._settle(ready, error)
@@ -76,7 +81,9 @@ class InlineExecutor:
             free = clock.now()
             self._results.put(result)
             if result.error is not None:
-                self._loop.call_soon_threadsafe(self._died, WorkerDied(f"a model step failed: {result.error}"))
+                self._loop.call_soon_threadsafe(
+                    self._died, WorkerDied(f"a model step failed: {result.error}")
+                )
                 return
 
     def _settle(self, future: asyncio.Future[Any], outcome: Any) -> None:

@@ -96,7 +96,9 @@ class Rank:
             if -code == signal.SIGKILL:
                 how += "; if nobody did that, the system was out of memory: lower --kv-cache-bytes"
         words = "\n".join(line for line in self.lines if line.strip())
-        return f"worker rank {self.number} (pid {self.process.pid}) {how}" + (f". Its last output:\n{words}" if words else "")
+        return f"worker rank {self.number} (pid {self.process.pid}) {how}" + (
+            f". Its last output:\n{words}" if words else ""
+        )
 
     def close(self) -> None:
         for ring in (self.plans, self.results):
@@ -133,7 +135,9 @@ class ProcsExecutor:
             rank = Rank(number, self._runner)
             self._ranks.append(rank)
             self._loop.add_reader(rank.pipe.fileno(), self._on_message, rank)
-            os.set_blocking(rank.pipe.fileno(), True)  # uvloop has made it non-blocking; a message may come in parts
+            os.set_blocking(
+                rank.pipe.fileno(), True
+            )  # uvloop has made it non-blocking; a message may come in parts
             self._loop.add_reader(rank.stderr, self._on_stderr, rank)
         try:
             # The description of a model can be larger than the pipe, which the worker reads when torch is imported.

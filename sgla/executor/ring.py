@@ -81,7 +81,9 @@ class Ring:
             head += self.capacity - offset
             offset = 0
         if size > self.capacity - (head - tail):
-            raise RingFull(f"a record of {len(record)} bytes does not fit: {head - tail} of {self.capacity} bytes in use")
+            raise RingFull(
+                f"a record of {len(record)} bytes does not fit: {head - tail} of {self.capacity} bytes in use"
+            )
         _LENGTH.pack_into(self._data, offset, len(record))
         first = min(len(record), self.capacity - offset - 4)
         self._data[offset + 4 : offset + 4 + first] = record[:first]

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-Ints = NDArray[np.integer]
 
-CANDIDATES = 256  # largest logits that are looked at first; the whole row is sorted only if they do not suffice
+CANDIDATES = (
+    1024  # largest logits that are looked at first; the whole row is sorted only if they do not suffice
+)
 BLOCK = 64  # tokens whose probabilities are added before the cumulative sum
 U_BITS = 40  # so that u * total < total in float64
 
@@ -62,38 +63,41 @@ def draw(logits: Floats, shape: Shape, u: float) -> int:
 
 def _weights(logits: Floats, top: float, shape: Shape) -> Floats:
     """Unnormalised probabilities float32[V]; the largest is 1."""
-    scaled = (logits - np.float32(top)) * np.float32(1 / shape.temperature)
+    scaled = logits - np.float32(top)
+    scaled *= np.float32(1 / shape.temperature)
     if shape.min_p > 0:
         scaled[scaled < np.log(shape.min_p)] = -np.inf
     return np.exp(scaled, out=scaled)
 
 
 def _draw_sorted(logits: Floats, top: float, shape: Shape, u: float) -> int:
-    ids = largest(logits, CANDIDATES)
-    sums = _kept(logits, top, ids, shape)
+    """Only values are sorted; the id of the one that is hit is looked up. Of equal logits the lower id comes first."""
+    values = largest(logits, CANDIDATES)
+    sums = _kept(logits, top, values, shape)
     if sums is None:
-        ids = largest(logits, len(logits))
-        sums = _kept(logits, top, ids, shape)
+        values = largest(logits, len(logits))
+        sums = _kept(logits, top, values, shape)
         assert sums is not None
-    return int(ids[_search(sums, u * sums[-1])])
+    index = _search(sums, u * sums[-1])
+    equal = np.flatnonzero(logits == values[index])
+    return int(equal[index - np.flatnonzero(values == values[index])[0]])
 
 
-def largest(logits: Floats, k: int) -> Ints:
-    """Ids of the ``k`` largest logits, falling; of equal ones the lower id first."""
-    if k >= len(logits):
-        return np.argsort(-logits, kind="stable")
-    ids = np.argpartition(logits, len(logits) - k)[len(logits) - k :]
-    return ids[np.lexsort((ids, -logits[ids]))]
+def largest(logits: Floats, k: int) -> Floats:
+    """The ``k`` largest logits, falling."""
+    if k < len(logits):
+        logits = np.partition(logits, len(logits) - k)[len(logits) - k :]
+    return np.sort(logits)[::-1]
 
 
-def _kept(logits: Floats, top: float, ids: Ints, shape: Shape) -> NDArray[np.float64] | None:
-    """Cumulative weights of the tokens that stay, a prefix of ``ids``; None if ``ids`` do not reach their end."""
-    whole = len(ids) == len(logits) or 0 < shape.top_k <= len(ids)
+def _kept(logits: Floats, top: float, values: Floats, shape: Shape) -> NDArray[np.float64] | None:
+    """Cumulative weights of the tokens that stay, a prefix of ``values``; None if these do not reach their end."""
+    whole = len(values) == len(logits) or 0 < shape.top_k <= len(values)
     if shape.top_k > 0:
         if not whole:
             return None
-        ids = ids[: shape.top_k]
-    weights = np.exp((logits[ids].astype(np.float64) - top) / shape.temperature)
+        values = values[: shape.top_k]
+    weights = np.exp((values.astype(np.float64) - top) / shape.temperature)
     sums = weights.cumsum()
     count = len(sums)
     if shape.top_p < 1:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.messages import LogprobBlock
-from sgla.sampling.draw import Floats, Ints, largest
+from sgla.sampling.draw import Floats, largest
 
 
 class Scores(NamedTuple):
@@ -34,22 +34,32 @@ class Scores(NamedTuple):
         )
 
 
-def score(logits: Floats, targets: Sequence[int] | Ints, k: int) -> Scores:
+def score(logits: Floats, targets: Sequence[int] | NDArray[np.int32], k: int) -> Scores:
     """Score token ``targets[i]`` under ``logits[i]``: float32[n, V]."""
     n, k = len(targets), min(k, logits.shape[1])
     scores = Scores(
-        np.empty(n, np.float32), np.empty(n, np.int32), np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+        np.empty(n, np.float32),
+        np.empty(n, np.int32),
+        np.empty((n, k), np.int32),
+        np.empty((n, k), np.float32),
     )
     for i, (row, target) in enumerate(zip(logits, targets)):
         top = row.max()
-        norm = top + np.log(np.exp(row - top).sum())
+        shifted = row - top
+        norm = top + np.log(np.exp(shifted, out=shifted).sum())
         scores.values[i] = row[target] - norm
         scores.ranks[i] = 1 + np.count_nonzero(row > row[target])
         if k:
-            ids = largest(row, k)
+            ids = _largest_ids(row, k)
             scores.top_ids[i] = ids
             scores.top_values[i] = row[ids] - norm
     return scores
+
+
+def _largest_ids(row: Floats, k: int) -> NDArray[np.intp]:
+    """Falling; of equal logits the lower id first."""
+    ids = np.flatnonzero(row >= largest(row, k)[-1])
+    return ids[np.lexsort((ids, -row[ids]))][:k]
 
 
 def join(parts: list[Scores]) -> Scores:

@@ -66,7 +66,9 @@ class MinTokens:
             logits[self._ids] = -np.inf
 
 
-def make_rules(tokens: NDArray[np.int32], prompt_len: int, sampling: RowSampling, vocab_size: int) -> list[Rule]:
+def make_rules(
+    tokens: NDArray[np.int32], prompt_len: int, sampling: RowSampling, vocab_size: int
+) -> list[Rule]:
     """The rules of one request, in the order they apply."""
     rules: list[Rule] = []
     if sampling.repetition != 1 or sampling.frequency or sampling.presence:

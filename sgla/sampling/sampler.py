@@ -68,7 +68,9 @@ class Sampler:
         self._tokens[slots, positions] = chosen
         return Samples(chosen, blocks)
 
-    def _sample_row(self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]) -> int:
+    def _sample_row(
+        self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]
+    ) -> int:
         choice = self._choices[slot]
         assert choice is not None, f"slot {slot} was never admitted"
         raw = logits.copy() if choice.rules and choice.logprobs >= 0 else logits

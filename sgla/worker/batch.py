@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +13,18 @@ from sgla.messages import PROMPT_LOGPROBS, SAMPLE, StepPlan
 from sgla.worker.state import Int32s, SlotTables, column
 
 
+class Columns(NamedTuple):
+    """int32 columns of R rows, as in StepPlan; ``logits`` are the T-indices of the tokens whose successor matters."""
+
+    slots: Int32s  # [R]
+    starts: Int32s  # [R]
+    q_lens: Int32s  # [R]
+    logits: Int32s  # [S], rising
+
+
 class PromptSpan(NamedTuple):
-    """Prompt tokens whose logprobs a row owes: the hidden states ``first:end`` of the step predict the tokens of
-    ``slot`` from position ``start`` on."""
+    """Prompt tokens whose logprobs a row owes: the step's tokens ``first:end`` predict those of ``slot`` from position
+    ``start`` on."""
 
     row: int
     slot: int
@@ -23,21 +33,68 @@ class PromptSpan(NamedTuple):
     start: int
 
 
-class StepBatch(NamedTuple):
-    """``forward`` and what the sampler needs of its S sampled rows; arrays int32[S]."""
+class Wanted(NamedTuple):
+    """What is to become of the logits. Arrays are int32[S] of the S SAMPLE rows."""
 
-    forward: ForwardBatch
     rows: Int32s
     slots: Int32s
     positions: Int32s  # of the tokens to sample
+    tokens: Int32s  # last token of the row: its logits say the next
     prompt_spans: list[PromptSpan]
 
 
-def build(plan: StepPlan, tables: SlotTables) -> StepBatch:
-    """The batch of ``plan``, whose new rows and pages ``tables`` has taken in."""
+def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
+    """Decode ``plan``, whose new rows ``tables`` has taken in."""
     slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
     flags = np.frombuffer(plan.flags, np.uint8)
-    ends = starts + q_lens
+    ends = np.cumsum(q_lens, dtype=np.int32)
+    sampled = np.flatnonzero(flags & SAMPLE).astype(np.int32)
+    spans = [
+        _span(row, slots, starts, q_lens, ends, tables)
+        for row in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist()
+    ]
+    last = ends[sampled] - 1
+    logits = last
+    if spans:
+        logits = np.sort(np.concatenate([last, *(np.arange(s.first, s.end, dtype=np.int32) for s in spans)]))
+    wanted = Wanted(sampled, slots[sampled], (starts + q_lens)[sampled], last, spans)
+    return Columns(slots, starts, q_lens, logits), wanted
+
+
+def _span(
+    row: int, slots: Int32s, starts: Int32s, q_lens: Int32s, ends: Int32s, tables: SlotTables
+) -> PromptSpan:
+    slot, start, first = int(slots[row]), int(starts[row]), int(ends[row] - q_lens[row])
+    count = min(int(q_lens[row]), int(tables.prompt_len[slot]) - 1 - start)
+    return PromptSpan(row, slot, first, first + count, start + 1)
+
+
+def cut(columns: Columns, most: int) -> list[Columns]:
+    """Split the step, in token order, so that no part has more than ``most`` logits.
+
+    Parts must run in order: a row may read pages that an earlier row of the same step has written.
+    """
+    if len(columns.logits) <= most:
+        return [columns]
+    ends = np.cumsum(columns.q_lens)
+    bounds = [0, *(columns.logits[most::most]).tolist(), int(ends[-1])]
+    return [_part(columns, ends, first, end) for first, end in pairwise(bounds)]
+
+
+def _part(columns: Columns, ends: Int32s, first: int, end: int) -> Columns:
+    """The tokens ``first:end`` of the step."""
+    begins = ends - columns.q_lens
+    rows = (ends > first) & (begins < end)
+    begins, stops = np.maximum(begins, first), np.minimum(ends, end)
+    starts = columns.starts + (begins - (ends - columns.q_lens)).astype(np.int32)
+    logits = columns.logits[(columns.logits >= first) & (columns.logits < end)] - first
+    q_lens = (stops - begins).astype(np.int32)
+    return Columns(columns.slots[rows], starts[rows], q_lens[rows], logits.astype(np.int32))
+
+
+def build(columns: Columns, tables: SlotTables) -> ForwardBatch:
+    """The tensors; their ids and pages are those that stand in ``tables`` now."""
+    slots, starts, q_lens = columns.slots, columns.starts, columns.q_lens
     q_start = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(q_lens, out=q_start[1:])
     if len(slots) == q_start[-1]:  # decode only
@@ -46,30 +103,21 @@ def build(plan: StepPlan, tables: SlotTables) -> StepBatch:
         token_slots = np.repeat(slots, q_lens)
         positions = np.arange(q_start[-1], dtype=np.int32) - np.repeat(q_start[:-1] - starts, q_lens)
     pages = tables.page_table[token_slots, positions // tables.page_size]
-    sampled = np.flatnonzero(flags & SAMPLE).astype(np.int32)
-    forward = ForwardBatch(
+    return ForwardBatch(
         rows=len(slots),
         tokens=len(positions),
         ids=torch.from_numpy(tables.tokens[token_slots, positions]),
         positions=_tensor(positions),
         slots=_tensor(slots),
         q_start=torch.from_numpy(q_start),
-        kv_len=torch.from_numpy(ends),
+        kv_len=torch.from_numpy(starts + q_lens),
         out_loc=torch.from_numpy(pages * tables.page_size + positions % tables.page_size),
         page_table=torch.from_numpy(tables.page_table),
         page_size=tables.page_size,
-        sample_rows=torch.from_numpy(q_start[1:][sampled] - 1),
+        sample_rows=_tensor(columns.logits),
     )
-    spans = [_span(r, slots, starts, q_lens, q_start, tables) for r in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist()]
-    return StepBatch(forward, sampled, slots[sampled], ends[sampled], spans)
 
 
 def _tensor(values: Int32s) -> torch.Tensor:
     """Columns of a message are read-only, which torch does not know: copy those."""
     return torch.from_numpy(values if values.flags.writeable else values.copy())
-
-
-def _span(row: int, slots: Int32s, starts: Int32s, q_lens: Int32s, q_start: Int32s, tables: SlotTables) -> PromptSpan:
-    slot, start, first = int(slots[row]), int(starts[row]), int(q_start[row])
-    count = min(int(q_lens[row]), int(tables.prompt_len[slot]) - 1 - start)
-    return PromptSpan(row, slot, first, first + count, start + 1)

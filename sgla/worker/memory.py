@@ -103,7 +103,10 @@ def available_bytes() -> int:
 def resident_bytes() -> dict[str, int]:
     """``rss`` and its peak, of this process."""
     status = _read("/proc/self/status")
-    found = {name: re.search(rf"^{key}:\s+(\d+) kB", status, re.M) for name, key in (("rss", "VmRSS"), ("peak_rss", "VmHWM"))}
+    found = {
+        name: re.search(rf"^{key}:\s+(\d+) kB", status, re.M)
+        for name, key in (("rss", "VmRSS"), ("peak_rss", "VmHWM"))
+    }
     return {name: int(match[1]) << 10 for name, match in found.items() if match}
 
 

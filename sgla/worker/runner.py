@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
 from sgla.dist import Shard, join
 from sgla.errors import UnsupportedField
 from sgla.hub.source import ModelSource
+from sgla.kernels.program import Limits
 from sgla.layers.linear import split_heads
 from sgla.messages import (
     SAMPLE,
@@ -33,16 +33,17 @@ from sgla.model.base import KVSpec
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling import Sampler
+from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
-from sgla.sampling.logprobs import score
-from sgla.worker.batch import PromptSpan, StepBatch, build
+from sgla.worker.batch import Columns, Wanted, build, cut, read
+from sgla.worker.forward import describe, make_forward
 from sgla.worker.kv import allocate_kv
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv, weight_bytes
 from sgla.worker.profile import Profiler
-from sgla.worker.state import SlotTables
+from sgla.worker.state import Int32s, SlotTables
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
-LOGIT_ROWS = 64  # rows of logits that exist at a time for prompt logprobs
+LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
 
 
 class Runner:
@@ -57,7 +58,8 @@ class Runner:
         rendezvous: str,
         report: Callable[[Progress], None],
     ) -> None:
-        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // size))
+        self._threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
+        torch.set_num_threads(1 if config.native_kernels else self._threads)
         self._group = ExitStack()
         self.shard = self._group.enter_context(join(rank, size, Path(rendezvous) / "store"))
         begun = clock.now()
@@ -88,6 +90,9 @@ class Runner:
             source, dtype, config.quantization, self.shard, size.context_len, report, config.random_seed or 0
         )
         self.kv = allocate_kv(kv_spec, size.pages, config.page_size, dtype)
+        self._most_logits = max(slots, LOGIT_ROWS)
+        limits = Limits(step_tokens, self._most_logits)
+        self._forward = make_forward(self.model, self.kv, limits, self._threads, config.native_kernels)
         self.tables = SlotTables(slots, size.context_len, config.page_size)
         self.sampler = Sampler(self.tables.tokens, spec.vocab)
         self.facts = Facts(
@@ -100,7 +105,7 @@ class Runner:
             dtype=dtype,
             device="cpu",
             ledger={"weights": weights, "kv": size.bytes},
-            notes=[size.note] if size.note else [],
+            notes=[note for note in (describe(config.native_kernels), size.note) if note],
         )
 
     @torch.inference_mode()
@@ -109,36 +114,48 @@ class Runner:
         self.tables.apply(plan)
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
-        batch = build(plan, self.tables)
-        hidden = self.model.forward(batch.forward, self.kv)
-        blocks = [block for span in batch.prompt_spans if (block := self._score_prompt(hidden, span)) is not None]
-        tokens, sampled = self._sample(batch, hidden)
-        return StepResult(step=plan.step, tokens=tokens.tobytes(), logprobs=blocks + sampled)
+        columns, wanted = read(plan, self.tables)
+        parts = cut(columns, self._most_logits)
+        if len(parts) == 1 and not wanted.prompt_spans:
+            tokens, blocks = self._sample(self._forward(build(columns, self.tables)), wanted)
+        else:
+            tokens, blocks = self._score_and_sample(parts, wanted)
+        return StepResult(step=plan.step, tokens=tokens.tobytes(), logprobs=blocks)
 
-    def _sample(self, batch: StepBatch, hidden: torch.Tensor) -> tuple[NDArray[np.int32], list[LogprobBlock]]:
+    def _sample(self, logits: torch.Tensor, wanted: Wanted) -> tuple[Int32s, list[LogprobBlock]]:
         """The next token of each sampled row, in the token table of every rank."""
-        if not len(batch.rows):
-            return batch.rows, []
-        logits = self.model.logits(hidden[batch.forward.sample_rows.long()])
-        tokens = np.empty(len(batch.rows), np.int32)
+        tokens = np.empty(len(wanted.rows), np.int32)
         blocks: list[LogprobBlock] = []
-        if self.shard.rank == 0:
-            tokens, blocks = self.sampler.sample(logits.numpy(), batch.rows, batch.slots, batch.positions)
-        self.shard.broadcast(torch.from_numpy(tokens))
-        self.tables.tokens[batch.slots, batch.positions] = tokens
+        if self.shard.rank == 0 and len(tokens):
+            tokens, blocks = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions)
+        if len(tokens):
+            self.shard.broadcast(torch.from_numpy(tokens))
+            self.tables.tokens[wanted.slots, wanted.positions] = tokens
         return tokens, blocks
 
-    def _score_prompt(self, hidden: torch.Tensor, span: PromptSpan) -> LogprobBlock | None:
-        """A few rows of logits at a time; every rank takes part in computing them."""
-        parts = []
-        k = max(0, int(self.tables.prompt_logprobs[span.slot]))
-        for first in range(span.first, span.end, LOGIT_ROWS):
-            end = min(first + LOGIT_ROWS, span.end)
-            logits = self.model.logits(hidden[first:end])
-            if self.shard.rank == 0:
-                at = span.start + first - span.first
-                parts.append(score(logits.numpy(), self.tables.tokens[span.slot, at : at + end - first], k))
-        return join_scores(parts).block(span.row, True, span.start) if parts else None
+    def _score_and_sample(self, parts: list[Columns], wanted: Wanted) -> tuple[Int32s, list[LogprobBlock]]:
+        """A step with prompt logprobs, in parts, so that few rows of logits exist at a time."""
+        scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
+        rows: list[torch.Tensor] = []
+        at = 0
+        for part in parts:
+            logits, tokens = self._forward(build(part, self.tables)), part.logits + at
+            at += int(part.q_lens.sum())
+            if self.shard.rank:
+                continue
+            rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
+            for span, found in zip(wanted.prompt_spans, scores):
+                inside = np.flatnonzero((tokens >= span.first) & (tokens < span.end))
+                if len(inside):
+                    start = span.start + int(tokens[inside[0]]) - span.first
+                    targets = self.tables.tokens[span.slot, start : start + len(inside)]
+                    k = int(self.tables.prompt_logprobs[span.slot])
+                    found.append(score(logits.numpy()[inside[0] : inside[-1] + 1], targets, k))
+        chosen, blocks = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
+        prompts = [
+            join_scores(f).block(s.row, True, s.start) for s, f in zip(wanted.prompt_spans, scores) if f
+        ]
+        return chosen, prompts + blocks
 
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""

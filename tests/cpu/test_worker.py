@@ -13,9 +13,10 @@ from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config, tiny_
 from sgla.errors import ConfigError, InvalidField, OutOfMemory, UnsupportedField
 from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
+from sgla.layers.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
 from sgla.model.base import KVSpec
-from sgla.worker.batch import build
+from sgla.worker.batch import Columns, build, cut, read
 from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
 from sgla.worker.runner import Runner
 from sgla.worker.state import SlotTables
@@ -29,9 +30,12 @@ def make_runner(**changes: Any) -> Runner:
     return Runner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Runner:
-    return make_runner()
+@pytest.fixture(scope="module", params=["torch", "native"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    runner = make_runner(native_kernels=request.param == "native")
+    if request.param == "native" and "torch" in runner.facts.notes[0]:
+        pytest.skip(runner.facts.notes[0])
+    return runner
 
 
 def make_requests(seed: int = 0) -> list[Submit]:
@@ -52,8 +56,9 @@ def make_requests(seed: int = 0) -> list[Submit]:
 
 
 @pytest.fixture(scope="module")
-def alone(runner: Runner) -> dict[str, list[int]]:
-    """What each request gives by itself: depth 1, cold cache, the prompt in one step if it fits."""
+def alone() -> dict[str, list[int]]:
+    """What each request gives by itself: torch, depth 1, cold cache, the prompt in as few steps as it fits."""
+    runner = make_runner()
     tokens: dict[str, list[int]] = {}
     for request in make_requests():
         tokens |= run(runner, [request], depth=1, prefix_cache=False).tokens()
@@ -62,7 +67,9 @@ def alone(runner: Runner) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_batch_gives_what_each_request_gives_alone(runner: Runner, alone: dict[str, list[int]], depth: int) -> None:
+def test_a_batch_gives_what_each_request_gives_alone(
+    runner: Runner, alone: dict[str, list[int]], depth: int
+) -> None:
     assert run(runner, make_requests(), depth=depth).tokens() == alone
 
 
@@ -87,7 +94,7 @@ def test_preempted_requests_resume_the_same_stream(runner: Runner, alone: dict[s
 
 @pytest.mark.parametrize("kind", ["inline", "procs", "procs tp 2"])
 async def test_executors_equal_the_runner(kind: str, alone: dict[str, list[int]]) -> None:
-    config = tiny_config(tp=2 if kind.endswith("2") else 1)
+    config = tiny_config(tp=2 if kind.endswith("2") else 1, native_kernels=kind != "inline")
     executor = (InlineExecutor if kind == "inline" else ProcsExecutor)(config, tiny_source())
     try:
         facts = await executor.start(lambda progress: None)
@@ -132,9 +139,11 @@ def forward(runner: Runner, tokens: list[int]) -> torch.Tensor:
     new = NewRow(
         slot=0, tokens=ints(tokens), prompt_len=len(tokens), pages=ints(pages), sampling=RowSampling()
     )
-    plan = StepPlan(step=1, slots=ints([0]), starts=ints([0]), q_lens=ints([len(tokens)]), flags=b"\0", new=[new])
+    plan = StepPlan(
+        step=1, slots=ints([0]), starts=ints([0]), q_lens=ints([len(tokens)]), flags=b"\0", new=[new]
+    )
     tables.apply(plan)
-    return runner.model.logits(runner.model.forward(build(plan, tables).forward, runner.kv))
+    return runner.model.logits(runner.model.forward(build(read(plan, tables)[0], tables), runner.kv))
 
 
 def test_batches_match_a_token_by_token_construction() -> None:
@@ -145,13 +154,20 @@ def test_batches_match_a_token_by_token_construction() -> None:
         slots = rng.sample(range(6), rng.randint(1, 6))
         known = {slot: rng.randint(1, 100) for slot in slots}
         tokens = {slot: [rng.randrange(1000) for _ in range(n)] for slot, n in known.items()}
-        pages = {slot: [rng.randrange(1, 500) for _ in range(-(-n // page_size))] for slot, n in known.items()}
+        pages = {
+            slot: [rng.randrange(1, 500) for _ in range(-(-n // page_size))] for slot, n in known.items()
+        }
         told = {slot: rng.randint(0, len(pages[slot])) for slot in slots}
         late = [slot for slot in slots if told[slot] < len(pages[slot])]
         starts = [rng.randrange(known[slot]) for slot in slots]
-        q_lens = [1 if rng.random() < 0.3 else rng.randint(1, known[s] - start) for s, start in zip(slots, starts)]
-        flags = [rng.choice((0, SAMPLE, PROMPT_LOGPROBS, SAMPLE | PROMPT_LOGPROBS)) for _ in slots]
-        prompt_len = {slot: rng.randint(start + 2, start + 200) for slot, start in zip(slots, starts)}
+        q_lens = [
+            1 if rng.random() < 0.3 else rng.randint(1, known[s] - start) for s, start in zip(slots, starts)
+        ]
+        flags = [rng.choice((0, SAMPLE, PROMPT_LOGPROBS)) if n == 1 else rng.randrange(4) for n in q_lens]
+        prompt_len = {
+            s: rng.randint(start + 2, start + (n if flag & SAMPLE and n > 1 else 200))
+            for s, start, n, flag in zip(slots, starts, q_lens, flags)
+        }
         plan = StepPlan(
             step=1,
             slots=ints(slots),
@@ -173,35 +189,69 @@ def test_batches_match_a_token_by_token_construction() -> None:
             ],
         )
         tables.apply(plan)
-        batch = build(plan, tables)
-        f = batch.forward
+        columns, batch = read(plan, tables)
+        f = build(columns, tables)
         spots = [(r, s, p) for r, s in enumerate(slots) for p in range(starts[r], starts[r] + q_lens[r])]
         assert (f.rows, f.tokens, f.page_size) == (len(slots), len(spots), page_size)
         assert f.ids.tolist() == [tokens[s][p] for _, s, p in spots]
         assert f.positions.tolist() == [p for _, _, p in spots]
-        assert f.out_loc.tolist() == [pages[s][p // page_size] * page_size + p % page_size for _, s, p in spots]
+        assert f.out_loc.tolist() == [
+            pages[s][p // page_size] * page_size + p % page_size for _, s, p in spots
+        ]
         assert f.kv_len.tolist() == [a + n for a, n in zip(starts, q_lens)]
         assert f.slots.tolist() == slots
         assert all(f.page_table[s, : len(pages[s])].tolist() == pages[s] for s in slots)
         last = [max(i for i, spot in enumerate(spots) if spot[0] == r) for r in range(len(slots))]
         assert f.q_start.tolist() == [0, *(i + 1 for i in last)]
-        assert f.sample_rows.tolist() == [i for i, flag in zip(last, flags) if flag & SAMPLE]
+        wanted = [i for i, flag in zip(last, flags) if flag & SAMPLE]
+        assert batch.tokens.tolist() == wanted
         assert batch.rows.tolist() == [r for r, flag in enumerate(flags) if flag & SAMPLE]
-        assert all(t.dtype == torch.int32 for t in (f.ids, f.positions, f.slots, f.q_start, f.kv_len, f.out_loc))
+        assert all(
+            t.dtype == torch.int32 for t in (f.ids, f.positions, f.slots, f.q_start, f.kv_len, f.out_loc)
+        )
         for span in batch.prompt_spans:
             positions = [p for r, s, p in spots if r == span.row and p + 1 < prompt_len[s]]
             assert [p for _, _, p in spots[span.first : span.end]] == positions
             assert span.start == positions[0] + 1
-        assert [s.row for s in batch.prompt_spans] == [r for r, flag in enumerate(flags) if flag & PROMPT_LOGPROBS]
+            wanted += range(span.first, span.end)
+        assert f.sample_rows.tolist() == sorted(wanted)
+        check_parts(columns, f, rng.choice((1, 2, 7)), tables)
+        assert [s.row for s in batch.prompt_spans] == [
+            r for r, flag in enumerate(flags) if flag & PROMPT_LOGPROBS
+        ]
+
+
+def check_parts(columns: Columns, whole: ForwardBatch, most: int, tables: SlotTables) -> None:
+    """The parts of a step are the step."""
+    parts = [build(part, tables) for part in cut(columns, most)]
+    assert all(p.sample_rows.numel() <= most for p in parts)
+    for name in ("ids", "positions", "out_loc"):
+        assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name))
+    at, logits = 0, []
+    for p in parts:
+        assert p.q_start[-1] == p.tokens == len(p.ids)
+        assert (p.kv_len == p.positions[(p.q_start[1:] - 1).long()] + 1).all()
+        logits += (p.sample_rows + at).tolist()
+        at += p.tokens
+    assert logits == whole.sample_rows.tolist()
 
 
 def test_a_slot_forgets_its_previous_request() -> None:
     tables = SlotTables(2, 50, 4)
     for count in (5, 2):
-        row = NewRow(slot=1, tokens=ints(range(9)), prompt_len=9, pages=ints(range(1, count)), sampling=RowSampling())
+        row = NewRow(
+            slot=1, tokens=ints(range(9)), prompt_len=9, pages=ints(range(1, count)), sampling=RowSampling()
+        )
         tables.apply(StepPlan(step=1, slots=b"", starts=b"", q_lens=b"", flags=b"", new=[row]))
     append = StepPlan(
-        step=2, slots=b"", starts=b"", q_lens=b"", flags=b"", page_slots=ints([1]), page_counts=ints([2]), page_ids=ints([8, 9])
+        step=2,
+        slots=b"",
+        starts=b"",
+        q_lens=b"",
+        flags=b"",
+        page_slots=ints([1]),
+        page_counts=ints([2]),
+        page_ids=ints([8, 9]),
     )
     tables.apply(append)
     assert tables.page_table[1, :3].tolist() == [1, 8, 9]
@@ -212,7 +262,12 @@ SPEC = KVSpec(layers=4, kv_heads=2, head_dim=64)  # 4 KiB a token in float32, 64
 
 
 def sized(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {"budget": None, "available": 4096 * MIB, "wanted_context": None, "model_context": 2048}
+    arguments: dict[str, Any] = {
+        "budget": None,
+        "available": 4096 * MIB,
+        "wanted_context": None,
+        "model_context": 2048,
+    }
     return size_kv(SPEC, 16, "float32", **arguments | changes)
 
 

@@ -37,7 +37,12 @@ def tiny_source(**changes: Any) -> ModelSource:
 
 
 def tiny_config(**changes: Any) -> Config:
-    settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_running_requests": 8, "step_tokens": 64}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "threads": 1,
+        "max_running_requests": 8,
+        "step_tokens": 64,
+    }
     settings |= {"kv_cache_bytes": 1 << 20, "random_seed": 1, "native_kernels": False}
     return Config(**settings | changes)
 
@@ -56,7 +61,13 @@ def make_core(facts: Facts, **changes: Any) -> Core:
 def submit(rid: str, tokens: list[int], max_new: int, **sampling: Any) -> Submit:
     stop_ids = frozenset(sampling.get("stop_ids", []))
     return Submit(
-        rid=rid, parent=rid, index=0, tokens=tokens, max_new=max_new, stop_ids=stop_ids, sampling=RowSampling(**sampling)
+        rid=rid,
+        parent=rid,
+        index=0,
+        tokens=tokens,
+        max_new=max_new,
+        stop_ids=stop_ids,
+        sampling=RowSampling(**sampling),
     )
 
 

@@ -1,0 +1,42 @@
+"""The model's forward pass as one function of the batch: a native program where there are kernels, else torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sgla.kernels import native, ops
+from sgla.kernels.build import BuildError
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.program import Limits, Program
+from sgla.layers.batch import ForwardBatch
+from sgla.model.base import CausalLM
+
+Forward = Callable[
+    [ForwardBatch], Tensor
+]  # -> logits float32 [S, V] of ``sample_rows``, valid until the next call
+
+
+def make_forward(
+    model: CausalLM, kv: list[KVLayer], limits: Limits, threads: int, use_native: bool
+) -> Forward:
+    """``use_native``: record a program, or fall back to torch where that is impossible (``native.note`` says why)."""
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        hidden = model.forward(batch, kv)
+        return model.logits(ops.gather(hidden, batch.sample_rows))
+
+    if use_native:
+        try:
+            return Program.record(forward, limits, threads).run
+        except BuildError:
+            pass
+    torch.set_num_threads(threads)
+    return forward
+
+
+def describe(use_native: bool) -> str:
+    """The kernels in use, for the start-up report."""
+    return native.note() if use_native else "CPU kernels in torch (slow): native kernels are turned off"
