@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+from array import array
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -85,14 +86,12 @@ def backend_from_gguf(raw: dict[str, Any], cache: Path | None = None) -> Tokeniz
 
 def _digest(raw: dict[str, Any]) -> str:
     """A name for what the conversion depends on."""
-    hasher = hashlib.blake2b(
-        json.dumps([VERSION, {k: v for k, v in raw.items() if not isinstance(v, list)}]).encode(),
-        digest_size=12,
-    )
+    plain = {key: value for key, value in raw.items() if not isinstance(value, list)}
+    hasher = hashlib.blake2b(json.dumps([VERSION, plain], sort_keys=True).encode(), digest_size=12)
     for key in ("tokens", "merges"):
-        hasher.update("\0".join(raw.get(key) or []).encode())
+        hasher.update("\0".join(raw.get(key) or []).encode() + b"\0\0")
     for key in ("token_type", "scores"):
-        hasher.update(repr(raw.get(key)).encode())
+        hasher.update(array("d", raw.get(key) or []).tobytes())
     return hasher.hexdigest()
 
 

@@ -37,8 +37,8 @@ class Preparer:
         tokens = self.tokens(job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens)
         stop_ids = self._stop_ids(job.sampling)
-        seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
         self._check_bias(job.sampling)
+        seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
         return [
             Submit(
                 rid=f"{job.rid}-{choice}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from sgla.config import Config
     from sgla.hub.source import ModelSource
     from sgla.text.template import ChatTemplate
-
-log = logging.getLogger(__name__)
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Templates = str | dict[str, str] | None

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers as tiny
-from conftest import KINDS
 
 from sgla.errors import ConfigError
 from sgla.text.tokenizer import Tokenizer, load_tokenizer, read_template
@@ -25,11 +24,11 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(tiny.KINDS))
 def test_ids_and_text_equal_transformers(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    folder = tiny.save_folder(KINDS[kind](), tmp_path, tokenizer_config=json.dumps(CONFIG))
+    folder = tiny.save_folder(tiny.KINDS[kind](), tmp_path, tokenizer_config=json.dumps(CONFIG))
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in tiny.corpus(150):
         for special in (True, False):

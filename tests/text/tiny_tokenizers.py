@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import (
@@ -112,9 +114,16 @@ def add_bos(tokenizer: Tokenizer) -> None:
     )
 
 
-def merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    import json
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "llama3_like": llama3_like,
+    "llama2_like": sentencepiece,
+    "gemma_like": lambda: sentencepiece(prefix=False),
+    "metaspace": metaspace,
+}
 
+
+def merges(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
