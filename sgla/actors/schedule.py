@@ -42,6 +42,7 @@ class Schedule(Actor[Submit | Cancel]):
         self._metrics = metrics
         self._on_death = on_death
         self._in_flight = 0
+        self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
         self._last_result = clock.now()
         self._tick: asyncio.TimerHandle | None = None
         self._fd = executor.results_fd()
@@ -59,6 +60,7 @@ class Schedule(Actor[Submit | Cancel]):
     def handle(self, messages: deque[Submit | Cancel]) -> None:
         now = clock.now()
         deltas: list[Delta] = []
+        idle = self.core.idle
         for message in messages:
             if isinstance(message, Cancel):
                 final = self.core.cancel(message.rid, message.reason)
@@ -69,7 +71,7 @@ class Schedule(Actor[Submit | Cancel]):
                 self.core.offer(message, now)
             except SglaError as error:
                 deltas.append(Delta(rid=message.rid, finish="error", error=error.rejected(message.parent)))
-        self._advance(now)
+        self._advance(now, woken=idle)
         self._publish(deltas)
         self._observe([])
 
@@ -88,10 +90,12 @@ class Schedule(Actor[Submit | Cancel]):
         self._publish(deltas)
         self._observe(results)
 
-    def _advance(self, now: float) -> None:
+    def _advance(self, now: float, woken: bool = False) -> None:
         if self._in_flight == 0:
             self._last_result = now
         while (plan := self.core.plan(now)) is not None:
+            if woken:
+                self._woken, woken = plan.step, False
             self._executor.submit(plan)
             self._in_flight += 1
         if self._tick is None and not self.core.idle:
@@ -112,6 +116,6 @@ class Schedule(Actor[Submit | Cancel]):
     def _observe(self, results: list[StepResult]) -> None:
         """After publishing: nothing waits for the metrics."""
         for result in results:
-            self._metrics.step(result.seconds, result.gap)
+            self._metrics.step(result.seconds, 0.0 if result.step == self._woken else result.gap)
         for finished in self.core.drain_finished():
             self._metrics.finished(finished)
