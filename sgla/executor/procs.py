@@ -125,8 +125,10 @@ class ProcsExecutor:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
 
-    async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
-        self._on_progress = on_progress
+    def spawn(self) -> None:
+        """Start the processes. ``start`` does it if need be; earlier, they import torch while the model is looked up."""
+        if self._ranks:
+            return
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         if self._config.tp > 1:
@@ -135,10 +137,19 @@ class ProcsExecutor:
             rank = Rank(number, self._runner)
             self._ranks.append(rank)
             self._loop.add_reader(rank.pipe.fileno(), self._on_message, rank)
-            os.set_blocking(
-                rank.pipe.fileno(), True
-            )  # uvloop has made it non-blocking; a message may come in parts
+            # uvloop has made it non-blocking, but a message may come in parts.
+            os.set_blocking(rank.pipe.fileno(), True)
             self._loop.add_reader(rank.stderr, self._on_stderr, rank)
+
+    def assign(self, config: Config, source: ModelSource) -> None:
+        """Replace what the constructor was told, before ``start``; ``tp`` stays."""
+        assert config.tp == self._config.tp
+        self._config, self._source = config, source
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
+        self._on_progress = on_progress
+        self.spawn()
+        assert self._ready is not None
         try:
             # The description of a model can be larger than the pipe, which the worker reads when torch is imported.
             await asyncio.to_thread(self._send_setup)

@@ -86,6 +86,9 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 @pytest.mark.parametrize("kind", [ProcsExecutor, InlineExecutor])
 async def test_plans_go_in_and_results_come_out_in_order(make: Make, kind: Make) -> None:
     executor = make(kind, {"blob": "x" * (1 << 20)})
+    if kind is ProcsExecutor:
+        executor.spawn()
+        executor.assign(Config(threads=1), {"blob": "y" * (1 << 20)})
     progress: list[Progress] = []
     facts = await executor.start(progress.append)
     assert [p.message for p in progress if p.phase == "load"] == ["rank 0"]
