@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.detokenize import Detokenize
@@ -25,6 +27,7 @@ from sgla.text.tokenizer import load_text
 
 if TYPE_CHECKING:
     from sgla.executor.base import Executor
+    from sgla.executor.procs import ProcsExecutor
     from sgla.hub.source import ModelSource
     from sgla.text.template import ChatTemplate
     from sgla.text.tokenizer import Tokenizer
@@ -55,8 +58,13 @@ class System:
         def report(progress: Progress) -> None:
             loop.call_soon_threadsafe(self._progress, progress)
 
-        config, source = await in_thread(find_model, self.config, report)
-        self._executor = make_executor(config, source)
+        finding = in_thread(find_model, self.config, report)
+        workers = spawn_workers(await in_thread(settle_device, self.config))
+        self._executor = workers
+        config, source = await finding
+        if workers is not None:
+            workers.assign(config, source)
+        self._executor = workers or make_local(config, source)
         self._executor.on_death(self._fail)
         text = in_thread(load_text, config, source)
         facts = await self._executor.start(self._progress)
@@ -139,20 +147,33 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     return resolve(config, model=source.config).config, source
 
 
-def make_executor(config: Config, source: ModelSource) -> Executor:
-    """The executor that ``config.executor`` names. Imported late: only procs and inline need torch."""
-    if config.executor == "fake" and not config.fake_step_ms:
+def settle_device(config: Config) -> Config:
+    """``config`` with the device chosen, which decides what a worker imports."""
+    from sgla.resolve import resolve
+
+    return msgspec.structs.replace(config, device=resolve(config).config.device)
+
+
+def spawn_workers(config: Config) -> ProcsExecutor | None:
+    """Worker processes, which begin to import torch at once; None if the executor lives in this process."""
+    if config.executor == "inline" or (config.executor == "fake" and not config.fake_step_ms):
+        return None
+    from sgla.executor.procs import ProcsExecutor
+
+    executor = ProcsExecutor(config, runner="sgla.executor.fake:FakeRunner" if config.executor == "fake" else None)
+    executor.spawn()
+    return executor
+
+
+def make_local(config: Config, source: ModelSource) -> Executor:
+    """The executor in this process that ``config.executor`` names. Imported late: inline needs torch."""
+    if config.executor == "fake":
         from sgla.executor.fake import FakeExecutor
 
         return FakeExecutor.from_config(config, source)
-    if config.executor == "inline":
-        from sgla.executor.inline import InlineExecutor
+    from sgla.executor.inline import InlineExecutor
 
-        return InlineExecutor(config, source)
-    from sgla.executor.procs import ProcsExecutor
-
-    runner = "sgla.executor.fake:FakeRunner" if config.executor == "fake" else None
-    return ProcsExecutor(config, source, runner=runner)
+    return InlineExecutor(config, source)
 
 
 def make_limits(config: Config, facts: Facts) -> Any:
