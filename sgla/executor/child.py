@@ -19,7 +19,7 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from sgla import clock
-from sgla.errors import SglaError
+from sgla.errors import ConfigError, SglaError
 from sgla.executor.ring import Ring
 from sgla.messages import Progress
 
@@ -55,7 +55,12 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     begun = clock.now()
     gc.disable()  # nothing of what is imported and loaded now is garbage, and looking for it takes a tenth of the time
     pipe.send(("progress", Progress(phase="spawn", message="importing torch")))
-    rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if rank == 0 else [])
+    try:
+        rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if rank == 0 else [])
+    except RuntimeError as error:
+        message = f"shared memory cannot be had ({error}); give the container more of it with --shm-size"
+        pipe.send(("error", ConfigError(message)))
+        return 2
     pipe.send(("rings", len(rings)))
     for ring in rings:
         send_handle(pipe, ring.shared_fd, os.getppid())

@@ -111,7 +111,9 @@ class Rank:
 class ProcsExecutor:
     """See ``executor.base.Executor``. ``runner`` names the class that does the work (tests have their own)."""
 
-    def __init__(self, config: Config, source: ModelSource | None = None, *, runner: str | None = None) -> None:
+    def __init__(
+        self, config: Config, source: ModelSource | None = None, *, runner: str | None = None
+    ) -> None:
         self._config = config
         self._source = source
         self._runner = runner or RUNNERS.get(config.device, RUNNERS["cpu"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import uvloop
 
 from sgla.config import Config
-from sgla.errors import UnsupportedField, WeightError, WorkerDied
+from sgla.errors import ConfigError, UnsupportedField, WeightError, WorkerDied
 from sgla.executor.base import Executor
 from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
@@ -226,6 +227,16 @@ async def test_start_can_be_cancelled_and_closing_does_not_wait_for_a_hung_step(
     await executor.start(lambda p: None)
     executor.submit(make_plan(1))
     await asyncio.wait_for(executor.close(), 10)
+
+
+async def test_too_little_shared_memory_is_a_typed_error(make: Make) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # as /dev/shm of a small container
+    try:
+        with pytest.raises(ConfigError, match="--shm-size"):
+            await make(ProcsExecutor, {}).start(lambda p: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_killed_main_process_leaves_nothing_behind() -> None:
