@@ -150,7 +150,7 @@ class Shapes:
         return token_text(self._tokenizer, token) if self._texts else None
 
 
-class NativeStream:
+class NativeStream(sse.Encoder):
     """Events -> cumulative results. Batches and ``n > 1`` carry the choice's index."""
 
     def __init__(self, shapes: Shapes, work: Work, many: bool) -> None:

@@ -34,8 +34,22 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
+    work = chat_work(request, server, fields)
+    tokenizer = server.ingress.tokenizer
+    if fields.stream:
+        head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
+        return await sse.stream(
+            request, server, work, ChatStream(head, fields, work.jobs[0].sampling, tokenizer)
+        )
+    choices = await server.collect(work)
+    raise_aborted(choices)
+    head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
+    return json_response(response(head, choices, fields, work, tokenizer))
+
+
+def chat_work(request: web.Request, server: Server, fields: ChatRequest) -> Work:
+    """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds."""
     check_fields(fields)
-    sampling = chat_sampling(fields, server)
     generate, continues = prompt_flags(fields)
     prompt = {
         "messages": checked_messages(fields.messages),
@@ -44,16 +58,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         "add_generation_prompt": generate,
         "continue_final_message": continues,
     }
-    work = make_work(request, fields, [prompt], sampling, first(fields.rid, fields.request_id))
-    if fields.stream:
-        head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
-        return await sse.stream(
-            request, server, work, ChatStream(head, fields, sampling, server.ingress.tokenizer)
-        )
-    choices = await server.collect(work)
-    raise_aborted(choices)
-    head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
-    return json_response(response(head, choices, fields, work, server.ingress.tokenizer))
+    rid = first(fields.rid, fields.request_id)
+    return make_work(request, fields, [prompt], chat_sampling(fields, server), rid)
 
 
 def check_fields(fields: ChatRequest) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from sgla.errors import InvalidField, SglaError
 from sgla.http.errors import error_body
 from sgla.http.schema import OpenAIFields
+from sgla.http.sse import Encoder
 from sgla.http.wire import encode
 from sgla.messages import Rejected, Usage
 
@@ -34,7 +35,7 @@ def check_stream_options(fields: OpenAIFields) -> None:
         raise InvalidField("stream_options is only allowed with stream: true", param="stream_options")
 
 
-class ChunkStream:
+class ChunkStream(Encoder):
     """Chunks of one response. They share everything but their choices, so that part is encoded once.
 
     Subclasses encode events; ``plain`` tells them that a chunk is nothing but text.

@@ -39,12 +39,19 @@ GRACE_PER_BYTE = 1e-6
 
 
 class Encoder(Protocol):
-    """The wire format of one route. Each method returns complete ``data: ...`` blocks, or nothing."""
+    """The wire format of one route. Each method returns complete blocks, or nothing."""
+
+    done: bytes = DONE  # the last block of every stream, errors included
+    ping: bytes = PING
+
+    def begin(self) -> bytes:
+        """What goes out with the headers."""
+        return b""
 
     def encode(self, event: Event) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes:
-        """What follows the last event and precedes [DONE]."""
+        """What follows the last event and precedes ``done``."""
 
     def error(self, error: Rejected | SglaError) -> bytes: ...
 
@@ -102,10 +109,10 @@ class SseSink:
             if message.finish is not None:
                 self._open.discard(message.index)
                 if not self._open:
-                    data += self._encoder.end(total_usage(self._usages.items(), self._n)) + DONE
+                    data += self._encoder.end(total_usage(self._usages.items(), self._n)) + self._encoder.done
                     self._end()
         else:
-            data = self._encoder.error(message) + DONE
+            data = self._encoder.error(message) + self._encoder.done
             self._end()
         if data:
             self._write(data)
@@ -159,6 +166,8 @@ class SseSink:
         self._chunked = request.version >= HttpVersion11
         if self._transport is None:
             raise ConnectionResetError("the client is gone")
+        if data := self._encoder.begin():
+            self._write(data)
         self._flush()
         self._written = True
         if keepalive > 0:
@@ -184,7 +193,7 @@ class SseSink:
 
     def _tick(self, interval: float) -> None:
         if not self._written and not self._gathering:
-            self._write(PING)
+            self._write(self._encoder.ping)
         self._written = False
         if not self.over:
             self._timer = asyncio.get_running_loop().call_later(interval, self._tick, interval)
