@@ -8,20 +8,27 @@ namespace {
 
 constexpr int64_t GRAIN = 8192;  // elements worth a chunk of their own
 
-// Value k of output channel n in packed panels.
-float panel_value(const uint8_t* w, Kind kind, int64_t width, int64_t n, int64_t k) {
-  const uint8_t* panel = w + n / PANEL * panel_bytes(kind, width);
-  int64_t lane = n % PANEL;
-  if (kind == INT4) {
-    const uint8_t* group = panel + k / 32 * (INT4_HEAD + 4 * ROW_BYTES);
-    const uint16_t* head = (const uint16_t*)group;
-    uint32_t dword = ((const uint32_t*)(group + INT4_HEAD + k % 32 / 8 * ROW_BYTES))[lane];
-    return std::fmaf((float)(dword >> (k % 8 * 4) & 15), from_f16(head[lane]), from_f16(head[PANEL + lane]));
+// Output channel n of packed panels as ``width`` floats, unscaled.
+template <Kind K>
+void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
+  constexpr int PER = per_dword(K);
+  const uint8_t* dword = w + n / PANEL * panel_bytes(K, width) + n % PANEL * 4;
+  float scale = 1, low = 0;
+  for (int64_t k = 0; k < width; k += PER, dword += ROW_BYTES) {
+    if (K == INT4 && k % 32 == 0) {
+      const uint16_t* head = (const uint16_t*)(dword - n % PANEL * 4) + n % PANEL;
+      scale = from_f16(head[0]), low = from_f16(head[PANEL]);
+      dword += INT4_HEAD;
+    }
+    uint32_t bits;
+    std::memcpy(&bits, dword, 4);
+    for (int i = 0; i < PER && k + i < width; i++) {
+      if (K == F32) std::memcpy(out + k, &bits, 4);
+      if (K == BF16) out[k + i] = from_bf16(bits >> (16 * i));
+      if (K == INT8) out[k + i] = (float)(int8_t)(bits >> (8 * i));
+      if (K == INT4) out[k + i] = std::fmaf((float)(bits >> (4 * i) & 15), scale, low);
+    }
   }
-  const uint8_t* dword = panel + k / per_dword(kind) * ROW_BYTES + lane * 4;
-  if (kind == F32) return *(const float*)dword;
-  if (kind == BF16) return from_bf16(((const uint16_t*)dword)[k % 2]);
-  return (float)((const int8_t*)dword)[k % 4];
 }
 
 float square_sum(const float* x, int64_t d) {
@@ -46,14 +53,18 @@ void run_embedding(Context& c, const Instr& i) {
   Kind kind = (Kind)i.a[0];
   auto w = (const uint8_t*)i.p[0];
   auto scales = (const float*)i.p[1];
-  spread_rows(c, c.step->tokens, GRAIN / 8 / i.k, [&](int64_t t) {
+  spread_rows(c, c.step->tokens, GRAIN / 4 / i.k, [&](int64_t t) {
     int64_t id = c.step->ids[t];
     float* out = c.at(i.out[0]) + t * i.k;
-    for (int64_t j = 0; j < i.k; j++) {
-      float v = panel_value(w, kind, i.k, id, j);
-      if (kind == INT8) v *= scales[id];
-      out[j] = i.f[0] == 1.0f ? v : v * i.f[0];
+    switch (kind) {
+      case F32: unpack_row<F32>(w, i.k, id, out); break;
+      case BF16: unpack_row<BF16>(w, i.k, id, out); break;
+      case INT8: unpack_row<INT8>(w, i.k, id, out); break;
+      case INT4: unpack_row<INT4>(w, i.k, id, out); break;
     }
+    float scale = scales ? scales[id] : 1.0f;
+    if (scale == 1.0f && i.f[0] == 1.0f) return;
+    for (int64_t j = 0; j < i.k; j++) out[j] = out[j] * scale * i.f[0];
   });
 }
 

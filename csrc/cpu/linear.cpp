@@ -10,9 +10,14 @@
 namespace {
 
 constexpr int64_t DIRECT_ROWS = 24;  // up to here weights are converted in registers, each time they are used
-constexpr int64_t TILE_ROWS = 192;   // rows of a task
-constexpr int64_t BLOCK_K = 192;     // a converted block of 192 x 32 floats leaves room in a 32 KiB L1 cache
+constexpr int64_t PLAIN_ROWS = 2;    // up to here x is read where it lies
+constexpr int64_t TASK_ROWS = 192;
+constexpr int64_t TASK_PANELS = 4;
+constexpr int64_t BLOCK_K = 512;
+constexpr int64_t X_STRIDE = BLOCK_K + 16;  // spreads the rows over the sets of a cache
 constexpr int64_t CHUNK_BYTES = 32 << 10;
+constexpr int64_t X_BYTES = 448 << 10;      // of packed rows: half an L2 cache
+constexpr int64_t X_BYTES_MAX = 2 << 20;
 
 struct Linear {
   const Instr& i;
@@ -28,14 +33,25 @@ struct Linear {
       : i(i), kind((Kind)i.a[0]), act((Act)i.a[1]), x_bf16(i.a[2]), y_bf16(i.a[3]), rows(c.rows(i)) {
     n_out = act == NONE ? i.n : i.n / 2;
     panels = (n_out + PANEL - 1) / PANEL;
-    ldx = x_bf16 ? (i.k + 1) / 2 : i.k;
+    ldx = x_width(i.k);
     x = c.at(i.in[0]);
     w = (const uint8_t*)i.p[0];
     stride = panel_bytes(kind, i.k);
   }
 
   const uint8_t* panel(int64_t p) const { return w + p * stride; }
-  int64_t x_step(int64_t k) const { return x_bf16 ? k / 2 : k; }
+  int64_t x_width(int64_t k) const { return x_bf16 ? (k + 1) / 2 : k; }  // in dwords
+};
+
+// The scratch of a thread.
+struct Scratch {
+  float *tiles, *blocks, *x;
+
+  explicit Scratch(Context& c) {
+    tiles = (float*)c.scratch;
+    blocks = tiles + TASK_PANELS * TASK_ROWS * PANEL;
+    x = blocks + TASK_PANELS * BLOCK_K * PANEL;
+  }
 };
 
 void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first) {
@@ -76,99 +92,186 @@ void convert(Kind kind, const uint8_t* w, int64_t k, float* out) {
   if (kind == INT4) convert<INT4>(w, k, out);
 }
 
-// tile [rows, 32] = x[first row ..] times panel p
-void compute_tile(const Linear& l, int64_t p, int64_t row, int64_t rows, float* tile, float* block) {
-  const float* x = l.x + row * l.ldx;
-  const uint8_t* w = l.panel(p);
-  if (l.rows <= DIRECT_ROWS) return multiply(l.kind, l.x_bf16, x, l.ldx, w, l.i.k, rows, tile, true);
-  bool as_is = l.kind == F32 || l.x_bf16;
+int64_t k_blocks(const Linear& l) { return (l.i.k + BLOCK_K - 1) / BLOCK_K; }
+int64_t packed_bytes(const Linear& l, int64_t rows) { return k_blocks(l) * rows * X_STRIDE * (int64_t)sizeof(float); }
+
+// Rows of x in blocks of BLOCK_K channels, at a stride that spreads them over the sets of a cache.
+void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K) {
+    const float* x = l.x + row * l.ldx + l.x_width(k);
+    int64_t nbytes = l.x_width(std::min(BLOCK_K, l.i.k - k)) * sizeof(float);
+    for (int64_t r = 0; r < rows; r++, out += X_STRIDE) std::memcpy(out, x + r * l.ldx, nbytes);
+  }
+}
+
+// Few rows: weights straight from memory. ``packed`` is x after pack_x, or null.
+void compute_direct(const Linear& l, int64_t panel, const float* packed, float* tile) {
+  const uint8_t* w = l.panel(panel);
+  if (!packed) return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true);
+  for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * X_STRIDE) {
     int64_t count = std::min(BLOCK_K, l.i.k - k);
-    const uint8_t* source = w + panel_bytes(l.kind, k);
-    if (!as_is) convert(l.kind, source, count, block);
-    multiply(as_is ? l.kind : F32, l.x_bf16, x + l.x_step(k), l.ldx, as_is ? source : (uint8_t*)block, count, rows, tile, k == 0);
+    multiply(l.kind, l.x_bf16, packed, X_STRIDE, w + panel_bytes(l.kind, k), count, l.rows, tile, k == 0);
   }
 }
 
-// Scale and bias of one panel's row, in place.
-void finish_row(const Linear& l, int64_t p, float* t) {
-  int64_t first = p * PANEL;
-  if (l.kind == INT8) {
-    const float* scale = (const float*)l.i.p[1] + first;
-    for (int j = 0; j < PANEL; j++) t[j] *= scale[j];
-  }
-  if (auto bias = (const float*)l.i.p[2]) {
-    int64_t count = std::min<int64_t>(PANEL, l.i.n - first);
-    for (int j = 0; j < count; j++) t[j] += bias[first + j];
-  }
-}
+// Where a task's results go: brought near while it computes, for stores that miss would stall it at the end.
+struct Output {
+  const char *y, *residual;
+  int64_t stride, bytes;
 
-void store_row(const Linear& l, Context& c, int64_t p, int64_t row, const float* t) {
-  int64_t first = p * PANEL, count = std::min<int64_t>(PANEL, l.n_out - first);
-  float out[PANEL];
-  std::memcpy(out, t, sizeof out);
-  if (const float* residual = c.at(l.i.in[1])) {
-    residual += row * l.n_out + first;
-    for (int j = 0; j < count; j++) out[j] += residual[j];
+  void fetch(int64_t row, int64_t rows) const {
+    for (int64_t r = row; r < row + rows; r++)
+      for (int64_t b = 0; b < bytes; b += 64) {
+        __builtin_prefetch(y + r * stride + b, 1, 2);
+        if (residual) __builtin_prefetch(residual + r * stride + b, 0, 2);
+      }
   }
-  if (!l.y_bf16) {
-    float* y = c.at(l.i.out[0]) + row * l.n_out + first;
-    if (count == PANEL)
-      std::memcpy(y, out, sizeof out);
-    else
-      std::memcpy(y, out, count * sizeof(float));
-    return;
-  }
-  int64_t ld = l.n_out + (l.n_out & 1);
-  uint16_t* y = (uint16_t*)c.at(l.i.out[0]) + row * ld + first;
-  for (int j = 0; j < count; j++) y[j] = to_bf16(out[j]);
-  if (count & 1) y[count] = 0;
-}
+};
 
-void activate_row(Act act, float* gate, const float* up) {
-  for (int j = 0; j < PANEL; j += LANES) {
-    vf g = load(gate + j);
-    vf u = g;
-    if (act == GELU_TANH) u = 1.5957691216057308f * (g + 0.044715f * g * g * g);
-    store(gate + j, g * sigmoid(u) * load(up + j));
-  }
-}
-
-void run_task(const Linear& l, Context& c, int64_t p, int64_t row, int64_t rows) {
-  float* tile = (float*)c.scratch;
-  float* tile2 = tile + TILE_ROWS * PANEL;
-  float* block = tile2 + TILE_ROWS * PANEL;
-  compute_tile(l, p, row, rows, tile, block);
-  if (l.act != NONE) compute_tile(l, p + l.panels, row, rows, tile2, block);
-  for (int64_t r = 0; r < rows; r++) {
-    float* t = tile + r * PANEL;
-    finish_row(l, p, t);
-    if (l.act != NONE) {
-      finish_row(l, p + l.panels, tile2 + r * PANEL);
-      activate_row(l.act, t, tile2 + r * PANEL);
+// Many rows: a block of the panels is converted once; then a register block's rows of x stay in the L1 cache while the
+// panels stream out of L2.
+void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, int64_t count, int64_t rows, const Output& out) {
+  bool as_is = l.kind == F32 || l.x_bf16;
+  const float* x = s.x;
+  for (int64_t k0 = 0; k0 < l.i.k; k0 += BLOCK_K, x += rows * X_STRIDE) {
+    int64_t k = std::min(BLOCK_K, l.i.k - k0);
+    const uint8_t* w[TASK_PANELS];
+    for (int64_t p = 0; p < count; p++) {
+      w[p] = l.panel(panels[p]) + panel_bytes(l.kind, k0);
+      if (as_is) continue;
+      float* block = s.blocks + p * BLOCK_K * PANEL;
+      convert(l.kind, w[p], k, block);
+      w[p] = (const uint8_t*)block;
     }
-    store_row(l, c, p, row + r, t);
+    for (int64_t m = 0; m < rows; m += MAX_MR) {
+      int64_t some = std::min<int64_t>(MAX_MR, rows - m);
+      if (k0 == 0) out.fetch(m, some);
+      for (int64_t p = 0; p < count; p++)
+        multiply(as_is ? l.kind : F32, l.x_bf16, x + m * X_STRIDE, X_STRIDE, w[p], k, some,
+                 s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0);
+    }
   }
+}
+
+INLINE vf gated(Act act, vf gate, vf up) {
+  vf z = act == GELU_TANH ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+  return gate * sigmoid(z) * up;
+}
+
+// The epilogue of one panel.
+struct Finish {
+  const Linear& l;
+  int64_t p, first, count;  // count: channels that exist
+  const float *scale, *up_scale, *residual;
+  float bias[PANEL] = {}, up_bias[PANEL] = {};
+  float* y;
+
+  Finish(const Linear& l, Context& c, int64_t p)
+      : l(l), p(p), first(p * PANEL), count(std::min<int64_t>(PANEL, l.n_out - first)) {
+    auto scales = l.kind == INT8 ? (const float*)l.i.p[1] : nullptr;
+    auto all_bias = (const float*)l.i.p[2];
+    scale = scales ? scales + first : nullptr;
+    up_scale = scales ? scales + l.n_out + first : nullptr;
+    if (all_bias) std::memcpy(bias, all_bias + first, count * sizeof(float));
+    if (all_bias && l.act != NONE) std::memcpy(up_bias, all_bias + l.n_out + first, count * sizeof(float));
+    residual = c.at(l.i.in[1]);
+    y = c.at(l.i.out[0]);
+  }
+
+  static vf affine(const float* t, const float* scale, const float* bias, int j) {
+    vf v = load(t + j);
+    if (scale) v *= load(scale + j);
+    return v + load(bias + j);
+  }
+
+  // Row ``row`` of y out of the panel's sums t (and u, the sums of the other half, if gated). One copy of the code, so that
+  // all callers round alike.
+  __attribute__((noinline)) void store_row(int64_t row, const float* t, const float* u) const {
+    vf out[NV];
+    UNROLL for (int j = 0; j < NV; j++) {
+      out[j] = affine(t, scale, bias, j * LANES);
+      if (u) out[j] = gated(l.act, out[j], affine(u, up_scale, up_bias, j * LANES));
+    }
+    if (count == PANEL && !l.y_bf16) {
+      int64_t at = row * l.n_out + first;
+      UNROLL for (int j = 0; j < NV; j++)
+        store(y + at + j * LANES, residual ? out[j] + load(residual + at + j * LANES) : out[j]);
+    } else {
+      store_slow(row, (const float*)out);
+    }
+  }
+
+  void store_slow(int64_t row, const float* out) const {
+    const float* add = residual ? residual + row * l.n_out + first : nullptr;
+    float* y32 = y + row * l.n_out + first;
+    uint16_t* y16 = (uint16_t*)y + row * (l.n_out + (l.n_out & 1)) + first;
+    for (int64_t j = 0; j < count; j++) {
+      float v = add ? out[j] + add[j] : out[j];
+      if (l.y_bf16)
+        y16[j] = to_bf16(v);
+      else
+        y32[j] = v;
+    }
+    if (l.y_bf16 && (count & 1)) y16[count] = 0;
+  }
+};
+
+void run_direct(Context& c, const Linear& l) {
+  Scratch s(c);
+  bool pack = l.rows > PLAIN_ROWS && packed_bytes(l, l.rows) <= X_BYTES;
+  if (pack) pack_x(l, 0, l.rows, s.x);
+  const float* packed = pack ? s.x : nullptr;
+  float *tile = s.tiles, *up = l.act == NONE ? nullptr : tile + TASK_ROWS * PANEL;
+  int64_t even = l.panels / (4 * c.threads), chunk = std::max<int64_t>(1, std::min(CHUNK_BYTES / l.stride, even));
+  spread(c, 0, (l.panels + chunk - 1) / chunk, [&](int64_t b) {
+    for (int64_t p = b * chunk; p < std::min((b + 1) * chunk, l.panels); p++) {
+      compute_direct(l, p, packed, tile);
+      if (up) compute_direct(l, p + l.panels, packed, up);
+      Finish f(l, c, p);
+      for (int64_t r = 0; r < l.rows; r++) f.store_row(r, tile + r * PANEL, up ? up + r * PANEL : nullptr);
+    }
+  });
+}
+
+// A task is some panels times a range of rows. A thread's next task mostly has the same rows, already packed.
+void run_blocked(Context& c, const Linear& l) {
+  Scratch s(c);
+  int64_t size = l.act == NONE ? TASK_PANELS : TASK_PANELS / 2, groups = (l.panels + size - 1) / size;
+  int64_t most = std::max<int64_t>(4 * MAX_MR, X_BYTES / packed_bytes(l, 1));
+  most = std::max<int64_t>(1, std::min({most, TASK_ROWS, X_BYTES_MAX / packed_bytes(l, 1)}));
+  int64_t parts = (l.rows + most - 1) / most, wanted = (6 * c.threads + groups - 1) / groups;
+  parts = std::max(parts, std::min(wanted, l.rows / (4 * MAX_MR)));
+  int64_t packed = -1;
+  spread(c, 0, groups * parts, [&](int64_t b) {
+    int64_t part = b / groups, first = b % groups * size, count = std::min(size, l.panels - first);
+    int64_t row = part * l.rows / parts, rows = (part + 1) * l.rows / parts - row;
+    if (packed != part) pack_x(l, row, rows, s.x);
+    packed = part;
+    int64_t panels[TASK_PANELS];
+    for (int64_t p = 0; p < count; p++) {
+      panels[p] = first + p;
+      if (l.act != NONE) panels[count + p] = l.panels + first + p;
+    }
+    int64_t at = row * l.n_out + first * PANEL;
+    const float* residual = c.at(l.i.in[1]);
+    Output out{(char*)(c.at(l.i.out[0]) + at), residual ? (char*)(residual + at) : nullptr,
+               l.n_out * (int64_t)sizeof(float), count * ROW_BYTES};
+    compute_blocked(l, s, panels, l.act == NONE ? count : 2 * count, rows, out);
+    for (int64_t p = 0; p < count; p++) {
+      Finish f(l, c, first + p);
+      const float* tile = s.tiles + p * TASK_ROWS * PANEL;
+      const float* up = l.act == NONE ? nullptr : tile + count * TASK_ROWS * PANEL;
+      for (int64_t r = 0; r < rows; r++) f.store_row(row + r, tile + r * PANEL, up ? up + r * PANEL : nullptr);
+    }
+  });
 }
 
 }  // namespace
 
 void run_linear(Context& c, const Instr& i) {
   Linear l(c, i);
-  if (l.rows <= DIRECT_ROWS) {
-    int64_t even = l.panels / (4 * c.threads), chunk = std::max<int64_t>(1, std::min(CHUNK_BYTES / l.stride, even));
-    spread(c, 0, (l.panels + chunk - 1) / chunk, [&](int64_t b) {
-      for (int64_t p = b * chunk; p < std::min((b + 1) * chunk, l.panels); p++) run_task(l, c, p, 0, l.rows);
-    });
-    return;
-  }
-  // Row ranges of even size; more of them where there are too few panels for the team.
-  int64_t parts = (l.rows + TILE_ROWS - 1) / TILE_ROWS;
-  int64_t wanted = (4 * c.threads + l.panels - 1) / l.panels;
-  parts = std::max(parts, std::min(wanted, l.rows / 48));
-  spread(c, 0, l.panels * parts, [&](int64_t b) {
-    int64_t p = b / parts, part = b % parts;
-    int64_t first = part * l.rows / parts, end = (part + 1) * l.rows / parts;
-    run_task(l, c, p, first, end - first);
-  });
+  if (l.rows <= DIRECT_ROWS)
+    run_direct(c, l);
+  else
+    run_blocked(c, l);
 }

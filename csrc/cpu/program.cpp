@@ -11,6 +11,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -39,6 +40,16 @@ void wake_all(std::atomic<uint32_t>& word) {
 #if defined(__linux__)
   syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 #endif
+}
+
+// On huge pages where the system has them: scratch is walked in many streams, which small pages make expensive.
+uint8_t* allocate(int64_t bytes) {
+  constexpr int64_t HUGE = 2 << 20;
+  void* p = aligned_alloc(HUGE, (bytes + HUGE - 1) / HUGE * HUGE);
+#if defined(MADV_HUGEPAGE)
+  madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+  return (uint8_t*)p;
 }
 
 }  // namespace
@@ -161,7 +172,7 @@ extern "C" {
 Team* sgla_team(int threads) {
   Team* t = new Team;
   t->threads = threads;
-  for (int i = 0; i < threads; i++) t->scratch.push_back((uint8_t*)aligned_alloc(4096, SCRATCH));
+  for (int i = 0; i < threads; i++) t->scratch.push_back(allocate(SCRATCH));
   for (int i = 1; i < threads; i++) {
     pthread_t helper;
     if (pthread_create(&helper, nullptr, help, new Start{t, i})) std::abort();

@@ -61,7 +61,7 @@ struct Context {
   int64_t rows(const Instr& i) const { return i.sampled ? step->sampled : step->tokens; }
 };
 
-constexpr int64_t SCRATCH = 2 << 20;
+constexpr int64_t SCRATCH = 4 << 20;
 constexpr int PHASES = 2;
 constexpr int COUNTER_STRIDE = 8;  // a cache line for each counter
 

@@ -227,11 +227,11 @@ def test_attention(
         batch = random_batch(rows, page_size)
         kv = random_kv(batch, kv_heads, dim, dtype)
         x = torch.randn(batch.tokens, heads * dim)
+
+        def fn(b: ForwardBatch, x: Tensor, kv: KVLayer = kv) -> Tensor:
+            return ops.attention(x, kv, b, dim**-0.5, window, softcap)
+
         for threads in (1, 2):
-
-            def fn(b: ForwardBatch, x: Tensor) -> Tensor:
-                return ops.attention(x, kv, b, dim**-0.5, window, softcap)
-
             close(run(fn, batch, x, threads, isa), fn(batch, x))
 
 
@@ -263,15 +263,15 @@ def test_foreign_tensors_are_refused() -> None:
     w = pack(torch.randn(4, 4), "f32")
     with pytest.raises(TypeError, match="no op made"):
         Program.record(lambda b: ops.linear(ops.embedding(b.ids, w) * 2, w), Limits(4, 4))
-    with pytest.raises(TypeError, match="positions from the batch"):
-        ones = torch.ones(3, dtype=torch.int32)
-        kv = KVLayer(torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2))
-        Program.record(
-            lambda b: ops.qk_norm_rope_store(
-                ops.embedding(b.ids, w), ones, w.dequant(), None, None, 0, kv, b.out_loc
-            ),
-            Limits(4, 4),
+    ones, kv = torch.ones(3, dtype=torch.int32), KVLayer(torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2))
+
+    def fn(b: ForwardBatch) -> Tensor:
+        return ops.qk_norm_rope_store(
+            ops.embedding(b.ids, w), ones, w.dequant(), None, None, 0, kv, b.out_loc
         )
+
+    with pytest.raises(TypeError, match="positions from the batch"):
+        Program.record(fn, Limits(4, 4))
     assert ops.recorder is None
 
 
