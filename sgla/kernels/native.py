@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import weakref
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -78,10 +79,13 @@ class Library:
         self.dll = dll
         self.isa: str = dll.sgla_isa().decode()
 
-    @functools.cache  # noqa: B019 - libraries and teams live as long as the process
-    def team(self, threads: int) -> int:
-        """A team of ``threads`` (the caller counts as one); made once, its helpers sleep between steps."""
-        return self.dll.sgla_team(threads)
+
+class Team:
+    """Threads that run programs together: the caller and ``threads - 1`` helpers, asleep between steps."""
+
+    def __init__(self, lib: Library, threads: int) -> None:
+        self.handle: int = lib.dll.sgla_team(threads)
+        weakref.finalize(self, lib.dll.sgla_team_free, self.handle)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.fuse import Buffer, Node, fuse, place
-from sgla.kernels.native import Instr, Library, Op, Step, library, memory
+from sgla.kernels.native import Instr, Library, Step, Team, library, memory
 from sgla.kernels.record import INPUTS, Recorder
 
 
@@ -50,7 +50,7 @@ class _Call:
 
 
 class Program:
-    """A recorded function of a ForwardBatch. Not for several threads at once."""
+    """A recorded function of a ForwardBatch, with threads of its own; one step at a time."""
 
     def __init__(
         self, nodes: list[Node], outputs: list[Buffer], limits: Limits, threads: int, lib: Library
@@ -58,7 +58,7 @@ class Program:
         self.limits = limits
         self.nodes = nodes
         self._lib = lib
-        self._team = lib.team(threads)
+        self._team = Team(lib, threads)
         self._step = Step()
         rows = {False: limits.tokens, True: limits.sampled}
         self.arena = memory.take(place(nodes, outputs, rows))
@@ -87,7 +87,7 @@ class Program:
         step = self._fill(batch)
         for segment in self._segments:
             if isinstance(segment, _Native):
-                self._lib.dll.sgla_run(self._team, segment.code, len(segment.code), step, self._base)
+                self._lib.dll.sgla_run(self._team.handle, segment.code, len(segment.code), step, self._base)
             else:
                 rows = step.sampled if segment.sampled else step.tokens
                 segment.fn([view[:rows] for view in segment.views])
@@ -145,6 +145,3 @@ def _encode(node: Node) -> Instr:
     for slot, number in enumerate(node.f):
         instr.f[slot] = number
     return instr
-
-
-__all__ = ["Limits", "Op", "Program"]
