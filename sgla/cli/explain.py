@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from sgla.cli.args import descriptions
 from sgla.cli.settings import load_config
 from sgla.config import Config
 from sgla.hub.fetch import find_local
+from sgla.hub.source import open_source
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, kv_shape, resolve, weight_bytes
 
@@ -32,14 +32,7 @@ def run(args: argparse.Namespace) -> int:
 def model_config(config: Config) -> dict[str, Any] | None:
     """Content of the model's config.json, if the model is on this disk; nothing is downloaded."""
     path = find_local(config)
-    if path is None:
-        return None
-    if path.is_dir():
-        content: dict[str, Any] = json.loads((path / "config.json").read_text())
-        return content
-    from sgla.hub.gguf import read_gguf
-
-    return read_gguf(Path(path)).config
+    return None if path is None else open_source(path, config.load_format).config
 
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:

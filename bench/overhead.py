@@ -1,0 +1,169 @@
+"""Cost of everything but the model: the fake executor takes ``--step-ms`` a step, the client counts tokens.
+
+    python bench/overhead.py --streams 256 --step-ms 6
+
+Server and client are separate processes. ``idle`` is the share of its time that the worker waited for plans while all
+streams were running, out of the server's own step metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from process import Server, free_port
+
+from sgla import __version__
+from sgla.bench.workloads import tokens
+from sgla.observe.machine import detect
+
+
+class Stream(asyncio.Protocol):
+    """One streamed completion over a bare socket. Counts chunks; parses nothing."""
+
+    def __init__(self, request: bytes, counter: list[int], done: asyncio.Future[None]) -> None:
+        self._request, self._counter, self._done = request, counter, done
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        data = self._tail + data
+        self._counter[0] += data.count(b"data: {")
+        self._tail = data[-6:]  # shorter than what is counted, so that nothing counts twice
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+def request_bytes(port: int, model: str, prompt: list[int], output_len: int) -> bytes:
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": output_len,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Sums and counts of the step histograms."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    text = opener.open(f"{url}/metrics", timeout=30).read().decode()
+    pattern = r"^sgla:(step_seconds_sum|step_gap_ms_sum|step_seconds_count)\{.*\} (\S+)$"
+    return {name: float(value) for name, value in re.findall(pattern, text, re.M)}
+
+
+async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
+    """All streams at once; the middle of the run, when every stream decodes, is what counts."""
+    import random
+
+    loop, counter, port = asyncio.get_running_loop(), [0], int(url.rpartition(":")[2])
+    rng = random.Random(0)
+    ends = []
+    for _ in range(args.streams):
+        end: asyncio.Future[None] = loop.create_future()
+        data = request_bytes(port, args.model, tokens(rng, args.input_len), args.output_len)
+        await loop.create_connection(lambda data=data, end=end: Stream(data, counter, end), "127.0.0.1", port)
+        ends.append(end)
+    total = args.streams * args.output_len
+    everything = asyncio.gather(*ends)
+    await reach(counter, total // 4, everything)
+    before, cpu, began, first = (
+        await loop.run_in_executor(None, scrape, url),
+        cpu_seconds(pid),
+        time.monotonic(),
+        counter[0],
+    )
+    await reach(counter, total * 3 // 4, everything)
+    after, seconds, count = (
+        await loop.run_in_executor(None, scrape, url),
+        time.monotonic() - began,
+        counter[0] - first,
+    )
+    busy_cpu = cpu_seconds(pid) - cpu
+    await everything
+    change = {name: after[name] - before[name] for name in before}
+    gap = change["step_gap_ms_sum"] / 1e3
+    return {
+        "out_tok_s": round(count / seconds, 1),
+        "steps": int(change["step_seconds_count"]),
+        "step_ms": round(1e3 * change["step_seconds_sum"] / change["step_seconds_count"], 3),
+        "gap_ms": round(1e3 * gap / change["step_seconds_count"], 4),
+        "idle": round(gap / (gap + change["step_seconds_sum"]), 5),
+        "server_cpu_us_per_tok": round(1e6 * busy_cpu / count, 2),
+        "chunks": counter[0],
+        "expected_chunks": total,
+    }
+
+
+async def reach(counter: list[int], chunks: int, everything: asyncio.Future[Any]) -> None:
+    """Wait until that many chunks have come. Ends the program if they never will."""
+    while counter[0] < chunks:
+        if everything.done():
+            raise SystemExit(f"only {counter[0]} chunks came; the server merged or refused the rest")
+        await asyncio.sleep(0.01)
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=6.0)
+    parser.add_argument("--input-len", type=int, default=16)
+    parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--model", default="demo", help="its tokenizer is used")
+    parser.add_argument(
+        "--server-args", nargs=argparse.REMAINDER, default=[], help="last: more arguments for the server"
+    )
+    args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    url, log = f"http://127.0.0.1:{free_port()}", Path(tempfile.gettempdir()) / "overhead-server.log"
+    command = [
+        sys.executable, "-m", "sgla", "serve", "--model", args.model, "--served-model-name", args.model,
+        "--executor", "fake", "--fake-step-ms", str(args.step_ms), "--port", url.rpartition(":")[2],
+        "--max-running-requests", str(args.streams), "--log-level", "warning", *args.server_args,
+    ]  # fmt: skip
+    with Server(command, url, "/health/ready", log) as server:
+        numbers = asyncio.run(drive(args, url, server.process.pid))
+    head = {
+        "engine": "sgla",
+        "version": __version__,
+        "machine": detect().label(),
+        "model": f"fake, {args.step_ms} ms a step",
+        "w": f"overhead-{args.streams}x{args.output_len}",
+        "args": " ".join(args.server_args),
+    }
+    print(json.dumps(head | numbers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The CPU workloads over HTTP, for sgla and its peers. One JSON object a line, medians of ``--repeat`` runs.
+
+    python bench/serve.py --engine sgla --model demo --server-args "--quantization int8"
+    python bench/serve.py --engine llamacpp --model model.gguf --python peer-venv/bin/python
+    python bench/serve.py --engine url --url http://127.0.0.1:8000 --only single c8
+
+All workloads stream ``/v1/completions`` and ignore EOS. Prompts are new in every run, so no prefix is cached before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from process import Server, free_port
+
+from sgla.bench import load, report, workloads
+from sgla.cli.bench import describe
+from sgla.observe.machine import detect
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``requests`` at once, each ``input_len`` own tokens after ``prefix_len`` common ones, ``output_len`` out."""
+
+    requests: int
+    input_len: int
+    output_len: int
+    prefix_len: int = 0
+
+    def sessions(self, seed: int, text: bool) -> list[workloads.Session]:
+        rng = random.Random(f"{self} {seed}")
+        return workloads.shared_prefix_sessions(
+            rng, self.requests, self.prefix_len, self.input_len, self.output_len, text
+        )
+
+
+WORKLOADS = {
+    "single": Workload(1, 64, 128),
+    "c8": Workload(8, 64, 64),
+    "c32": Workload(32, 64, 64),
+    "prefill-1x1024": Workload(1, 1024, 1),
+    "prefill-8x512": Workload(8, 512, 1),
+    "shared-32x768+32": Workload(32, 32, 16, prefix_len=768),
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to start a server: ``{python} {model} {port} {threads}`` are filled in."""
+
+    command: str
+    ready: str
+    package: str
+    text: bool = False  # takes prompts as text only
+
+
+ENGINES = {
+    "sgla": Engine(
+        "{python} -m sgla serve --model {model} --port {port} --threads {threads}", "/health/ready", "sgla"
+    ),
+    "vllm": Engine(
+        "{python} -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype bfloat16 --max-model-len 8192",
+        "/health",
+        "vllm",
+    ),
+    "llamacpp": Engine(
+        "{python} -m llama_cpp.server --model {model} --port {port} --n_threads {threads} --n_ctx 8192",
+        "/v1/models",
+        "llama_cpp_python",
+        text=True,
+    ),
+}
+
+
+def main() -> None:
+    args = parse()
+    if args.engine == "url":
+        facts = asyncio.run(describe(args.url))
+        target = target_of(args.url, facts["model"])
+        for line in measure(args, target, args.text):
+            emit(args, facts["engine"], facts["version"], line)
+        return
+    engine, url, log = ENGINES[args.engine], f"http://127.0.0.1:{free_port()}", Path(args.log)
+    command = engine.command.format(
+        python=args.python, model=args.model, port=url.rpartition(":")[2], threads=args.threads
+    )
+    version = version_of(args.python, engine.package)
+    with Server([*shlex.split(command), *shlex.split(args.server_args)], url, engine.ready, log) as server:
+        emit(args, args.engine, version, {"w": "start", "s": round(server.ready_s, 2)})
+        target = target_of(url, asyncio.run(describe(url))["model"])
+        for line in measure(args, target, args.text or engine.text):
+            emit(args, args.engine, version, line)
+    emit(args, args.engine, version, {"w": "memory", "peak_rss_mb": round(server.peak_rss / 1e6)})
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", choices=[*ENGINES, "url"], default="sgla")
+    parser.add_argument("--model", default="demo", help="as the engine takes it")
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="with --engine url")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine")
+    parser.add_argument("--threads", type=int, default=detect().cores)
+    parser.add_argument("--server-args", default="", help="more arguments for the server")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--text", action="store_true", help="send text even if token ids are understood")
+    parser.add_argument(
+        "--log", default=os.path.join(tempfile.gettempdir(), "bench-server.log"), help="the server's output"
+    )
+    return parser.parse_args()
+
+
+def target_of(url: str, model: str) -> load.Target:
+    extra = {"temperature": 0.0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    return load.Target(url=url, model=model, extra=extra)
+
+
+def measure(args: argparse.Namespace, target: load.Target, text: bool) -> Iterator[dict[str, object]]:
+    """The lines of all workloads, after one request that warms the server up."""
+    once(target, Workload(1, 32, 8), seed=999, text=text)
+    for name in args.only:
+        workload = WORKLOADS[name]
+        runs = [once(target, workload, seed, text) for seed in range(args.repeat)]
+        yield {"w": name, "concurrency": workload.requests, "repeat": args.repeat} | report.median_of(runs)
+
+
+def once(target: load.Target, workload: Workload, seed: int, text: bool) -> dict[str, object]:
+    sessions = workload.sessions(seed, text)
+    numbers = report.summarize(*asyncio.run(load.run(target, sessions, workload.requests)))
+    if numbers["errors"]:
+        raise SystemExit(f"requests failed: {numbers['first_error']}")
+    return numbers
+
+
+def version_of(python: str, package: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    with contextlib.suppress(subprocess.CalledProcessError):
+        return subprocess.check_output([python, "-c", code], text=True, stderr=subprocess.DEVNULL).strip()
+    return "unknown"
+
+
+def emit(args: argparse.Namespace, engine: str, version: str, line: dict[str, object]) -> None:
+    head = {
+        "engine": engine,
+        "version": version,
+        "machine": detect().label(),
+        "model": args.model,
+        "args": args.server_args,
+    }
+    print(json.dumps(head | line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
