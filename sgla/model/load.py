@@ -148,7 +148,8 @@ def _complain(what: str, names: list[str]) -> list[str]:
 
 def _stream(source: ModelSource, table: dict[str, Slot], seed: int) -> Iterator[tuple[str, SourceTensor]]:
     if source.kind == "dummy":
-        return ((name, _Dummy(name, slot.shape, seed)) for name, slot in table.items())
+        device = torch.get_default_device()  # worker threads do not inherit it
+        return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in table.items())
     if source.kind == "gguf":
         return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
     return _safetensors(source)
@@ -206,9 +207,9 @@ class _Packed:
 
 
 @lru_cache(1)
-def _noise(seed: int) -> Tensor:
-    """A pool of normal values; its odd length keeps rows of a matrix from repeating."""
-    return torch.randn(1_000_003, generator=torch.Generator().manual_seed(seed))
+def _noise(seed: int, device: torch.device) -> Tensor:
+    """A pool of normal values, the same on every device; its odd length keeps rows of a matrix from repeating."""
+    return torch.randn(1_000_003, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
 
 
 @dataclass(frozen=True)
@@ -221,15 +222,18 @@ class _Dummy:
     name: str
     shape: tuple[int, ...]
     seed: int
+    device: torch.device
 
     def dense(self, rows: range | None = None) -> Tensor:
         rows = rows or range(self.shape[0])
         if len(self.shape) == 1:
-            return torch.full((len(rows),), 0.0 if self.name.endswith("bias") else 1.0)
+            value = 0.0 if self.name.endswith("bias") else 1.0
+            return torch.full((len(rows),), value, device=self.device)
         width = self.shape[1]
         at = zlib.crc32(self.name.encode()) + rows.start * width
-        index = torch.arange(at, at + len(rows) * width) % len(_noise(self.seed))
-        return _noise(self.seed)[index].view(len(rows), width) * width**-0.5
+        noise = _noise(self.seed, self.device)
+        index = torch.arange(at, at + len(rows) * width, device=self.device) % len(noise)
+        return noise[index].view(len(rows), width) * width**-0.5
 
     def weight(self, kind: Kind, rows: range) -> Weight:
         return pack(self.dense(rows), kind)

@@ -89,15 +89,9 @@ class Kernel:
 
 def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
     """The cubin for this GPU, from the cache folder if it is there."""
-    source = (HERE / "common.cuh").read_text() + (HERE / file).read_text().replace(
-        '#include "common.cuh"', ""
-    )
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    text = "".join(f"#define {name} {value}\n" for name, value in defines) + source.replace(
-        "#pragma once", ""
-    )
-    key = hashlib.sha256(f"{arch} {torch.version.cuda} {text}".encode()).hexdigest()[:32]
+    text, key = source_of(file, defines, f"{arch} {torch.version.cuda}")
     path = cache_folder() / f"{Path(file).stem}-{key}.cubin"
     if path.is_file():
         return path.read_bytes()
@@ -108,6 +102,14 @@ def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
         temporary.write(cubin)
     os.replace(temporary.name, path)
     return cubin
+
+
+def source_of(file: str, defines: tuple[tuple[str, int], ...], target: str) -> tuple[str, str]:
+    """The text to compile, and its key in the cache for ``target``."""
+    header = (HERE / "common.cuh").read_text().replace("#pragma once", "")
+    body = (HERE / file).read_text().replace('#include "common.cuh"', header)
+    text = "".join(f"#define {name} {value}\n" for name, value in defines) + body
+    return text, hashlib.sha256(f"{target} {text}".encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,285 @@
+# ruff: noqa: B023
+"""Time the GPU kernels against the limits of the chip: one JSON line a measurement.
+
+    python bench/gpu_kernels.py [decode] [skinny] [small] [prefill] [sampling]
+
+Times are medians of graph replays (CUDA events), each over a set of buffers larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgla import attention
+from sgla.attention import DeviceBatch
+from sgla.kernels.ops import KVLayer
+
+BF16 = torch.bfloat16
+
+
+def emit(**fields: Any) -> None:
+    print("JSON " + json.dumps(fields), flush=True)
+
+
+def time_us(body: Callable[[], Any], calls: int, repeats: int = 20) -> float:
+    """Median microseconds of one of ``calls`` launches made by ``body``, replayed from a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        body()
+        body()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            body()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return sorted(times)[len(times) // 2]
+
+
+def decode_batch(
+    rows: int, length: int, heads: int, kv_heads: int, dim: int
+) -> tuple[Any, list[KVLayer], DeviceBatch]:
+    """Rows of equal length over shuffled pages, and enough copies of the KV to leave the L2."""
+    size = 16
+    count = -(-length // size)
+    table = (1 + torch.randperm(rows * count)).view(rows, count).int().cuda()
+    bytes_ = 2 * rows * count * size * kv_heads * dim * 2
+    copies = max(1, min(16, (400 << 20) // bytes_))
+    layers = []
+    for _ in range(copies):
+        pool = torch.randn(2, rows * count + 1, kv_heads, size, dim, dtype=BF16, device="cuda").transpose(
+            2, 3
+        )
+        layers.append(KVLayer(pool[0], pool[1]))
+    kv_len = torch.full((rows,), length, dtype=torch.int32, device="cuda")
+    empty = torch.zeros(0, dtype=torch.int32, device="cuda")
+    cum = torch.arange(rows + 1, device="cuda").int() * count
+    batch = DeviceBatch(
+        rows=rows, tokens=rows, ids=empty, positions=empty, slots=torch.arange(rows).int().cuda(), q_start=empty, kv_len=kv_len,
+        out_loc=empty, page_table=table, page_size=size, sample_rows=empty, decode_rows=rows, cum={0: cum},
+    )  # fmt: skip
+    return torch.randn(rows, heads * dim, dtype=BF16, device="cuda"), layers, batch
+
+
+def bench_decode() -> None:
+    from sgla.kernels.cuda import decode_attention
+
+    for heads, kv_heads in ((16, 8), (32, 8), (32, 4)):
+        for rows, length in ((1, 640), (1, 4096), (16, 640), (64, 640), (64, 4096), (256, 640), (256, 1024)):
+            q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
+            bytes_ = 2 * rows * length * kv_heads * 128 * 2
+            shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
+            names = ["auto", "triton"] if (heads, kv_heads) == (32, 8) else ["auto"]
+            for name in names:
+                attend = attention.choose(name, shape, 0.088)[0].decode
+                variants: list[tuple[str, Callable[[], None]]] = [(attend.name, lambda: None)]
+                if name == "auto":
+                    variants = [
+                        (f"b{b} s{s} m{m}", (b, s, m))
+                        for b, s, m in ((2, 3, 8), (2, 3, 4), (2, 3, 16), (1, 6, 8), (1, 4, 8))
+                    ]
+                for label, settings in variants:
+                    if name == "auto":
+                        kernel = decode_attention.DecodeAttention(
+                            rows, kv_heads, heads // kv_heads, 128, settings[0]
+                        )
+                        kernel.stages, kernel.min_tiles = settings[1], settings[2]
+                        attend._kernel = kernel
+
+                    def body() -> None:
+                        for kv in layers:
+                            attend.forward(q, kv, batch, 0.088, 0, 0.0)
+
+                    us = time_us(body, len(layers))
+                    emit(
+                        bench="decode",
+                        kernel=attend.name,
+                        config=label,
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        rows=rows,
+                        length=length,
+                        us=round(us, 2),
+                        tb_s=round(bytes_ / us / 1e6, 3),
+                    )
+
+
+SHAPES = {  # n, k of qkv, o, gate_up, down, head
+    "qwen3-0.6b": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
+    "qwen3-8b": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)],
+}
+
+
+CONFIGS = [  # tiles, half, unroll, warps, resident blocks
+    (1, False, 2, 8, 2),
+    (1, False, 4, 8, 2),
+    (1, False, 4, 4, 4),
+    (1, True, 4, 8, 2),
+    (1, True, 4, 4, 4),
+    (2, False, 2, 8, 2),
+    (2, False, 4, 8, 1),
+    (2, False, 2, 4, 3),
+]
+
+
+def bench_skinny() -> None:
+    from sgla.kernels.cuda import skinny_gemm as sk
+
+    for name, shapes in SHAPES.items():
+        for i, (n, k) in enumerate(shapes):
+            copies = max(1, min(12, (600 << 20) // (n * k * 2)))
+            weights = [torch.randn(n, k, dtype=BF16, device="cuda") * 0.02 for _ in range(copies)]
+            norm = torch.ones(k, device="cuda")
+            for m in (1, 4, 8, 16):
+                x = torch.randn(m, k, dtype=BF16, device="cuda")
+                role = ("qkv", "o", "gate_up", "down", "head")[i]
+                epilogue = (sk.STORE, sk.ADD, sk.SILU, sk.ADD, sk.FLOAT32)[i]
+                out = torch.zeros(m, n, dtype=BF16, device="cuda") if epilogue == sk.ADD else None
+                results = []
+                configs = CONFIGS
+                if epilogue == sk.SILU:
+                    configs = [c for c in configs if not c[1]]
+                for config in configs:
+
+                    def body(config: Any = config) -> None:
+                        for w in weights:
+                            sk.linear(
+                                x,
+                                w,
+                                norm=norm if i in (0, 2, 4) else None,
+                                eps=1e-6,
+                                epilogue=epilogue,
+                                out=out,
+                                config=config,
+                            )
+
+                    results.append((time_us(body, copies, 7), str(config)))
+
+                def cublas() -> None:
+                    for w in weights:
+                        torch.nn.functional.linear(x, w)
+
+                results.append((time_us(cublas, copies, 7), "cublas"))
+                results.sort()
+                base = next(us for us, c in results if c == "cublas")
+                emit(
+                    bench="skinny",
+                    model=name,
+                    role=role,
+                    n=n,
+                    k=k,
+                    m=m,
+                    floor_us=round(n * k * 2 / 4.34e6, 2),
+                    cublas_us=round(base, 2),
+                    best=[(round(us, 2), c) for us, c in results[:4]],
+                )
+            weights = []
+
+
+def bench_small() -> None:
+    from sgla.kernels.triton import elementwise as ew
+
+    for tokens in (1, 64, 256, 8192):
+        for heads, kv_heads, hidden, inner in ((16, 8, 1024, 3072), (32, 8, 4096, 12288)):
+            qkv = torch.randn(tokens, (heads + 2 * kv_heads) * 128, dtype=BF16, device="cuda")
+            pool = torch.zeros(2, 1024, kv_heads, 16, 128, dtype=BF16, device="cuda").transpose(2, 3)
+            w = torch.ones(128, device="cuda")
+            positions = torch.arange(tokens, device="cuda").int()
+            table = torch.randn(8192, 128, device="cuda")
+            x = torch.randn(tokens, hidden, dtype=BF16, device="cuda")
+            wide = torch.randn(tokens, 2 * inner, dtype=BF16, device="cuda")
+            norm = torch.ones(hidden, device="cuda")
+            cases = {
+                "qk_norm_rope_store": (lambda: ew.qk_norm_rope_store(qkv, positions, table, w, w, 1e-6, pool[0], pool[1], positions), 2 * qkv.nbytes),
+                "add_rms_norm": (lambda: ew.add_rms_norm(x, x, norm, 1e-6), 4 * x.nbytes),
+                "act_mul": (lambda: ew.act_mul(wide, "silu"), 1.5 * wide.nbytes),
+            }  # fmt: skip
+            for name, (call, bytes_) in cases.items():
+                us = time_us(lambda call=call: [call() for _ in range(10)], 10)
+                emit(
+                    bench="small",
+                    op=name,
+                    tokens=tokens,
+                    heads=heads,
+                    us=round(us, 2),
+                    floor_us=round(bytes_ / 4.3e6, 2),
+                )
+
+
+def bench_prefill() -> None:
+    import numpy as np
+
+    from sgla.attention import ExtendRows
+
+    for heads, kv_heads in ((16, 8), (32, 8)):
+        for rows, length in ((1, 128), (2, 4096), (1, 8192), (16, 512)):
+            q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
+            tokens = rows * length
+            q = torch.randn(tokens, heads * 128, dtype=BF16, device="cuda")
+            lens = np.full(rows, length, np.int32)
+            batch.extend = ExtendRows(
+                np.arange(rows, dtype=np.int32), lens, lens, batch.page_table.cpu().numpy()
+            )
+            batch.q_start = torch.arange(rows + 1, device="cuda").int() * length
+            batch.decode_rows, batch.tokens = 0, tokens
+            flops = 4 * heads * 128 * length * length / 2 * rows
+            for name in ("auto", "triton"):
+                shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
+                attend = attention.choose(name, shape, 0.088)[0]
+                attend.plan(batch)
+                us = time_us(lambda attend=attend: attend(q, layers[0], batch, 0.088, 0, 0.0), 1)
+                emit(
+                    bench="prefill",
+                    kernel=attend.extend.name,
+                    heads=heads,
+                    rows=rows,
+                    length=length,
+                    us=round(us, 1),
+                    tflop_s=round(flops / us / 1e6, 1),
+                )
+
+
+def bench_sampling() -> None:
+    from sgla.kernels.triton import sampling
+
+    for rows in (1, 64, 256):
+        logits = torch.randn(rows, 151936, device="cuda")
+        slots = torch.arange(rows, device="cuda").int()
+        f = torch.full((rows,), 0.8, device="cuda")
+        table, out = torch.zeros(rows, 32, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+        seeds = torch.arange(rows, device="cuda")
+        top_ks = torch.full((rows,), 50, device="cuda").int()
+        for name, call in {
+            "draw": lambda: sampling.sample(logits, slots, slots, seeds, f, table, out),
+            "greedy": lambda: sampling.sample(logits, slots, slots, seeds, f * 0, table, out),
+            "cuts": lambda: sampling.find_cuts(logits, slots, f, top_ks, f, f * 0),
+        }.items():
+            emit(
+                bench="sampling",
+                op=name,
+                rows=rows,
+                us=round(time_us(call, 1), 1),
+                floor_us=round(logits.nbytes / 4.3e6, 1),
+            )
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or ["decode", "skinny", "small", "prefill", "sampling"]
+    emit(machine=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda)
+    for name in chosen:
+        globals()[f"bench_{name}"]()
+
+
+if __name__ == "__main__":
+    main()

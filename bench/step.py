@@ -1,0 +1,172 @@
+"""Decode steps of the CUDA runner alone, without the engine around it: one JSON line a batch size.
+
+    python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--profile]
+
+``graph_ms``: replays back to back. ``step_ms``: launches as the worker makes them, two in flight. ``step_gap_ms``: idle time of
+the GPU between steps. ``floor_ms``: weights and KV that must be read, at 4.34 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgla.config import Config
+from sgla.hub.source import open_source
+from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
+from sgla.worker.cuda import CudaRunner
+
+BANDWIDTH = 4.34e12
+
+
+def ints(values: Any) -> bytes:
+    return np.asarray(values, np.int32).tobytes()
+
+
+def admit(runner: CudaRunner, rows: int, context: int) -> None:
+    """Rows whose history nobody computed: the pages hold zeros, which takes as long."""
+    per_row = -(-(context + 600) // runner.tables.page_size)
+    new = [
+        NewRow(
+            slot=slot,
+            tokens=ints(np.full(context + 1, slot + 5)),
+            prompt_len=context,
+            pages=ints(1 + slot * per_row + np.arange(per_row)),
+            sampling=RowSampling(temperature=0.6, seed=slot),
+        )
+        for slot in range(rows)
+    ]
+    runner.execute(plan(0, rows, context, new))
+
+
+def plan(step: int, rows: int, start: int, new: list[NewRow] | None = None) -> StepPlan:
+    return StepPlan(
+        step=step,
+        slots=ints(np.arange(rows)),
+        starts=ints(np.full(rows, start)),
+        q_lens=ints(np.ones(rows)),
+        flags=bytes([SAMPLE]) * rows,
+        new=new or [],
+    )
+
+
+def measure(runner: CudaRunner, rows: int, context: int, steps: int = 100) -> dict[str, float]:
+    admit(runner, rows, context)
+    size = next(size for size in runner.graphs.sizes if size >= rows)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(steps):
+        runner.graphs._graphs[size].replay()
+    end.record()
+    end.synchronize()
+    graph_ms = begin.elapsed_time(end) / steps
+    flights, gaps, host = [], [], 0.0
+    begun = time.perf_counter()
+    for i in range(steps):
+        at = time.perf_counter()
+        flights.append(runner.launch(plan(i, rows, context + 1 + i)))
+        host += time.perf_counter() - at
+        if len(flights) == 2:
+            gaps.append(runner.finish(flights.pop(0)).gap)
+    runner.finish(flights.pop(0))
+    step_ms = (time.perf_counter() - begun) / steps * 1e3
+    spec = runner.model.spec
+    layer = (
+        spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+        + 3 * spec.hidden * spec.intermediate
+    )
+    weights = 2 * (spec.layers * layer + spec.vocab * spec.hidden)
+    kv = 4 * rows * context * spec.layers * spec.kv_heads * spec.head_dim
+    return {
+        "bs": rows,
+        "graph_ms": round(graph_ms, 4),
+        "step_ms": round(step_ms, 4),
+        "step_gap_ms": round(sorted(gaps)[len(gaps) // 2] * 1e3, 4),
+        "launch_us": round(host / steps * 1e6, 1),
+        "floor_ms": round((weights + kv) / BANDWIDTH * 1e3, 4),
+    }
+
+
+def profile(runner: CudaRunner, rows: int, context: int) -> None:
+    """Where a replay's time goes, by kernel."""
+    admit(runner, rows, context)
+    size = next(size for size in runner.graphs.sizes if size >= rows)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        for _ in range(5):
+            runner.graphs._graphs[size].replay()
+        torch.cuda.synchronize()
+    print(f"--- kernels of a decode step, {rows} rows")
+    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
+
+
+def profile_prefill(runner: CudaRunner, tokens: int) -> None:
+    row = NewRow(
+        slot=0,
+        tokens=ints(np.arange(tokens)),
+        prompt_len=tokens,
+        pages=ints(1 + np.arange(tokens // 16)),
+        sampling=RowSampling(),
+    )
+    step = StepPlan(
+        step=0, slots=ints([0]), starts=ints([0]), q_lens=ints([tokens]), flags=bytes([SAMPLE]), new=[row]
+    )
+    runner.execute(step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        begun = time.perf_counter()
+        runner.execute(step)
+        seconds = time.perf_counter() - begun
+    print(f"--- kernels of a prefill step, {tokens} tokens, {seconds * 1e3:.2f} ms")
+    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    config = Config(
+        model=args.model,
+        device="cuda",
+        load_format="dummy",
+        context_length=8192,
+        attention_backend=args.backend,
+    )
+    runner = CudaRunner(config, open_source(args.model, "dummy"), 0, 1, "", lambda progress: None)
+    base = {
+        "bench": "step",
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": Path(args.model).name,
+        "context": args.context,
+    }
+    start = {
+        "s": round(time.perf_counter() - begun, 2),
+        "timings": runner.facts.timings,
+        "notes": runner.facts.notes,
+        "ledger": runner.facts.ledger,
+    }
+    print("JSON " + json.dumps(base | {"w": "startup"} | start), flush=True)
+    with torch.inference_mode():
+        for rows in map(int, args.batches.split(",")):
+            print("JSON " + json.dumps(base | measure(runner, rows, args.context)), flush=True)
+        if args.profile:
+            profile(runner, 1, args.context)
+            profile(runner, 256, args.context)
+            profile_prefill(runner, 4096)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The GPU's kernels against the torch oracle in float32, on random pages, lengths and shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgla import attention
+from sgla.attention import DeviceBatch, ExtendRows
+from sgla.kernels import ops
+from sgla.kernels.ops import KVLayer
+
+pytest.importorskip("triton")
+BF16 = torch.bfloat16
+
+
+def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    out, expected = out.double(), expected.double()
+    return float((out - expected).norm() / expected.norm())
+
+
+def paged(
+    q_lens: list[int],
+    kv_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    windows: tuple[int, ...] = (0,),
+):
+    """Rows with one query token come first. Pages hold garbage (NaN) where no token was written."""
+    page_size, rows, device = 16, len(q_lens), "cuda"
+    counts = [-(-n // page_size) for n in kv_lens]
+    table = torch.zeros(rows + 3, max(*counts, 1), dtype=torch.int32)
+    order = 1 + torch.randperm(sum(counts))
+    slots = torch.randperm(rows + 2)[:rows]
+    at = 0
+    for slot, count in zip(slots.tolist(), counts):
+        table[slot, :count] = order[at : at + count].int()
+        at += count
+    pool = torch.randn(2, sum(counts) + 1, kv_heads, page_size, dim, dtype=BF16, device=device).transpose(
+        2, 3
+    )
+    for slot, n in zip(slots.tolist(), kv_lens):
+        if n % page_size:
+            pool[:, table[slot, n // page_size].item(), n % page_size :] = float("nan")
+    decodes = sum(n == 1 for n in q_lens)
+    kv = torch.tensor(kv_lens, dtype=torch.int32)
+    cum = {}
+    for w in windows:
+        tiles = -(-kv[:decodes] // attention.TILE)
+        if w:
+            tiles -= torch.where(kv[:decodes] > w, (kv[:decodes] - w) // attention.TILE, 0)
+        cum[w] = torch.cat([torch.zeros(1), tiles.cumsum(0)]).int().to(device)
+    q_start = torch.tensor([0, *q_lens]).cumsum(0).int()
+    empty = torch.zeros(0, dtype=torch.int32, device=device)
+    extend = None
+    if decodes < rows:
+        columns = (slots[decodes:].int(), torch.tensor(q_lens[decodes:]).int(), kv[decodes:], table)
+        extend = ExtendRows(*(c.numpy() for c in columns))
+    batch = DeviceBatch(
+        rows=rows, tokens=int(q_start[-1]), ids=empty, positions=empty, slots=slots.int().to(device),
+        q_start=q_start.to(device), kv_len=kv.to(device), out_loc=empty, page_table=table.to(device), page_size=page_size,
+        sample_rows=empty, decode_rows=decodes, cum=cum, extend=extend,
+    )  # fmt: skip
+    q = torch.randn(batch.tokens, heads * dim, dtype=BF16, device=device)
+    return q, KVLayer(pool[0], pool[1]), batch
+
+
+def oracle(
+    q: torch.Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+) -> torch.Tensor:
+    clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
+    return ops.attention(q.float(), clean, batch, scale, window, softcap)
+
+
+def backend(
+    name: str,
+    batch: DeviceBatch,
+    kv: KVLayer,
+    heads: int,
+    windows: tuple[int, ...],
+    softcap: float,
+    scale: float,
+):
+    _, page_size, kv_heads, dim = kv.k.shape
+    shape = attention.Shape(heads, kv_heads, dim, page_size, BF16, frozenset(windows), softcap, 300)
+    return attention.choose(name, shape, scale)[0]
+
+
+CASES = [  # heads, kv_heads, dim, window, softcap
+    (16, 8, 128, 0, 0.0),
+    (32, 8, 128, 0, 0.0),
+    (9, 3, 64, 0, 0.0),
+    (4, 1, 256, 0, 0.0),
+    (8, 1, 128, 0, 0.0),
+    (5, 5, 64, 100, 0.0),
+    (8, 4, 256, 33, 20.0),
+    (14, 2, 64, 0, 0.0),
+]
+LENGTHS = {
+    "one": [1],
+    "few": [1, 16, 17, 700],
+    "long": [9000, 3, 33, 128],
+    "many": [(37 * i) % 900 + 1 for i in range(200)],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+def test_decode(
+    name: str, lengths: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float
+) -> None:
+    kv_lens = LENGTHS[lengths]
+    q, kv, batch = paged([1] * len(kv_lens), kv_lens, heads, kv_heads, dim, (window,))
+    attend = backend(name, batch, kv, heads, (window,), softcap, dim**-0.5)
+    expected = oracle(q, kv, batch, dim**-0.5, window, softcap)
+    for _ in range(3):  # the workspace must be clean again after each
+        out = attend(q, kv, batch, dim**-0.5, window, softcap)
+        assert relative(out, expected) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:
+    q_lens, kv_lens = [1, 1, 2, 300, 128, 5], [40, 1000, 2, 300, 500, 1500]
+    q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
+    attend = backend(name, batch, kv, heads, (window,), softcap, dim**-0.5)
+    attend.plan(batch)
+    out = attend(q, kv, batch, dim**-0.5, window, softcap)
+    assert relative(out, oracle(q, kv, batch, dim**-0.5, window, softcap)) < 1e-2
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 1024), (1024, 2048), (1000, 3072), (151936, 1024), (12288, 4096)]
+)
+@pytest.mark.parametrize("norm", [False, True])
+def test_skinny_gemm(m: int, n: int, k: int, norm: bool) -> None:
+    from sgla.kernels.cuda import skinny_gemm
+
+    x = torch.randn(m, k, dtype=BF16, device="cuda")
+    w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
+    weight = torch.rand(k, device="cuda") + 0.5 if norm else None
+    normed = ops.rms_norm(x.float(), weight, 1e-6) if weight is not None else x.float()
+    y = normed.double() @ w.double().t()
+    options = {"norm": weight, "eps": 1e-6}
+    assert relative(skinny_gemm.linear(x, w, **options), y) < 5e-3
+    assert relative(skinny_gemm.linear(x, w, epilogue=skinny_gemm.FLOAT32, **options), y) < (
+        5e-3 if norm else 1e-5
+    )
+    bias = torch.randn(n, device="cuda")
+    assert relative(skinny_gemm.linear(x, w, bias=bias, **options), y + bias) < 5e-3
+    h = torch.randn(m, n, dtype=BF16, device="cuda")
+    expected = h.double() + y
+    skinny_gemm.linear(x, w, epilogue=skinny_gemm.ADD, out=h, **options)
+    assert relative(h, expected) < 5e-3
+    for epilogue, kind in ((skinny_gemm.SILU, "silu"), (skinny_gemm.GELU, "gelu_tanh")):
+        assert relative(skinny_gemm.linear(x, w, epilogue=epilogue, **options), ops.act_mul(y, kind)) < 1e-2
+
+
+def test_sampling_at_full_vocabulary() -> None:
+    from sgla.kernels.triton import sampling
+
+    rows, vocab = 64, 151936
+    logits = torch.randn(rows, vocab, device="cuda") * 3
+    slots = torch.arange(rows, device="cuda").int().flip(0)
+    temperatures = torch.full((rows,), 0.8, device="cuda")
+    temperatures[:8] = 0
+    table, out = torch.zeros(rows, 32, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+    seeds, positions = torch.arange(rows, device="cuda"), torch.full((rows,), 9, device="cuda").int()
+    top_ks = torch.full((rows,), 50, device="cuda").int()
+    top_ps, min_ps = torch.full((rows,), 0.9, device="cuda"), torch.zeros(rows, device="cuda")
+    cuts = sampling.find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps)
+    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, cuts)
+    top = logits.topk(50)
+    p = (top.values.double() / 0.8).softmax(-1)
+    kept = (p.cumsum(-1) - p < 0.9).sum(-1)
+    for r in range(rows):
+        slot = int(slots[r])
+        assert table[slot, 9] == out[r]
+        if slot < 8:
+            assert out[r] == top.indices[r, 0]
+        else:
+            assert (
+                abs(int((logits[r] >= cuts[r]).sum()) - int(kept[r])) <= 1
+            )  # rounding of the cumulative sum
+            assert logits[r, out[r].long()] >= cuts[r]
