@@ -61,6 +61,7 @@ class Job(msgspec.Struct, kw_only=True):
     deadline: float | None = None  # absolute, on clock.now()
     namespace: str = ""  # prefix-cache isolation (cache_salt)
     index_base: int = 0  # choice index of this job's first child
+    clip: bool = False  # max_tokens beyond the context's end means: up to there
     arrival: float = 0.0
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import admin, native, openai_chat, openai_text, tokens
+from sgla.http import admin, anthropic, native, openai_chat, openai_text, tokens
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, add_headers, authorize, identify, preflight
 from sgla.http.ports import Ingress
@@ -27,6 +27,8 @@ MODELS = "/v1/models"
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/chat/completions": {"POST": openai_chat.chat_completions},
     "/v1/completions": {"POST": openai_text.completions},
+    anthropic.PREFIX: {"POST": anthropic.messages},
+    f"{anthropic.PREFIX}/count_tokens": {"POST": anthropic.count_tokens},
     MODELS: {"GET": admin.models},
     f"{MODELS}/{{id}}": {"GET": admin.model},
     "/generate": {"POST": native.generate, "PUT": native.generate},
@@ -97,12 +99,19 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
         authorize(request, path, request.app[SERVER].config.api_key)
         return await find(request.method, route)(request)
     except SglaError as error:
-        return error_response(error)
+        return refusal(request, route, error)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:
         log.exception("request %s failed", request[RID])
-        return error_response(SglaError("internal error; the server's log has the details"))
+        return refusal(request, route, SglaError("internal error; the server's log has the details"))
+
+
+def refusal(request: web.Request, route: str, error: SglaError) -> web.Response:
+    """The error in the shape of the route's API."""
+    if route.startswith(anthropic.PREFIX):
+        return anthropic.error_response(error, request[RID])
+    return error_response(error)
 
 
 def find(method: str, route: str) -> Handler:

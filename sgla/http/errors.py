@@ -46,6 +46,10 @@ def error_body(error: SglaError | Rejected) -> dict[str, Any]:
 
 
 def error_response(error: SglaError) -> web.Response:
+    return json_response(error_body(error), status=error.status, headers=error_headers(error))
+
+
+def error_headers(error: SglaError) -> dict[str, str]:
     headers = {}
     if 400 <= error.status < 500 and error.status not in RETRYABLE:
         headers["x-should-retry"] = "false"
@@ -55,4 +59,4 @@ def error_response(error: SglaError) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = error.allowed
-    return json_response(error_body(error), status=error.status, headers=headers)
+    return headers

@@ -17,7 +17,7 @@ OPEN = frozenset(
     {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
 )  # first part of the path
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
-EXPOSED = "x-request-id, x-ignored-fields, x-should-retry, Retry-After"
+EXPOSED = "x-request-id, request-id, x-ignored-fields, x-should-retry, Retry-After"
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,200}")
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,1000}")
 
@@ -32,12 +32,14 @@ def identify(request: web.Request) -> None:
 
 
 def authorize(request: web.Request, path: str, api_key: str | None) -> None:
-    """Raise Unauthorized unless the path is open or the bearer token is right."""
+    """Raise Unauthorized unless the path is open or the key is right: a bearer token, or Anthropic's x-api-key."""
     if api_key is None or path.split("/")[1] in OPEN:
         return
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
+        given = request.headers.get("x-api-key", "")
+        if not given:
+            raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
     if not hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode()):
         raise Unauthorized("the API key is wrong")
 
@@ -58,7 +60,7 @@ def preflight(request: web.Request) -> web.Response:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """What every response carries, streams included."""
     headers = response.headers
-    headers["x-request-id"] = request.get(RID) or uuid.uuid4().hex
+    headers["x-request-id"] = headers["request-id"] = request.get(RID) or uuid.uuid4().hex
     headers["Access-Control-Allow-Origin"] = "*"
     headers["Access-Control-Expose-Headers"] = EXPOSED
     if ignored := header_value(request.get(IGNORED_FIELDS, [])):

@@ -47,8 +47,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return json_response(response(head, choices, fields, work, tokenizer))
 
 
-def chat_work(request: web.Request, server: Server, fields: ChatRequest) -> Work:
-    """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds."""
+def chat_work(request: web.Request, server: Server, fields: ChatRequest, clip: bool = False) -> Work:
+    """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds.
+
+    ``clip``: an answer that the context has no room for ends there, instead of being refused.
+    """
     check_fields(fields)
     generate, continues = prompt_flags(fields)
     prompt = {
@@ -57,6 +60,7 @@ def chat_work(request: web.Request, server: Server, fields: ChatRequest) -> Work
         "template_kwargs": template_kwargs(fields),
         "add_generation_prompt": generate,
         "continue_final_message": continues,
+        "clip": clip,
     }
     rid = first(fields.rid, fields.request_id)
     return make_work(request, fields, [prompt], chat_sampling(fields, server), rid)

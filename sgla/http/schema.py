@@ -85,6 +85,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bootstrap_host": (None,),
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
+    "mcp_servers": _EMPTY,
 }
 
 # Fields of the APIs that cannot change the output here.
@@ -107,6 +108,12 @@ IGNORED = frozenset(
         "stream_interval",
         "log_metrics",
         "background",
+        "container",
+        "context_management",
+        "diagnostics",
+        "cache_control",
+        "inference_geo",
+        "speed",
     ]
 )
 

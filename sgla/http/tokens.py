@@ -11,7 +11,7 @@ from aiohttp import web
 from sgla.errors import InvalidField
 from sgla.http.chat_input import checked_messages, prompt_flags, template_kwargs
 from sgla.http.intake import intake
-from sgla.http.schema import DetokenizeRequest, Schema, TokenizeRequest
+from sgla.http.schema import ChatRequest, DetokenizeRequest, Schema, TokenizeRequest
 from sgla.http.server import SERVER, Server
 from sgla.http.wire import json_response
 from sgla.text.logprobs import token_text
@@ -51,7 +51,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return json_response(result)
 
 
-def render(server: Server, fields: TokenizeRequest) -> str:
+def render(server: Server, fields: ChatRequest | TokenizeRequest) -> str:
     """The chat template's text for ``messages``. Raises BadRequest for what the template refuses."""
     if server.ingress.template is None:
         raise InvalidField(

@@ -35,7 +35,7 @@ class Preparer:
 
     def __call__(self, job: Job) -> list[Submit]:
         tokens = self.tokens(job)
-        max_new = self._max_new(len(tokens), job.sampling.max_tokens)
+        max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         stop_ids = self._stop_ids(job.sampling)
         self._check_bias(job.sampling)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
@@ -111,8 +111,10 @@ class Preparer:
             raise BadRequest(f"the model has no embedding for the token {shown!r} (id {wrong})", param=param)
         return tokens
 
-    def _max_new(self, prompt: int, max_tokens: int | None) -> int:
+    def _max_new(self, prompt: int, max_tokens: int | None, clip: bool) -> int:
         limit = self.limits.context_len
+        if clip and max_tokens is not None:
+            max_tokens = max(1, min(max_tokens, limit - prompt))
         if prompt + (max_tokens or 1) > limit:
             raise ContextTooLong.of(limit, prompt, max_tokens or (1 if prompt == limit else 0))
         return limit - prompt if max_tokens is None else max_tokens

@@ -153,6 +153,8 @@ class FakeIngress:
         assert self.facts is not None
         limit = self.facts.context_len
         new = job.sampling.max_tokens
+        if job.clip and new is not None:
+            new = max(1, min(new, limit - len(prompt)))
         if len(prompt) + (new or 1) > limit:
             error = ContextTooLong.of(limit, len(prompt), new or 0)
             self.push(job.rid, error.rejected(job.rid))
