@@ -1,0 +1,306 @@
+"""Tool calls in prose: where they stand (``Format``) and how one is written (``json_call``, ``named_call``, ...)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+from sgla.text.tools.cursor import (
+    ARGUMENTS,
+    LIMIT,
+    Cursor,
+    Mismatch,
+    Steps,
+    nothing_trimmed,
+    space_trimmed,
+    tags,
+)
+from sgla.text.tools.values import LITERALS, Syntax, as_json, members, quoted, string, value
+
+NAME = re.compile(r"[\w.:/-]*")
+IDENTIFIER = re.compile(r"\w*")
+NAME_KEYS = ("name", "tool_name")
+ARGUMENT_KEYS = ("arguments", "parameters")
+HELD = 8192  # characters of arguments that may come before the name
+QUOTES = tags('"', "'")
+
+
+class Toolbox:
+    """The tools of a request: ``names``, and the JSON types that the schema allows for an argument."""
+
+    def __init__(self, tools: list[dict[str, Any]] | None = None) -> None:
+        functions = [tool.get("function", tool) for tool in tools or []]
+        self._schemas = {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
+        self.names: Container[str] = self._schemas.keys()
+
+    def kinds(self, name: str, argument: str) -> frozenset[str]:
+        """JSON types of one argument; empty if the schema does not say."""
+        schema = self._schemas.get(name)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        return _kinds(properties.get(argument)) if isinstance(properties, dict) else frozenset()
+
+
+def _kinds(schema: Any, depth: int = 0) -> frozenset[str]:
+    if not isinstance(schema, dict) or depth > 8:
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset([kind])
+    if isinstance(kind, list):
+        return frozenset(each for each in kind if isinstance(each, str))
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset(_kind_of(each) for each in values)
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    found = [_kinds(branch, depth + 1) for branch in branches] if isinstance(branches, list) else []
+    return frozenset().union(*found) if all(found) else frozenset()
+
+
+def _kind_of(constant: Any) -> str:
+    if isinstance(constant, bool):
+        return "boolean"
+    if constant is None:
+        return "null"
+    kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return kinds.get(type(constant), "string")
+
+
+class Call:
+    """Where the arguments of one call are emitted; the first fragment begins the call."""
+
+    def __init__(self, cur: Cursor, name: str, call_id: str | None = None) -> None:
+        self._cur = cur
+        self._name = name
+        self._id = call_id
+        self.begun = False
+
+    def __call__(self, fragment: str) -> None:
+        if not self.begun:
+            self.begun = True
+            self._cur.begin(self._name, self._id)
+        self._cur.emit(ARGUMENTS, fragment)
+
+
+# Reads one call. Raises Mismatch: before the call has begun it is none, after that its arguments end where it was raised.
+# The last parameter: the names a call must have, or None for any.
+CallReader = Callable[[Cursor, Toolbox, Container[str] | None], Steps[None]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Where calls stand in a model's output.
+
+    One of ``opens``, any of ``lead``, a call, any of ``closes``; and further calls after one of ``separators``. Where
+    ``bare`` is given, calls may also begin the output without a tag: with one of these characters, and a known name.
+    """
+
+    call: CallReader
+    opens: tuple[str, ...] = ()
+    lead: tuple[str, ...] = ()
+    closes: tuple[str, ...] = ()
+    separators: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.opens, *self.lead, *self.closes)
+
+
+def prose(cur: Cursor, form: Format | None, toolbox: Toolbox, dropped: tuple[str, ...] = ()) -> Steps[None]:
+    """Read to the end of the output: content, and calls in the format ``form``. ``dropped``: tags without a meaning.
+
+    Whitespace before a tag, and after the last call, is not content.
+    """
+    if form is not None and form.bare:
+        yield from bare_calls(cur, form, toolbox)
+    found = tags(*(form.opens if form else ()), *dropped)
+    trim = space_trimmed if found.tags else nothing_trimmed
+    while tag := (yield from cur.until(found, cur.content, trim, trim_end=cur.calls > 0)):
+        if form is not None and tag in form.opens:
+            cur.mark_tag()
+            yield from calls(cur, form, toolbox, None)
+
+
+def bare_calls(cur: Cursor, form: Format, toolbox: Toolbox) -> Steps[None]:
+    cur.mark(cur.position)
+    yield from cur.space()
+    if (yield from cur.peek()) in form.bare:
+        yield from calls(cur, form, toolbox, toolbox.names)
+    else:
+        cur.reject()
+
+
+def calls(cur: Cursor, form: Format, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
+    """Read the calls behind a mark, or give the marked text back."""
+    after = tags(*form.closes, *form.separators)
+    try:
+        while (yield from cur.follow(tags(*form.lead))):
+            pass
+        yield from form.call(cur, toolbox, known)
+        start = cur.position
+        while tag := (yield from cur.follow(after)):
+            if tag in form.separators:
+                cur.mark(start)
+                yield from form.call(cur, toolbox, known)
+            start = cur.position
+    except Mismatch:
+        cur.reject()
+
+
+def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
+    """An object with a name and arguments, in any order and among other keys."""
+    name, begun, early = None, False, ""
+    yield from cur.expect("{")
+    while not (yield from cur.follow(tags("}"))):
+        key = yield from text_value(cur)
+        yield from cur.expect(":")
+        if key in NAME_KEYS and name is None:
+            name = yield from text_value(cur)
+            if not name or (known is not None and name not in known):
+                raise Mismatch
+            if early:
+                Call(cur, name)(early)
+                begun = True
+        elif key in ARGUMENT_KEYS and name is not None and not begun:
+            yield from json_arguments(cur, Call(cur, name))
+            begun = True
+        elif key in ARGUMENT_KEYS and not begun:
+            held: list[str] = []
+            yield from json_arguments(cur, limited(held, HELD))
+            early = "".join(held)
+        else:
+            yield from value(cur, LITERALS, limited([], HELD))
+        if not (yield from cur.follow(tags(","))):
+            yield from cur.follow(tags("}"))  # models forget it
+            break
+    if name is None:
+        raise Mismatch
+    if not begun:
+        if known is not None:
+            raise Mismatch
+        Call(cur, name)("{}")
+
+
+def json_arguments(cur: Cursor, emit: Callable[[str], None]) -> Steps[None]:
+    """An object; or a string that holds one, as OpenAI's API writes it; or null."""
+    yield from cur.space()
+    char = yield from cur.peek()
+    if char == "{":
+        yield from members(cur, LITERALS, emit)
+        return
+    held: list[str] = []
+    yield from value(cur, LITERALS, limited(held, HELD))
+    text = "".join(held)
+    if text.startswith('"'):
+        text = as_json(unquoted(text)) or ""
+    if text == "null":
+        text = "{}"
+    if not text.startswith("{"):
+        raise Mismatch
+    emit(text)
+
+
+def text_value(cur: Cursor) -> Steps[str]:
+    """A short quoted string."""
+    quote = yield from cur.follow(QUOTES)
+    if not quote:
+        raise Mismatch
+    held: list[str] = []
+    yield from string(cur, quote, limited(held, 2 * LIMIT))
+    return unquoted("".join(held))
+
+
+def unquoted(text: str) -> str:
+    """The text of a JSON string. Raises Mismatch if it has unpaired surrogates."""
+    plain: str = json.loads(text)
+    try:
+        plain.encode()
+    except UnicodeEncodeError as error:
+        raise Mismatch from error
+    return plain
+
+
+def limited(held: list[str], limit: int) -> Callable[[str], None]:
+    """Gathers fragments in ``held``. Raises Mismatch when they are longer than ``limit`` together."""
+    size = 0
+
+    def add(fragment: str) -> None:
+        nonlocal size
+        size += len(fragment)
+        if size > limit:
+            raise Mismatch
+        held.append(fragment)
+
+    return add
+
+
+def named_call(
+    separators: tuple[str, ...] = (),
+    syntax: Syntax = LITERALS,
+    id_tag: str = "",
+    identity: Callable[[str], tuple[str, str | None]] = lambda name: (name, None),
+) -> CallReader:
+    """A name, any of ``separators``, and an object. ``id_tag``: comes before an id. ``identity``: what is in the name."""
+
+    def read(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
+        name, call_id = identity((yield from word(cur, NAME)))
+        if known is not None and name not in known:
+            raise Mismatch
+        if id_tag and (yield from cur.follow(tags(id_tag))):
+            call_id = yield from word(cur, IDENTIFIER)
+        if separators:
+            while (yield from cur.follow(tags(*separators))):
+                pass
+        yield from members(cur, syntax, Call(cur, name, call_id))
+
+    return read
+
+
+def listed_or_named_call(separators: tuple[str, ...], id_tag: str) -> CallReader:
+    """Mistral's two forms: objects in a list, or a name in front of the arguments."""
+    named = named_call(separators, id_tag=id_tag)
+
+    def read(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
+        yield from cur.space()
+        reader = json_call if (yield from cur.peek()) == "{" else named
+        yield from reader(cur, toolbox, known)
+
+    return read
+
+
+def word(cur: Cursor, characters: re.Pattern[str]) -> Steps[str]:
+    """Step over a word. Raises Mismatch if there is none."""
+    yield from cur.space()
+    text = yield from cur.run(characters)
+    if not text:
+        raise Mismatch
+    cur.at += len(text)
+    return text
+
+
+def numbered(name: str) -> tuple[str, str]:
+    """Kimi's ``functions.NAME:INDEX``, which is the call's id, too."""
+    bare, _, index = name.removeprefix("functions.").rpartition(":")
+    return (bare, name) if bare and index.isdecimal() else (name.removeprefix("functions."), name)
+
+
+def python_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
+    """``name(key=value, ...)`` with literals as values."""
+    name = yield from word(cur, NAME)
+    if known is not None and name not in known:
+        raise Mismatch
+    yield from cur.expect("(")
+    call = Call(cur, name)
+    more = True
+    while not (yield from cur.follow(tags(")"))):
+        if not more:
+            raise Mismatch
+        key = yield from word(cur, IDENTIFIER)
+        yield from cur.expect("=")
+        call((", " if call.begun else "{") + quoted(key) + ": ")
+        yield from value(cur, LITERALS, call)
+        more = bool((yield from cur.follow(tags(","))))
+    call("}" if call.begun else "{}")

@@ -1,0 +1,231 @@
+"""Reading a text that is still being written, in straight-line code.
+
+A grammar is a generator: it asks the cursor for what comes next and, where that is not decided yet, yields until more
+text has been fed. Decisions depend on positions in the text alone, never on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Emit = Callable[[str], None]
+Trim = Callable[[str], int]
+
+SPACE = re.compile(r"\s*")
+LIMIT = 256  # characters of a name or a number
+
+
+class Mismatch(Exception):
+    """The text is not what the grammar expects here."""
+
+
+class Piece(NamedTuple):
+    """A part of the output. ``call``: a call begins, ``text`` is its name; ``arguments``: a fragment of that call's JSON."""
+
+    kind: str
+    text: str
+    id: str | None = None  # of a call, where the model writes one
+
+
+class Tags:
+    """A set of literals; none may be the beginning of another, nor contain one."""
+
+    def __init__(self, tags: tuple[str, ...]) -> None:
+        self.tags = tags
+        self._whole = re.compile("|".join(map(re.escape, tags)) or "(?!)")
+        begun = "|".join(re.escape(tag[:end]) for tag in tags for end in range(len(tag) - 1, 0, -1))
+        self._partial = re.compile(rf"(?:{begun or '(?!)'})\Z")
+
+    def search(self, text: str, at: int) -> re.Match[str] | None:
+        return self._whole.search(text, at)
+
+    def match(self, text: str, at: int) -> re.Match[str] | None:
+        return self._whole.match(text, at)
+
+    def undecided(self, text: str, at: int) -> int:
+        """Where the end of ``text`` that may still become a tag begins."""
+        partial = self._partial.search(text, at)
+        return len(text) if partial is None else partial.start()
+
+    def may_start(self, text: str, at: int) -> bool:
+        """Whether ``text[at:]`` may still become a tag."""
+        return bool(self.tags) and (at == len(text) or self._partial.match(text, at) is not None)
+
+
+@lru_cache(maxsize=512)
+def tags(*literals: str) -> Tags:
+    return Tags(literals)
+
+
+def nothing_trimmed(text: str) -> int:
+    return len(text)
+
+
+def space_trimmed(text: str) -> int:
+    return len(text.rstrip())
+
+
+def newlines_trimmed(text: str) -> int:
+    return len(text.rstrip("\n"))
+
+
+def newline_trimmed(text: str) -> int:
+    return len(text.removesuffix("\n"))
+
+
+class Cursor:
+    """The text that has come and is not read, and the pieces made of what is.
+
+    What stands before a possible call is marked: ``reject`` gives it back as content, ``begin`` forgets the mark.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self.calls = 0
+        self.pieces: list[Piece] = []
+        self._base = 0  # characters of the output before text[0]
+        self._mark: tuple[int, int] | None = None  # what ``reject`` gives back; in characters of the output
+        self._edge = (0, 0)  # the tag found by ``until``, with what was trimmed before it
+
+    # feeding and emitting --------------------------------------------------------------------------------------------
+
+    def feed(self, text: str) -> None:
+        keep = self.at if self._mark is None else self._mark[0] - self._base
+        self.text = self.text[keep:] + text
+        self._base += keep
+        self.at -= keep
+
+    @property
+    def position(self) -> int:
+        """Characters of the output that are read."""
+        return self._base + self.at
+
+    def emit(self, kind: str, text: str) -> None:
+        pieces = self.pieces
+        if not text:
+            return
+        if pieces and pieces[-1].kind == kind:
+            pieces[-1] = Piece(kind, pieces[-1].text + text)
+        else:
+            pieces.append(Piece(kind, text))
+
+    def content(self, text: str) -> None:
+        self.emit(CONTENT, text)
+
+    def reasoning(self, text: str) -> None:
+        self.emit(REASONING, text)
+
+    def begin(self, name: str, call_id: str | None) -> None:
+        """A call: what has been read since the mark was its head."""
+        self._mark = None
+        self.calls += 1
+        self.pieces.append(Piece(CALL, name, call_id))
+
+    # marks -----------------------------------------------------------------------------------------------------------
+
+    def mark(self, start: int) -> None:
+        """Mark from position ``start``; after ``reject``, reading resumes where the cursor is now."""
+        self._mark = (start, self.position)
+
+    def mark_tag(self) -> None:
+        """Mark the tag that ``until`` has just found."""
+        self._mark = self._edge
+
+    def reject(self) -> None:
+        """Give the marked text back as content and resume after it; nothing if a call has begun since."""
+        if self._mark is not None:
+            start, resume = (position - self._base for position in self._mark)
+            self._mark = None
+            self.content(self.text[start:resume])
+            self.at = resume
+
+    def unmark(self) -> None:
+        self._mark = None
+
+    # reading ---------------------------------------------------------------------------------------------------------
+
+    def until(
+        self, found: Tags, emit: Emit, trim: Trim = nothing_trimmed, trim_end: bool = False
+    ) -> Steps[str]:
+        """Emit what comes before the first tag and step over it; "" at the end of the text.
+
+        ``trim`` gives the length of a text without the end that is dropped before a tag, and with ``trim_end`` also at
+        the end of the output.
+        """
+        while True:
+            tag = found.search(self.text, self.at)
+            stop = (
+                tag.start() if tag else len(self.text) if self.ended else found.undecided(self.text, self.at)
+            )
+            body = self.text[self.at : stop]
+            kept = len(body) if self.ended and not tag and not trim_end else trim(body)
+            if kept:
+                emit(body[:kept])
+                self.at += kept
+            if tag:
+                self._edge = (self.position, self._base + tag.end())
+                self.at = tag.end()
+                return tag[0]
+            if self.ended:
+                self.at = len(self.text)
+                return ""
+            yield
+
+    def follow(self, found: Tags) -> Steps[str]:
+        """Step over whitespace and a tag; "" and not a step if something else comes."""
+        while True:
+            start = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if tag := found.match(self.text, start):
+                self.at = tag.end()
+                return tag[0]
+            if self.ended or not found.may_start(self.text, start):
+                return ""
+            yield
+
+    def expect(self, literal: str) -> Steps[None]:
+        """Step over whitespace and ``literal``. Raises Mismatch if something else comes."""
+        if not (yield from self.follow(tags(literal))):
+            raise Mismatch
+
+    def space(self) -> Steps[None]:
+        while True:
+            self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.ended or self.at < len(self.text):
+                return
+            yield
+
+    def peek(self) -> Steps[str]:
+        """The next character, "" at the end."""
+        while self.at == len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def run(self, characters: re.Pattern[str]) -> Steps[str]:
+        """The longest match of a repeated character class, not stepped over. Raises Mismatch if it is over ``LIMIT``."""
+        while True:
+            match = characters.match(self.text, self.at)
+            assert match is not None
+            if len(match[0]) > LIMIT:
+                raise Mismatch
+            if self.ended or match.end() < len(self.text):
+                return match[0]
+            yield
+
+    def need(self, count: int) -> Steps[str]:
+        """The next ``count`` characters, not stepped over. Raises Mismatch if the text ends before."""
+        while len(self.text) - self.at < count:
+            if self.ended:
+                raise Mismatch
+            yield
+        return self.text[self.at : self.at + count]
