@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sgla.kernels.ops import KVLayer
 from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB = 311
 SMALL: dict[str, Any] = {
@@ -35,6 +37,8 @@ def save_checkpoint(
     folder: Path, model_type: str, shard_size: str = "1GB", seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
     """Write a random float32 model to ``folder`` and return it. Norms and biases are random too, so none can be forgotten."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which spawned ranks need not spend
+
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **SMALL | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -1,0 +1,209 @@
+"""Loading: strictness, sharding, splits over ranks, and what errors say."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from sgla.dist import Shard, join
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource, open_source
+from sgla.layers.linear import split_heads
+from sgla.messages import Progress
+from sgla.model.load import load_model
+from sgla.model.registry import check_architecture
+from sgla.model.spec import ModelSpec
+
+LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def dummy(**changes: Any) -> ModelSource:
+    return ModelSource("dummy", Path("dummy"), (), LLAMA | changes, {})
+
+
+def edit(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_errors_name_the_tensors(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.0.surprise"] = torch.zeros(1)
+        tensors["model.norm.weight"] = torch.zeros(7)
+
+    edit(tmp_path, change)
+    with pytest.raises(WeightError) as caught:
+        load_model(open_source(tmp_path))
+    message = caught.value.message
+    assert "1 missing: model.layers.1.self_attn.k_proj.weight;" in message
+    assert "1 unexpected: model.layers.0.surprise;" in message
+    assert "1 misshapen: model.norm.weight has shape [7], expected [48]" in message
+
+
+def test_a_tensor_of_integers_is_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    name = "model.layers.2.mlp.up_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(96, 48, dtype=torch.int8)}))
+    with pytest.raises(WeightError, match=rf"{name} cannot be read.*int8"):
+        load_model(open_source(tmp_path))
+
+
+def test_known_buffers_and_a_tied_head_may_be_present(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    plain = load_model(open_source(tmp_path))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    edit(tmp_path, change)
+    loaded = load_model(open_source(tmp_path))
+    prompts = random_prompts([9])
+    assert torch.equal(Eager(plain).prompt_logprobs(prompts), Eager(loaded).prompt_logprobs(prompts))
+
+
+def test_several_files_equal_one(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "one", "qwen3", head_dim=16)
+    save_checkpoint(tmp_path / "many", "qwen3", shard_size="60KB", head_dim=16)
+    many = open_source(tmp_path / "many")
+    assert len(many.files) > 3
+    prompts = random_prompts([20])
+    expected = Eager(load_model(open_source(tmp_path / "one"))).prompt_logprobs(prompts)
+    assert torch.equal(Eager(load_model(many)).prompt_logprobs(prompts), expected)
+    many.files[0].unlink()
+    with pytest.raises(ConfigError, match=many.files[0].name):
+        open_source(tmp_path / "many")
+
+
+def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(WeightError, match="not a complete safetensors file"):
+        load_model(open_source(tmp_path))
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "gemma3_text", head_dim=16, tie_word_embeddings=True)
+    prompts = random_prompts([12])
+    expected = Eager(load_model(open_source(tmp_path))).prompt_logprobs(prompts)
+    tensors = {
+        f"language_model.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["vision_tower.encoder.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(Eager(load_model(open_source(tmp_path))).prompt_logprobs(prompts), expected)
+
+
+def test_dummy_weights_depend_on_the_seed_alone() -> None:
+    prompts = random_prompts([10])
+    first, again, other = (
+        Eager(load_model(dummy(), seed=seed)).prompt_logprobs(prompts) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.exp().max() < 0.9
+
+
+def test_progress_counts_every_value() -> None:
+    seen: list[Progress] = []
+    load_model(dummy(), on_progress=seen.append)
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+    assert seen[-1].done == seen[-1].total > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLLM"]}, "Did you mean LlamaForCausalLM"),
+        ({"architectures": []}, "architectures"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "wide"}, "wrong type"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"num_key_value_heads": 4}, "6 attention heads"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+    ],
+)
+def test_bad_configurations_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_architecture(ModelSpec.from_config(LLAMA | changes).architecture)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 2), (8, 8), (6, 1), (12, 4)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_heads_split_without_loss(heads: int, kv_heads: int, size: int) -> None:
+    """Each query head is on one rank, together with the KV head it reads; uneven parts are allowed."""
+    try:
+        parts = [split_heads(heads, kv_heads, Shard(rank, size)) for rank in range(size)]
+    except ConfigError:
+        assert size > kv_heads
+        assert heads % size or size % kv_heads
+        return
+    assert [head for own, _ in parts for head in own] == list(range(heads))
+    group = heads // kv_heads
+    for own, kv in parts:
+        assert len(own)
+        assert sorted({head // group for head in own}) == list(kv)
+
+
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "kv heads divide": ({}, None),
+    "kv heads uneven": ({"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}, None),
+    "kv head replicated": ({"num_key_value_heads": 1, "tie_word_embeddings": True}, None),
+    "biases": ({"attention_bias": True, "mlp_bias": True, "intermediate_size": 70}, None),
+    "int8": ({}, "int8"),
+    "int4": ({"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32}, "int4"),
+}
+
+
+def generate(shard: Shard) -> dict[str, list[list[int]]]:
+    prompts = random_prompts([5, 30])
+    models = {name: load_model(dummy(**changes), "float32", q, shard) for name, (changes, q) in CASES.items()}
+    return {
+        name: [row.tokens for row in Eager(model, 16).generate(prompts, 12)] for name, model in models.items()
+    }
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    with join(rank, 2, Path(folder) / "store", timeout=60) as shard:
+        result = generate(shard)
+        x = torch.tensor([rank + 1], dtype=torch.int32)
+        shard.broadcast(x, source=1)
+        assert x.item() == 2
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    expected = generate(Shard())
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+
+
+def test_ranks_hold_only_their_part() -> None:
+    whole, half = load_model(dummy()), load_model(dummy(), shard=Shard(1, 2))
+    assert half.blocks[0].attention.qkv.weight.n * 2 == whole.blocks[0].attention.qkv.weight.n
+    assert half.blocks[0].mlp.down.weight.k == 64  # 96 in units of 32: one and two
+    assert half.kv_spec().kv_heads == 1
+    assert torch.equal(half.lm_head.weight.data, whole.lm_head.weight.data[155:])
