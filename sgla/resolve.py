@@ -177,7 +177,7 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
     found = []
     if device == "cpu" and config.native_kernels and machine.compiler is None:
         found.append(
-            "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ or clang++"
+            "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ (Debian, Ubuntu: apt-get install g++)"
         )
     if device == "cpu" and machine.gpus and not machine.torch_cuda:
         found.append("a GPU is there but torch is a CPU build: install a CUDA build of torch to use it")

@@ -103,7 +103,7 @@ def _compiler(machine: Machine) -> Finding:
         "compiler",
         "missing",
         "no C++ compiler, CPU kernels fall back to torch operations",
-        "install g++ or clang++",
+        "install g++ (Debian, Ubuntu: apt-get install g++)",
     )
 
 

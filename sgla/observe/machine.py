@@ -84,9 +84,8 @@ def detect() -> Machine:
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler: ``$CXX``, else the first of c++, g++, clang++."""
-    names = [os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+    """Path of the C++ compiler: ``$CXX``, else g++."""
+    return shutil.which(os.environ.get("CXX") or "g++")
 
 
 def torch_build() -> tuple[str | None, str | None]:

@@ -1,0 +1,293 @@
+"""What the repository promises outside the code: README, Dockerfile, CI, licence, wheel."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sgla
+from sgla.cli.args import parse
+from sgla.config import Config
+from sgla.http.app import ROUTES
+from sgla.kernels.build import level
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of every command in a shell block; comments dropped, continued lines joined, '&&' split."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [
+        words for line in lines for part in line.split("&&") if (words := shlex.split(part, comments=True))
+    ]
+
+
+def test_the_two_commands_are_in_the_readme_and_ci_runs_the_second() -> None:
+    shell = blocks("README.md", "bash")
+    assert "pip install -e . && sgla serve\n" in shell
+    assert "pip install -e '.[test]' && pytest\n" in shell
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    lines = [line.strip() for line in script.read_text().splitlines()]
+    assert "pip install --quiet -e '.[test]' || exit 1" in lines
+    assert lines.index("check pytest") == max(
+        number for number, line in enumerate(lines) if line.startswith("check ")
+    )
+    assert {"check ruff check .", "check ruff format --check .", "check mypy"} <= set(lines)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_sgla_commands_in_the_readme_parse() -> None:
+    found = [
+        words for block in blocks("README.md", "bash") for words in commands(block) if words[0] == "sgla"
+    ]
+    assert {words[1] for words in found} == {"serve", "chat", "bench", "explain", "doctor"}
+    for words in found:
+        args = parse(words[1:])
+        assert (ROOT / (getattr(args, "config", None) or "README.md")).is_file()
+
+
+def test_flags_in_the_table_of_settings_exist() -> None:
+    rows = re.findall(r"^\| `(--[a-z-]+)", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) > 5
+    for flag in rows:
+        assert flag == "--config" or flag[2:].replace("-", "_") in Config.__struct_fields__
+
+
+def test_routes_in_the_readme_exist() -> None:
+    table = (ROOT / "README.md").read_text().split("## What works today")[1].split("##")[0]
+    routes = set(re.findall(r"`(/[a-z_/0-9]+)`", table))
+    assert len(routes) > 8
+    assert routes <= set(ROUTES)
+
+
+def test_curl_bodies_are_json_for_routes_that_exist() -> None:
+    calls = [
+        words for block in blocks("README.md", "bash") for words in commands(block) if words[0] == "curl"
+    ]
+    assert calls
+    for words in calls:
+        assert "messages" in json.loads(words[words.index("-d") + 1])
+        assert words[1].removeprefix(f"http://127.0.0.1:{Config().port}") in ROUTES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_compiles_and_links_lead_somewhere(page: str) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+    for target in re.findall(r"\]\(([^)#\s]+)", (ROOT / page).read_text()):
+        assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
+
+
+# Dockerfile ----------------------------------------------------------------------------------------------------------
+
+INSTRUCTIONS = [
+    tuple(line.split(None, 1))
+    for line in re.sub(
+        r"\\\n", " ", "\n".join(x for x in (ROOT / "Dockerfile").read_text().splitlines() if x[:1] != "#")
+    ).splitlines()
+    if line.strip()
+]
+
+
+def said(name: str) -> list[str]:
+    return [rest for instruction, rest in INSTRUCTIONS if instruction == name]
+
+
+def tracked() -> set[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return set(listed.stdout.splitlines())
+
+
+def test_docker_copies_what_exists_and_is_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    local = [copy.split() for copy in said("COPY") if "--from" not in copy]
+    assert local
+    for *sources, _ in local:
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignored
+            assert any(path == source or path.startswith(f"{source}/") for path in tracked()), source
+
+
+def test_docker_stages_use_what_they_were_given() -> None:
+    build = "\n".join(f"{name} {rest}" for name, rest in INSTRUCTIONS).split("FROM")[1]
+    for copy in said("COPY"):
+        if "--from=build" in copy:
+            source = copy.split()[-2]
+            assert source in build, f"the build stage makes no {source}"
+    names = {name.split("=")[0] for name in said("ARG")}
+    used = set(re.findall(r"\$\{?([A-Z_]+)", (ROOT / "Dockerfile").read_text())) - {"PATH"}
+    assert used == names
+    for page in ("README.md", "Dockerfile"):
+        assert set(re.findall(r"--build-arg ([A-Z_]+)=", (ROOT / page).read_text())) <= names
+
+
+def test_docker_builds_kernels_that_exist() -> None:
+    [line] = [rest for rest in said("RUN") if "python -m sgla" in rest]
+    words = shlex.split(line)
+    assert importlib.util.find_spec(words[2]) is not None
+    for name in words[words.index("--isa") + 1].split(","):
+        assert level(name).name == name
+
+
+def test_docker_entrypoint_and_healthcheck_fit_the_server() -> None:
+    entry = json.loads(said("ENTRYPOINT")[0])
+    assert entry[0] in PROJECT["project"]["scripts"]
+    args = parse(entry[1:])
+    port = Config().port
+    assert args.flags == {"host": "0.0.0.0", "download_dir": "/models"}
+    assert said("EXPOSE") == [str(port)]
+    assert said("VOLUME") == ["/models"]
+    check = json.loads(said("HEALTHCHECK")[0].partition("CMD ")[2])
+    url = re.search(r"http://127\.0\.0\.1:(\d+)(/[a-z/]+)", check[2])
+    assert url is not None
+    assert int(url[1]) == port
+    assert url[2] in ROUTES
+    ast.parse(check[2])
+
+
+def test_docker_runs_without_rights() -> None:
+    users = [number for number, (name, rest) in enumerate(INSTRUCTIONS) if name == "USER" and rest != "root"]
+    entry = [number for number, (name, _) in enumerate(INSTRUCTIONS) if name == "ENTRYPOINT"]
+    assert users
+    assert users[-1] < entry[0]
+
+
+def test_docker_run_lines_pass_flags_that_parse() -> None:
+    runs = [
+        words
+        for block in blocks("README.md", "bash")
+        for words in commands(block)
+        if words[:2] == ["docker", "run"]
+    ]
+    assert any("--gpus" in words for words in runs)
+    assert any("--gpus" not in words for words in runs)
+    for words in runs:
+        image = next(
+            number for number, word in enumerate(words) if word.startswith("sgla") and ":/" not in word
+        )
+        parse(["serve", *words[image + 1 :]])
+
+
+def test_python_and_torch_ranges_agree() -> None:
+    requirement = next(r for r in PROJECT["project"]["dependencies"] if r.startswith("torch"))
+    assert f'"{requirement}"' in (ROOT / "Dockerfile").read_text()
+
+
+# the package ---------------------------------------------------------------------------------------------------------
+
+
+def test_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert text.strip().startswith("Apache License\n                           Version 2.0, January 2004")
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+
+
+def test_versions_agree() -> None:
+    assert PROJECT["project"]["version"] == sgla.__version__
+    assert f"## {sgla.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def third_party(folder: str) -> set[str]:
+    """Top-level modules that the Python files under ``folder`` import from other projects."""
+    found: set[str] = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    local = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"sgla"}
+    return found - sys.stdlib_module_names - local
+
+
+def declared(*extras: str) -> set[str]:
+    groups = [
+        PROJECT["project"]["dependencies"],
+        *(PROJECT["project"]["optional-dependencies"][extra] for extra in extras),
+    ]
+    return {
+        re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
+        for group in groups
+        for requirement in group
+    }
+
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "flashinfer": "flashinfer_python"}
+THROUGH_OTHERS = {"tqdm", "triton"}  # huggingface_hub needs tqdm, a CUDA build of torch needs triton
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    for folder, extras in (("sgla", ("cuda",)), ("tests", ("test",))):
+        names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}
+        assert names - THROUGH_OTHERS <= declared(*extras), folder
+
+
+def test_the_wheel_has_the_sources_of_the_kernels(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for name in tracked():
+        if (ROOT / name).exists() and name.startswith(
+            ("sgla/", "csrc/", "pyproject.toml", "README.md", "LICENSE")
+        ):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).is_symlink():
+                (copy / name).symlink_to(os.readlink(ROOT / name))
+            else:
+                (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(tmp_path),
+        str(copy),
+    ]
+    subprocess.run(build, check=True, timeout=300)
+    [wheel] = tmp_path.glob("sgla-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {
+        f"sgla/kernels/csrc/{path.name}"
+        for path in (ROOT / "csrc/cpu").iterdir()
+        if path.suffix in (".cpp", ".h")
+    }
+    assert sources
+    assert names >= sources | {"sgla/py.typed", "sgla/cli/__init__.py"}
+    assert not [name for name in names if name.startswith(("tests", "bench"))]
+
+
+def test_the_command_is_installed() -> None:
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="sgla")
+    if not scripts:
+        pytest.skip("sgla is not installed here")
+    assert next(iter(scripts)).load() is sgla.cli.main  # type: ignore[attr-defined]
