@@ -73,9 +73,9 @@ class CudaRunner:
         torch.cuda.set_device(rank)
         torch.set_num_threads(1)
         begun = clock.now()
+        self._load(config, source, report)
+        loaded = clock.now()
         with torch.inference_mode():
-            self._load(config, source, report)
-            loaded = clock.now()
             report(Progress(phase="warmup", message="kernels"))
             self._size(config)
             sized = clock.now()
