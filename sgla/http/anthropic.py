@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from typing import Any
 
 import msgspec
@@ -15,11 +16,12 @@ from sgla.http.collect import Choice
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.intake import IGNORED_FIELDS, intake
 from sgla.http.openai_chat import chat_work
-from sgla.http.parts import Arguments, Call, Part, PlainReader, Reader, Reasoning, Text
+from sgla.http.parts import PlainReader, Reader
 from sgla.http.server import ABORTED, SERVER, Server, raise_aborted
 from sgla.http.tokens import maybe_threaded, render
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
+from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
 PREFIX = "/v1/messages"
 ERROR_TYPES = {
@@ -106,7 +108,7 @@ def usage_object(usage: Usage) -> dict[str, int]:
 
 
 class Blocks:
-    """Parts -> content blocks, and the events that build them up at the client. At most one block is open."""
+    """Pieces -> content blocks, and the events that build them up at the client. At most one block is open."""
 
     def __init__(self) -> None:
         self.content: list[dict[str, Any]] = []
@@ -114,19 +116,20 @@ class Blocks:
         self._kind: str | None = None  # of the open block
         self._texts: list[str] = []
 
-    def take(self, parts: list[Part]) -> list[dict[str, Any]]:
+    def take(self, pieces: list[Piece]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, Text):
-                events += self._text("text", {"type": "text_delta", "text": part.text})
-            elif isinstance(part, Reasoning):
-                events += self._text("thinking", {"type": "thinking_delta", "thinking": part.text})
-            elif isinstance(part, Call):
+        for kind, text, call_id in pieces:
+            if kind == CONTENT:
+                events += self._text("text", {"type": "text_delta", "text": text})
+            elif kind == REASONING:
+                events += self._text("thinking", {"type": "thinking_delta", "thinking": text})
+            elif kind == CALL:
                 self.called = True
-                block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+                call_id = call_id or f"toolu_{uuid.uuid4().hex}"
+                block = {"type": "tool_use", "id": call_id, "name": text, "input": {}}
                 events += [*self.close(), self._open("tool_use", block)]
-            elif isinstance(part, Arguments):
-                events.append(self._delta({"type": "input_json_delta", "partial_json": part.text}, part.text))
+            elif kind == ARGUMENTS:
+                events.append(self._delta({"type": "input_json_delta", "partial_json": text}, text))
         return events
 
     def close(self) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from sgla.errors import BadRequest
 from sgla.http.anthropic import Answer, MessageStream
 from sgla.http.anthropic_input import MESSAGES, chat_request
 from sgla.http.collect import Choice
-from sgla.http.parts import Arguments, Call, Part, Reasoning, Text
 from sgla.messages import Event, Usage
+from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -311,30 +311,30 @@ def test_wrong_bodies_are_named(wrong: dict[str, Any]) -> None:
 
 
 class Scripted:
-    """A reader whose parts are given."""
+    """A reader whose pieces are given."""
 
-    def __init__(self, *parts: Part) -> None:
-        self.parts = list(parts)
+    def __init__(self, *pieces: Piece) -> None:
+        self.pieces = list(pieces)
 
-    def feed(self, text: str) -> list[Part]:
-        return [self.parts.pop(0)] if text else []
+    def feed(self, text: str) -> list[Piece]:
+        return [self.pieces.pop(0)] if text else []
 
-    def close(self) -> list[Part]:
-        rest, self.parts = self.parts, []
+    def close(self) -> list[Piece]:
+        rest, self.pieces = self.pieces, []
         return rest
 
 
 SCRIPT = (
-    Reasoning("let"),
-    Reasoning(" me"),
-    Text("I"),
-    Text(" look."),
-    Call("toolu_1", "weather"),
-    Arguments('{"city":'),
-    Arguments(' "Bonn"}'),
-    Call("toolu_2", "time"),
-    Call("toolu_3", "cut"),
-    Arguments('{"a'),
+    Piece(REASONING, "let"),
+    Piece(REASONING, " me"),
+    Piece(CONTENT, "I"),
+    Piece(CONTENT, " look."),
+    Piece(CALL, "weather", "toolu_1"),
+    Piece(ARGUMENTS, '{"city":'),
+    Piece(ARGUMENTS, ' "Bonn"}'),
+    Piece(CALL, "time", "toolu_2"),
+    Piece(CALL, "cut", "toolu_3"),
+    Piece(ARGUMENTS, '{"a'),
 )
 
 
