@@ -12,6 +12,7 @@ from sgla.attention.base import DeviceBatch, Shape
 from sgla.kernels.ops import KVLayer
 
 WORKSPACE = 256 << 20
+PLANS = 4  # a plan's pinned buffer is read by the device later: as many as steps may be queued, and one more
 
 
 class FlashInferExtend:
@@ -23,9 +24,11 @@ class FlashInferExtend:
         self._shape, self._scale = shape, scale
         hopper = torch.cuda.get_device_capability()[0] == 9
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "HND", backend="fa3" if hopper else "fa2"
-        )
+        kernel = "fa3" if hopper else "fa2"
+        self._wrappers = [
+            BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernel) for _ in range(PLANS)
+        ]
+        self._wrapper = self._wrappers[0]
 
     @staticmethod
     def refuses(shape: Shape) -> str | None:
@@ -48,6 +51,8 @@ class FlashInferExtend:
         pages = -(-rows.kv_lens // shape.page_size)
         owned = np.arange(int(pages.max())) < pages[:, None]
         indices = torch.from_numpy(rows.page_table[rows.slots, : owned.shape[1]][owned]).pin_memory()
+        self._wrappers.append(self._wrappers.pop(0))
+        self._wrapper = self._wrappers[0]
         self._wrapper.plan(
             torch.from_numpy(np.concatenate([[0], rows.q_lens.cumsum()]).astype(np.int32)),
             torch.from_numpy(np.concatenate([[0], pages.cumsum()]).astype(np.int32)),

@@ -83,6 +83,7 @@ class GpuOps:
         self.attend = attend
         self._fuse = False
         self._float32 = False  # the next linear is the output layer
+        self._out: Tensor | None = None  # where its result goes
 
     @contextmanager
     def fused(self, tokens: int) -> Iterator[None]:
@@ -94,13 +95,13 @@ class GpuOps:
             self._fuse = False
 
     @contextmanager
-    def float32_output(self) -> Iterator[None]:
-        """Linear layers give float32, as logits should be."""
-        self._float32 = True
+    def float32_output(self, out: Tensor | None = None) -> Iterator[None]:
+        """Linear layers give float32, as logits should be, if possible in ``out``."""
+        self._float32, self._out = True, out
         try:
             yield
         finally:
-            self._float32 = False
+            self._float32, self._out = False, None
 
     def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float) -> Tensor:
         if isinstance(weight, Tensor):
@@ -127,11 +128,11 @@ class GpuOps:
         dense = w.kind == "bf16"
         if self._fuse and dense and w.k % 64 == 0 and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16):
             lazy = LazyLinear(x, w.data, bias)
-            return lazy.run(skinny_gemm.FLOAT32) if self._float32 else lazy
+            return lazy.run(skinny_gemm.FLOAT32, self._out) if self._float32 else lazy
         x = force(x)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
         if self._float32 and weight.dtype == torch.bfloat16:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=self._out)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def qk_norm_rope_store(

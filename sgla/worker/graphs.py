@@ -34,7 +34,7 @@ class DecodeGraphs:
         self.sizes = sizes_up_to(self.limit)
         self._runner = runner
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[int, Tensor] = {}
+        self._logits = torch.empty(self.limit, runner.model.spec.vocab, device="cuda")
         self.columns = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(3, self.limit, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
@@ -57,13 +57,13 @@ class DecodeGraphs:
                 self._forward(size)  # compiles what is not compiled yet, and lets libraries allocate
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    self._logits[size] = self._forward(size)
+                    self._forward(size)
             self._graphs[size] = graph
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
 
-    def _forward(self, size: int) -> Tensor:
-        """The step of ``size`` rows described by ``columns``; returns its logits."""
+    def _forward(self, size: int) -> None:
+        """The step of ``size`` rows described by ``columns``."""
         runner, tables = self._runner, self._runner.tables
         slots, starts, ends = (c[:size] for c in self.columns)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
@@ -91,10 +91,11 @@ class DecodeGraphs:
         )
         with runner.ops.fused(size):
             hidden = runner.model.forward(batch, runner.kv)
-            with runner.ops.float32_output():
+            with runner.ops.float32_output(self._logits[:size]):
                 logits = runner.model.logits(hidden)
-        runner.sampler.draw(logits, slots, ends, self.out[:size])
-        return logits
+        if logits.data_ptr() != self._logits.data_ptr():  # a soft cap or an all-gather made another tensor
+            self._logits[:size].copy_(logits)
+        runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size])
 
     def run(self, slots: Any, starts: Any) -> tuple[Tensor, list[Scored]]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and the logprobs that rows want."""

@@ -83,20 +83,21 @@ def generate(
     for group in [list(prompts)] if together else [[slot] for slot in prompts]:
         new = [new_row(slot, prompts[slot], seed=slot, **sampling) for slot in group]
         flights = [runner.launch(plan(0, [(s, 0, len(prompts[s]), SAMPLE) for s in group], new))]
-        for i in range(count - 1):
-            flights.append(runner.launch(plan(i + 1, [(s, len(prompts[s]) + i, 1, SAMPLE) for s in group])))
-            results = [runner.finish(flights.pop(0))]
-            if i == count - 2:
-                results.append(runner.finish(flights.pop(0)))
-            for result in results:
-                for slot, token in zip(group, np.frombuffer(result.tokens, np.int32)):
-                    out[slot].append(int(token))
+        for i in range(count):
+            if i < count - 1:
+                rows = [(s, len(prompts[s]) + i, 1, SAMPLE) for s in group]
+                flights.append(runner.launch(plan(i + 1, rows)))
+            result = runner.finish(flights.pop(0))
+            for slot, token in zip(group, np.frombuffer(result.tokens, np.int32)):
+                out[slot].append(int(token))
     return out
 
 
 def agreement(a: dict[int, list[int]], b: dict[int, list[int]]) -> float:
-    """Share of rows that are equal: bf16 sums depend on the batch, so a near tie may fall the other way."""
-    return sum(a[slot] == b[slot] for slot in a) / len(a)
+    """Share of tokens before the first difference: bf16 sums depend on the batch, so a near tie may fall the other way,
+    and then the rest differs."""
+    same = sum(next((i for i, (x, y) in enumerate(zip(a[s], b[s])) if x != y), len(a[s])) for s in a)
+    return same / sum(map(len, a.values()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -119,7 +120,7 @@ def test_replay_equals_eager(runner: Any) -> None:
             self.size = size
 
         def replay(self) -> None:
-            graphs._logits[self.size] = graphs._forward(self.size)
+            graphs._forward(self.size)
 
     kept, graphs._graphs = graphs._graphs, {size: Eager(size) for size in graphs.sizes}
     try:
