@@ -67,6 +67,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     api_key: Annotated[str | None, Doc(description="require 'Authorization: Bearer KEY'")] = None
     max_body_bytes: Annotated[int, Doc(description="largest request body")] = 32 << 20
     sink_limit_bytes: Annotated[int, Doc(description="unread stream bytes before a slow reader is dropped")] = 4 << 20
+    response_store: Annotated[int, Doc(description="responses kept for previous_response_id; 0 = none")] = 1024
+    response_ttl: Annotated[float, Doc(description="seconds a response is kept")] = 3600.0
     drain_timeout: Annotated[float, Doc(description="seconds running requests may take after SIGTERM")] = 30.0
     sse_keepalive: Annotated[float, Doc(description="seconds between ': ping' comments on an idle stream; 0 = off")] = 15.0
     sampling_defaults: Annotated[

@@ -12,7 +12,7 @@ from sgla.errors import InvalidField
 from sgla.http.errors import Busy
 from sgla.http.intake import intake
 from sgla.http.schema import AbortRequest, RequestFields, Schema
-from sgla.http.server import SERVER, Server, make_work
+from sgla.http.server import PATH_ID, SERVER, Server, make_work
 from sgla.http.wire import json_response
 from sgla.messages import SamplingParams
 
@@ -31,8 +31,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     server.ingress.require_ready()
-    name = request.path.strip("/").partition("models/")[2]
-    return json_response(card(server, server.model(name)))
+    return json_response(card(server, server.model(request[PATH_ID])))
 
 
 def card(server: Server, name: str) -> dict[str, Any]:

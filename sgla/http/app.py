@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -11,11 +12,11 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import admin, anthropic, native, openai_chat, openai_text, tokens
+from sgla.http import admin, anthropic, native, openai_chat, openai_text, responses, tokens
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, add_headers, authorize, identify, preflight
 from sgla.http.ports import Ingress
-from sgla.http.server import RID, SERVER, Server
+from sgla.http.server import PATH_ID, RID, SERVER, Server
 from sgla.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ MODELS = "/v1/models"
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/chat/completions": {"POST": openai_chat.chat_completions},
     "/v1/completions": {"POST": openai_text.completions},
+    responses.PREFIX: {"POST": responses.create},
+    f"{responses.PREFIX}/{{id}}": {"GET": responses.retrieve, "DELETE": responses.delete},
+    f"{responses.PREFIX}/{{id}}/cancel": {"POST": responses.cancel},
+    f"{responses.PREFIX}/{{id}}/input_items": {"GET": responses.input_list},
     anthropic.PREFIX: {"POST": anthropic.messages},
     f"{anthropic.PREFIX}/count_tokens": {"POST": anthropic.count_tokens},
     MODELS: {"GET": admin.models},
@@ -56,6 +61,23 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 
 
+# Names of models may have slashes.
+PATTERNS = [
+    (re.compile(re.escape(route).replace(r"\{id\}", "(.+)" if route.startswith(MODELS) else "([^/]+)")), route)
+    for route in ROUTES
+    if "{id}" in route
+]
+
+
+def match(path: str) -> tuple[str, str]:
+    """The route of a path and its ``{id}``; the path itself if there is no route."""
+    if path not in ROUTES:
+        for pattern, route in PATTERNS:
+            if found := pattern.fullmatch(path):
+                return route, found[1]
+    return path, ""
+
+
 def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Application:
     """The server's application. It may listen before the model is loaded: requests get a typed 503 until then.
 
@@ -73,7 +95,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     began = clock.now()
     path = "/" + "/".join(filter(None, request.path.split("/")))
-    route = f"{MODELS}/{{id}}" if path.startswith(f"{MODELS}/") else path
+    route, request[PATH_ID] = match(path)
     identify(request)
     server.metrics.http_started(request.method, route if route in ROUTES else "unknown")
     status = CLIENT_GONE

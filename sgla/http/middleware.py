@@ -48,7 +48,7 @@ def preflight(request: web.Request) -> web.Response:
     """The answer to OPTIONS. The asked headers are listed by name: ``*`` does not cover Authorization."""
     asked = request.headers.get("Access-Control-Request-Headers", "")
     headers = {
-        "Access-Control-Allow-Methods": "GET, POST, PUT, HEAD, OPTIONS",
+        "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE, HEAD, OPTIONS",
         "Access-Control-Allow-Headers": asked
         if _PRINTABLE.fullmatch(asked)
         else "Authorization, Content-Type",

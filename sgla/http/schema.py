@@ -114,6 +114,7 @@ IGNORED = frozenset(
         "cache_control",
         "inference_geo",
         "speed",
+        "max_tool_calls",
     ]
 )
 
@@ -152,6 +153,7 @@ RANGES: dict[str, Range] = {
     "n": Range(1, 128),
     "max_tokens": Range(0, 2**31 - 1),
     "max_completion_tokens": TOKENS,
+    "max_output_tokens": TOKENS,
     "max_new_tokens": Range(0, 2**31 - 1),
     "min_tokens": Range(0, 2**31 - 1),
     "min_new_tokens": Range(0, 2**31 - 1),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.collect import Choice, Collector, PromptOnly
 from sgla.http.errors import Aborted
 from sgla.http.ports import Ingress, Sink
+from sgla.http.responses_store import ResponseStore
 from sgla.http.sampling import model_defaults
 from sgla.http.schema import MAX_CHOICES, OpenAIFields, RequestFields
 from sgla.messages import Job, SamplingParams
@@ -59,7 +61,9 @@ class Server:
         self.fingerprint = (
             "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
         )
+        self.responses = ResponseStore(config.response_store, config.response_ttl)
         self._live: dict[str, tuple[Work, EndableSink]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # facts -----------------------------------------------------------------------------------------------------------
 
@@ -115,8 +119,15 @@ class Server:
 
     async def collect(self, work: Work) -> list[Choice]:
         """Run ``work`` to its end; the choices in index order. A request that is rejected raises."""
+        return await self.wait(work, self.start(work))
+
+    def start(self, work: Work) -> Collector:
+        """Admit ``work``, whose answer ``wait`` brings. Raises the SglaError that refuses it."""
         sink = Collector(work.choices)
         self.open(work, sink)
+        return sink
+
+    async def wait(self, work: Work, sink: Collector) -> list[Choice]:
         try:
             rejected = await sink.done
         finally:
@@ -126,9 +137,17 @@ class Server:
         return sink.choices
 
 
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run something that no handler waits for."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
 SERVER = web.AppKey("server", Server)
 RID = web.RequestKey("rid", str)  # the id that the client sees
 UID = web.RequestKey("uid", str)  # its unique form
+PATH_ID = web.RequestKey("path_id", str)  # what stands for {id} in the route
 ABORTED = "the request was aborted"
 _counter = itertools.count()
 

@@ -1,0 +1,390 @@
+"""/v1/responses through the openai client, and its translation to chats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from http_fake import FakeIngress, expected_text
+from http_site import Serve, Site
+
+from sgla import clock
+from sgla.errors import BadRequest, WorkerDied
+from sgla.http.responses import Answer, ResponseStream
+from sgla.http.responses_input import RESPONSES, chat_request, check_fields, input_items, resolved
+from sgla.http.responses_store import ResponseStore, Stored
+from sgla.messages import Event, Usage
+from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+
+USER = {"role": "user", "content": "hi"}
+
+
+def answer(site: Site, steps: int) -> str:
+    job = site.ingress.jobs[-1]
+    return expected_text(job, site.ingress.prompt(job), 0, steps)
+
+
+async def test_response(site: Site) -> None:
+    response = await site.client.responses.create(
+        model="fake", input="hi", instructions="be kind", max_output_tokens=7, metadata={"a": "b"}
+    )
+    assert response.output_text == answer(site, 7)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (response.model, response.instructions, response.metadata) == ("fake", "be kind", {"a": "b"})
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
+    assert response.id.startswith("resp_")
+    prompt = len(site.ingress.prompt(site.ingress.jobs[-1]))
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (prompt, 7, prompt + 7)
+    assert usage.input_tokens_details.cached_tokens == 3
+    assert site.ingress.jobs[-1].messages == [{"role": "system", "content": "be kind"}, USER]
+    site.ingress.check()
+
+
+async def test_stream_equals_whole(site: Site) -> None:
+    asked: dict[str, Any] = {"model": "fake", "input": [USER], "extra_body": {"stop": "x"}}
+    whole = await site.client.responses.create(**asked)
+    stream = await site.client.responses.create(**asked, stream=True)
+    events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(deltas),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    final = events[-1].response
+    assert "".join(event.delta for event in deltas) == final.output_text == whole.output_text
+    assert events[-2].item == final.output[0]
+    assert final.usage == whole.usage
+    assert whole.status == final.status == "completed"
+    assert final.id == events[0].response.id != whole.id
+    assert (await site.client.responses.retrieve(final.id)) == final
+
+
+async def test_the_conversation_goes_on(site: Site) -> None:
+    first = await site.client.responses.create(
+        model="fake", input="one", max_output_tokens=3, instructions="a"
+    )
+    second = await site.client.responses.create(
+        model="fake", input=[{"role": "user", "content": "two"}], previous_response_id=first.id
+    )
+    assert site.ingress.jobs[-1].messages == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "two"},
+    ]
+    assert second.previous_response_id == first.id
+    await site.client.responses.create(
+        model="fake", input=[{"type": "item_reference", "id": first.output[0].id}, USER]
+    )
+    assert site.ingress.jobs[-1].messages[0] == {"role": "assistant", "content": first.output_text}
+    listed = await site.client.responses.input_items.list(second.id)
+    assert [item.content[0].text for item in listed.data] == ["two"]
+
+
+async def test_what_is_not_stored_is_not_found(serve: Serve) -> None:
+    site = await serve(response_store=2)
+    create = site.client.responses.create
+    kept = [await create(model="fake", input="x", max_output_tokens=1) for _ in range(3)]
+    secret = await create(model="fake", input="x", max_output_tokens=1, store=False)
+    for gone in (kept[0].id, secret.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            await create(model="fake", input="y", previous_response_id=gone)
+        assert missing.value.code == "previous_response_not_found"
+        with pytest.raises(openai.NotFoundError):
+            await site.client.responses.retrieve(gone)
+    assert (secret.store, kept[2].store) == (False, True)
+    await site.client.responses.delete(kept[2].id)
+    with pytest.raises(openai.NotFoundError):
+        await site.client.responses.retrieve(kept[2].id)
+    assert (await site.client.responses.retrieve(kept[1].id)).id == kept[1].id
+
+
+def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(clock, "now", lambda: now)
+
+    def entry(i: int, size: int = 10) -> Stored:
+        return Stored(response={"id": str(i), "output": []}, input=[], uid=None, size=size)
+
+    store = ResponseStore(3, ttl=10.0)
+    for i in range(5):
+        store.put(entry(i))
+        now += 1
+    assert [store.get(str(i)) is not None for i in range(5)] == [False, False, True, True, True]
+    store.put(entry(9, size=1 << 40))
+    assert len(store) == 0
+    store.put(entry(6))
+    now += 10
+    assert store.get("6") is None
+
+
+async def test_background_and_cancel(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.005))
+    create, retrieve = site.client.responses.create, site.client.responses.retrieve
+    started = await create(model="fake", input="x", background=True, max_output_tokens=3)
+    assert started.status == "in_progress"
+    with pytest.raises(openai.ConflictError):
+        await create(model="fake", input="y", previous_response_id=started.id)
+    while (done := await retrieve(started.id)).status == "in_progress":
+        await asyncio.sleep(0.005)
+    assert (done.status, done.usage.output_tokens) == ("incomplete", 3)
+    endless = await create(model="fake", input="x", background=True, max_output_tokens=200)
+    cancelled = await site.client.responses.cancel(endless.id)
+    assert (cancelled.id, cancelled.status) == (endless.id, "cancelled")
+    assert (await site.client.responses.cancel(done.id)).status == "incomplete"
+    site.ingress.check()
+
+
+async def test_cancelling_a_stream_ends_it(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.005))
+    stream = await site.client.responses.create(model="fake", input="x", stream=True)
+    events = []
+    async for event in stream:
+        events.append(event)
+        if event.type == "response.output_text.delta" and len(events) == 6:
+            await site.client.responses.cancel(events[0].response.id)
+    assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
+    site.ingress.check()
+
+
+async def test_a_left_stream_is_cancelled(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.01))
+    stream = await site.client.responses.create(model="fake", input="x", stream=True)
+    first = await anext(aiter(stream))
+    await stream.close()
+    for _ in range(100):
+        if (await site.client.responses.retrieve(first.response.id)).status == "cancelled":
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("still in progress")
+
+
+async def test_errors(site: Site) -> None:
+    create = site.client.responses.create
+    for wrong in (
+        {"input": []},
+        {"input": [{"type": "martian"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        {"input": [{"type": "function_call_output", "output": "x"}]},
+        {"input": [{"type": "item_reference", "id": "msg_none"}]},
+        {"text": {"format": {"type": "yaml"}}},
+        {"truncation": "auto"},
+        {"conversation": "conv_1"},
+        {"n": 2},
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": {"type": "web_search"}},
+    ):
+        with pytest.raises(openai.BadRequestError) as bad:
+            await site.client.post(
+                "/responses", body={"model": "fake", "input": "x", **wrong}, cast_to=object
+            )
+        assert bad.value.param in (next(iter(wrong)), "messages")
+    with pytest.raises(openai.BadRequestError) as long:
+        await create(model="fake", input="x" * 5000, stream=True)
+    assert long.value.code == "context_length_exceeded"
+    assert len(site.ingress.open_jobs) == 0
+
+
+async def test_an_error_after_the_headers_is_an_event(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True))
+    stream = await site.client.responses.create(model="fake", input="x", stream=True)
+    rid = site.ingress.jobs[-1].rid
+    site.ingress.push(rid, WorkerDied("gone").rejected(rid))
+    events = [event async for event in stream]
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert (events[-1].response.error.code, events[-1].response.error.message) == ("server_error", "gone")
+
+
+# the translation ------------------------------------------------------------------------------------------------------
+
+
+def translated(**body: Any) -> Any:
+    fields, ignored = RESPONSES.decode(json.dumps({"input": "hi", **body}).encode())
+    assert ignored == []
+    check_fields(fields)
+    return chat_request(fields, resolved(input_items(fields), lambda uid: None))
+
+
+def test_a_coding_agents_turn_becomes_a_chat() -> None:
+    chat = translated(
+        instructions="You code.",
+        input=[
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "fix it"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "hm"}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+            },
+            {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": '{"command": "ls"}'},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "*** \u00e9"},
+            {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "ok"}],
+            },
+            {"type": "message", "role": "assistant", "content": "Done."},
+            {"role": "user", "content": "thanks"},
+        ],
+        tools=[
+            {
+                "type": "function",
+                "name": "shell",
+                "description": "d",
+                "parameters": {"type": "object"},
+                "strict": False,
+            },
+            {"type": "custom", "name": "patch", "format": {"type": "text"}},
+            {"type": "web_search"},
+        ],
+        tool_choice={"type": "function", "name": "shell"},
+        reasoning={"effort": "high", "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+        store=False,
+        text={"verbosity": "low", "format": {"type": "text"}},
+        parallel_tool_calls=True,
+        prompt_cache_key="k",
+    )
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "shell", "arguments": '{"command": "ls"}'}},
+        {
+            "id": "c2",
+            "type": "function",
+            "function": {"name": "patch", "arguments": '{"input":"*** \u00e9"}'},
+        },
+    ]
+    assert chat.messages == [
+        {"role": "system", "content": "You code.\nrules"},
+        {"role": "user", "content": "fix it"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
+        {"role": "tool", "tool_call_id": "c2", "content": "ok"},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "thanks"},
+    ]
+    assert [tool["function"]["name"] for tool in chat.tools] == ["shell", "patch"]
+    assert chat.tools[1]["function"]["parameters"]["required"] == ["input"]
+    assert chat.tool_choice == {"type": "function", "function": {"name": "shell"}}
+    assert chat.reasoning_effort == "high"
+
+
+def test_allowed_tools() -> None:
+    tools = [{"type": "function", "name": name, "parameters": {}} for name in "ab"]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    chat = translated(tools=tools, tool_choice=choice)
+    assert [tool["function"]["name"] for tool in chat.tools] == ["b"]
+    assert chat.tool_choice == "required"
+
+
+def test_wrong_choices_of_tools_are_named() -> None:
+    with pytest.raises(BadRequest, match="tool_choice"):
+        translated(tool_choice={"type": "file_search"})
+
+
+# the answer's items ---------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A reader whose pieces are given."""
+
+    def __init__(self, *pieces: Piece) -> None:
+        self.pieces = list(pieces)
+
+    def feed(self, text: str) -> list[Piece]:
+        return [self.pieces.pop(0)] if text else []
+
+    def close(self) -> list[Piece]:
+        rest, self.pieces = self.pieces, []
+        return rest
+
+
+SCRIPT = (
+    Piece(REASONING, "let"),
+    Piece(REASONING, " me"),
+    Piece(CONTENT, "I"),
+    Piece(CONTENT, " look."),
+    Piece(CALL, "shell", "call_1"),
+    Piece(ARGUMENTS, '{"command":'),
+    Piece(ARGUMENTS, ' "ls"}'),
+    Piece(CALL, "patch"),
+    Piece(ARGUMENTS, '{"input": '),
+    Piece(ARGUMENTS, '"*** x"}'),
+)
+
+
+def scripted(**body: Any) -> Answer:
+    tools = [{"type": "custom", "name": "patch"}]
+    fields, _ = RESPONSES.decode(json.dumps({"input": "x", "tools": tools, **body}).encode())
+    return Answer(fields, Scripted(*SCRIPT), True)
+
+
+def event(text: str, finish: str | None = None) -> Event:
+    return Event(rid="r", index=0, text=text, tokens=[1], finish=finish, usage=Usage(10, 3, 4))
+
+
+def parse(raw: bytes) -> list[dict[str, Any]]:
+    blocks = [block.split("\n") for block in raw.decode().removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert [name.removeprefix("event: ") for name, _ in blocks] == [event["type"] for event in events]
+    return events
+
+
+def test_items_of_reasoning_text_and_calls() -> None:
+    answer = scripted(include=["reasoning.encrypted_content"])
+    stream = ResponseStream(answer)
+    raw = stream.begin() + b"".join(stream.encode(event("x")) for _ in SCRIPT[:-1])
+    events = parse(raw + stream.encode(event("", "stop")))
+    items = events[-1]["response"]["output"]
+    reasoning, message, call, custom = items
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "let me"}]
+    assert message["content"] == [
+        {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}
+    ]
+    assert (call["name"], call["call_id"], call["arguments"]) == ("shell", "call_1", '{"command": "ls"}')
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", "*** x")
+    assert custom["call_id"].startswith("call_")
+    assert {item["status"] for item in items} == {"completed"}
+    for i, item in enumerate(items):
+        mine = [event for event in events if event.get("output_index") == i]
+        assert (mine[0]["type"], mine[-1]["type"]) == (
+            "response.output_item.added",
+            "response.output_item.done",
+        )
+        assert mine[-1]["item"] == item
+        assert mine[0]["item"]["status"] == "in_progress"
+        assert all(event["item_id"] == item["id"] for event in mine[1:-1])
+        joined = "".join(event["delta"] for event in mine if event["type"].endswith("delta"))
+        assert joined == ["let me", "I look.", '{"command": "ls"}', "*** x"][i]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    kept = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
+    assert translated(input=[kept, USER]).messages[0]["reasoning_content"] == "let me"
+
+
+def test_an_answer_that_is_cut_off_has_an_incomplete_item() -> None:
+    answer = scripted()
+    for _ in SCRIPT[:6]:
+        answer.take(event("x"))
+    answer._reader.pieces.clear()
+    answer.take(event("", "length"))
+    assert [item["status"] for item in answer.response["output"]] == ["completed", "completed", "incomplete"]
+    assert answer.response["output"][2]["arguments"] == '{"command":'
