@@ -76,6 +76,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
         sources = {"default": source} if isinstance(source, str) else source
+        self.source = "\n".join(sources.values())  # what the model's output looks like can be told from it
         environment = _environment()
         tokens = special_tokens or {}
         self._variants = {name: _Variant(environment, text, tokens) for name, text in sources.items()}
@@ -144,7 +145,10 @@ class _Variant:
         self._knows_developer = "developer" in source
         self._takes_parts = self._shows([{"type": "text", "text": PROBE}])
         self._takes_text = not self._takes_parts or self._shows(PROBE)
-        self._takes_none = self._shows_call()
+        self._takes_objects = not any(self._shows_call("{}", content) for content in ("", None)) or any(
+            self._shows_call({PROBE: 1}, content) for content in ("", None)
+        )
+        self._takes_none = self._shows_call({} if self._takes_objects else "{}", None)
 
     def render(self, variables: dict[str, Any]) -> str:
         try:
@@ -164,11 +168,14 @@ class _Variant:
         shown = self._attempt([{"role": "user", "content": content}])
         return PROBE in shown and "'text'" not in shown and '"text"' not in shown
 
-    def _shows_call(self) -> bool:
-        """Whether an assistant message may have tool calls and the content None."""
-        call = {"type": "function", "id": "call00001", "function": {"name": PROBE, "arguments": {}}}
+    def _shows_call(self, arguments: Any, content: str | None) -> bool:
+        """Whether an assistant message may have tool calls with such arguments, and this content."""
+        call = {"type": "function", "id": "call00001", "function": {"name": PROBE, "arguments": arguments}}
         shown = self._attempt(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+            [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": content, "tool_calls": [call]},
+            ]
         )
         return PROBE in shown and "None" not in shown
 
@@ -187,7 +194,9 @@ class _Variant:
             fitted["role"] = "system"
         fitted["content"] = self._fit_content(message)
         if calls := message.get("tool_calls"):
-            fitted["tool_calls"] = [_parsed_call(call) for call in calls]
+            fitted["tool_calls"] = [
+                _parsed_call(call) if self._takes_objects else _written_call(call) for call in calls
+            ]
         reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
         if reasoning is not None:
             fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
@@ -219,7 +228,7 @@ def _part_text(part: Any) -> str:
 
 
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates want a call's arguments as an object; OpenAI's clients send them as a JSON string."""
+    """Most templates want a call's arguments as an object; OpenAI's clients send them as a JSON string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -228,6 +237,15 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     except ValueError:  # the model's own malformed output, sent back as history
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _written_call(call: dict[str, Any]) -> dict[str, Any]:
+    """For templates that add the arguments to their text as they are."""
+    function = call.get("function")
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+        return call
+    arguments = _to_json(function.get("arguments") or {})
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tag_final(chat: list[Message]) -> str:

@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable
 
 from sgla.text.tools.calls import Call, Toolbox, word
-from sgla.text.tools.cursor import Cursor, Mismatch, Steps, tags
+from sgla.text.tools.cursor import Cursor, Mismatch, Steps, space_trimmed, tags
 from sgla.text.tools.values import LITERALS, members
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
 TAGS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+CHANNELS = tags("analysis", "commentary", "final")
 RECIPIENT = re.compile(r"[^\s<]*")
 
 
@@ -29,7 +30,7 @@ def harmony(
             yield from message(cur, tag, toolbox, separate, report)
         except Mismatch:
             cur.reject()
-        tag = yield from cur.until(tags(START, CHANNEL), cur.content)
+        tag = yield from cur.until(tags(START, CHANNEL), cur.content, space_trimmed)
         if not tag:
             return
         cur.mark_tag()
@@ -65,7 +66,9 @@ def header(cur: Cursor, tag: str) -> Steps[tuple[str, str]]:
         yield from cur.follow(tags("assistant"))
         recipient = yield from addressee(cur)
         yield from cur.expect(CHANNEL)
-    channel = yield from word(cur, re.compile(r"\w*"))
+    channel = yield from cur.follow(CHANNELS)
+    if not channel:
+        raise Mismatch
     recipient = (yield from addressee(cur)) or recipient
     yield from cur.follow(tags(CONSTRAIN))
     yield from cur.follow(tags("json"))

@@ -154,7 +154,7 @@ def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> St
     """An object with a name and arguments, in any order and among other keys."""
     name, begun, early = None, False, ""
     yield from cur.expect("{")
-    while not (yield from cur.follow(tags("}"))):
+    while not (closed := bool((yield from cur.follow(tags("}"))))):
         key = yield from text_value(cur)
         yield from cur.expect(":")
         if key in NAME_KEYS and name is None:
@@ -174,14 +174,13 @@ def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> St
         else:
             yield from value(cur, LITERALS, limited([], HELD))
         if not (yield from cur.follow(tags(","))):
-            yield from cur.follow(tags("}"))  # models forget it
+            closed = bool((yield from cur.follow(tags("}"))))
             break
-    if name is None:
+    if begun:
+        return  # models forget the last brace
+    if name is None or not closed or known is not None:
         raise Mismatch
-    if not begun:
-        if known is not None:
-            raise Mismatch
-        Call(cur, name)("{}")
+    Call(cur, name)("{}")
 
 
 def json_arguments(cur: Cursor, emit: Callable[[str], None]) -> Steps[None]:
@@ -298,8 +297,11 @@ def python_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> 
     while not (yield from cur.follow(tags(")"))):
         if not more:
             raise Mismatch
+        if call.begun:
+            cur.mark(cur.position)
         key = yield from word(cur, IDENTIFIER)
         yield from cur.expect("=")
+        cur.unmark()
         call((", " if call.begun else "{") + quoted(key) + ": ")
         yield from value(cur, LITERALS, call)
         more = bool((yield from cur.follow(tags(","))))

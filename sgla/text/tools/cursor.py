@@ -222,10 +222,8 @@ class Cursor:
                 return match[0]
             yield
 
-    def need(self, count: int) -> Steps[str]:
-        """The next ``count`` characters, not stepped over. Raises Mismatch if the text ends before."""
-        while len(self.text) - self.at < count:
-            if self.ended:
-                raise Mismatch
+    def ahead(self, count: int) -> Steps[str]:
+        """The next ``count`` characters, fewer only at the end; not stepped over."""
+        while len(self.text) - self.at < count and not self.ended:
             yield
         return self.text[self.at : self.at + count]

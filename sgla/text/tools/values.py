@@ -27,6 +27,7 @@ CONSTANTS = {
 PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 HEX = re.compile(r"[0-9a-fA-F]+")
 KEPT_ESCAPES = frozenset('"\\/bfnrt')  # JSON has them too
+ESCAPE_LENGTHS = {"x": 4, "u": 6, "U": 10}
 CLOSING = {"[": "]", "(": ")"}
 
 
@@ -137,22 +138,24 @@ def escaped_string(cur: Cursor, quote: str, emit: Emit) -> Steps[None]:
 
 def escape(cur: Cursor, emit: Emit) -> Steps[None]:
     """A backslash and what it escapes; one that JSON does not know stands for itself."""
-    char = (yield from cur.need(2))[1]
-    length = 2
+    char = (yield from cur.ahead(2))[1:]
+    if not char:
+        raise Mismatch
+    length = ESCAPE_LENGTHS.get(char, 2)
+    code = (yield from cur.ahead(length))[2:]
+    written = "\\\\"
     if char in KEPT_ESCAPES:
-        emit("\\" + char)
+        written = "\\" + char
     elif char == "'":
-        emit("'")
-    elif char == "u" and HEX.fullmatch(digits := (yield from cur.need(6))[2:]):
-        emit("\\u" + digits)
-        length = 6
-    elif char == "x" and HEX.fullmatch(digits := (yield from cur.need(4))[2:]):
-        emit(escaped(chr(int(digits, 16))))
-        length = 4
-    else:
-        emit("\\\\")
-        length = 1
-    cur.at += length
+        written = "'"
+    elif len(code) == length - 2 and HEX.fullmatch(code):
+        written = "\\u" + code if char == "u" else character(int(code, 16))
+    emit(written)
+    cur.at += 1 if written == "\\\\" and char != "\\" else length
+
+
+def character(code: int) -> str:
+    return escaped(chr(code)) if code < 0x110000 else "\\ufffd"
 
 
 def word_as_json(word: str, bare: bool) -> str:
