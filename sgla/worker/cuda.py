@@ -182,8 +182,8 @@ class CudaRunner:
             batch = self._extend_batch(padding, np.zeros(rows, np.int32), q_lens)
             hidden = gpu.force(self.model.forward(batch, self.kv))
             most = self._logits(hidden[torch.zeros(self.slots, dtype=torch.long, device="cuda")])
-            out = torch.zeros(self.slots, dtype=torch.int32, device="cuda")
-            self.sampler.draw(most, out, out, out)
+            out, zeros = torch.zeros(2, self.slots, dtype=torch.int32, device="cuda")
+            self.sampler.draw(most, zeros, zeros, out)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 

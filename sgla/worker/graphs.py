@@ -116,5 +116,5 @@ class DecodeGraphs:
         d_slots, _, d_ends = (c[:rows] for c in self.columns)
         numbers = np.arange(rows, dtype=np.int32)
         return self.out, sampler.sample(
-            self._logits[size][:rows], d_slots, d_ends, self.out, numbers, on_host
+            self._logits[:rows], d_slots, d_ends, self.out, numbers, on_host
         )

@@ -50,9 +50,10 @@ def _race(
         position = tl.load(positions + row).to(tl.uint64)
         key = _mix64(_mix64(seed) ^ position)
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-        h = _mix32(_mix32(i.to(tl.uint32) * 0x9E3779B1 ^ low) ^ high)
+        h = _mix32((i.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
         u = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
         x = x / temperature - tl.log(-tl.log(u))
+    x = tl.where(x == x, x, float("-inf"))  # a NaN must not win with an index of its own
     top, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * chunks + chunk, top)
     tl.store(best_id + row * chunks + chunk, chunk * BLOCK + index)
