@@ -109,15 +109,15 @@ class Eager:
             if take > 0:
                 spans.append((slot, rows[slot].done, rows[slot].done + take))
                 left -= take
-        hidden = self.model.forward(self.batch(rows, spans), self.kv)
-        at = -1
-        for slot, start, end in spans:
-            at, row = at + end - start, rows[slot]
+        batch = self.batch(rows, spans)
+        hidden = self.model.forward(batch, self.kv)
+        logprobs, chosen = self.model.logits(hidden[batch.sample_rows.long()]).log_softmax(-1).max(-1)
+        for (slot, _, end), logprob, token in zip(spans, logprobs.tolist(), chosen.tolist()):
+            row = rows[slot]
             row.done = end
             if end == len(row.tokens):
-                logprobs = self.model.logits(hidden[at : at + 1])[0].log_softmax(-1)
-                row.tokens.append(int(logprobs.argmax()))
-                row.logprobs.append(float(logprobs.max()))
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
 
     def batch(self, rows: list[Row], spans: list[tuple[int, int, int]]) -> ForwardBatch:
         """Spans are (slot, first token, end)."""

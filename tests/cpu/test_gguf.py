@@ -177,13 +177,16 @@ def test_real_models_equal_transformers(name: str) -> None:
     path = demo.cached(name)
     if path is None:
         pytest.skip(f"{demo.MODELS[name].file} is not in the cache ('sgla serve --model {name}' fetches it)")
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=hf)["tensors"]
+    source = open_source(path, "gguf")
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source.config), dtype=torch.float32).eval()
+    truth = load_gguf_checkpoint(path, return_tensors=True, model_to_load=hf)
+    differing = {k for k, v in truth["config"].items() if k in source.config and source.config[k] != v}
+    assert differing <= {"eos_token_id", "rope_scaling"}
+    tensors = truth["tensors"]
     state = {key: torch.as_tensor(value) for key, value in tensors.items()}
     absent = hf.load_state_dict(state, strict=False)
     assert (absent.missing_keys, absent.unexpected_keys) == (["lm_head.weight"], [])
     hf.tie_weights()
-    model = load_model(open_source(path), context_len=1024)
+    model = load_model(source, context_len=1024)
     prompts = random_prompts([1, 5, 17, 40, 64, 100, 200, 600], vocab=40000)
     check_against_hf(Eager(model, page_size=16).generate(prompts, 64), 64, hf)
