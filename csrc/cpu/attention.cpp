@@ -79,7 +79,10 @@ struct Task {
   const QueryBlock& q;
   int64_t head;  // kv head
   int64_t rows;
-  float *queries, *keys, *values, *scores, *weights, *state, *segment;
+  // Of the block at hand and the one after it, whose rows are fetched while this one is computed: they are too short and too
+  // far apart for the hardware to see them coming.
+  int64_t offsets[BLOCK], next[BLOCK];
+  float *queries, *keys, *values, *scores, *weights, *tops, *state, *segment;
 
   Task(Context& c, const Instr& i, const Shape& s, const QueryBlock& q, int64_t head)
       : c(c), i(i), s(s), q(q), head(head), rows(q.count * s.group) {
@@ -90,6 +93,7 @@ struct Task {
     values = take(BLOCK * s.width);
     scores = take(s.max_rows() * BLOCK);
     weights = take(s.max_rows() * BLOCK);
+    tops = take(s.max_rows());
     state = take(s.state_size());
     segment = take(s.state_size());
   }
@@ -103,20 +107,13 @@ struct Task {
       std::memcpy(queries + t * s.group * s.dim, x + t * s.heads * s.dim, s.group * s.dim * sizeof(float));
   }
 
-  // Tokens [at, at + count) of the row: K into panels [2][dim][32 tokens], V into panels [width / 32][64][32 dims].
-  void load_block(int64_t at, int64_t count) {
-    int64_t offsets[BLOCK];
+  // Where tokens [at, at + count) of the row begin, in elements.
+  void locate(int64_t at, int64_t count, int64_t* places) {
     const int32_t* pages = c.step->page_table + c.step->slots[q.row] * c.step->max_pages;
-    for (int64_t t = 0; t < count; t++) {
-      int64_t page = (at + t) / c.step->page_size, offset = (at + t) % c.step->page_size;
-      offsets[t] = pages[page] * i.a[3] + offset * i.a[4] + head * i.a[5];
-    }
-    if (s.bf16) {
-      load_keys((const uint16_t*)i.a[6], offsets, count);
-      load_values((const uint16_t*)i.a[7], offsets, count);
-    } else {
-      load_keys((const float*)i.a[6], offsets, count);
-      load_values((const float*)i.a[7], offsets, count);
+    int64_t size = c.step->page_size, page = at / size, offset = at % size;
+    for (int64_t t = 0; t < count; page++, offset = 0) {
+      int64_t place = pages[page] * i.a[3] + offset * i.a[4] + head * i.a[5];
+      for (; offset < size && t < count; offset++, t++, place += i.a[4]) places[t] = place;
     }
   }
 
@@ -125,89 +122,149 @@ struct Task {
   static float widen1(const float* p) { return *p; }
   static float widen1(const uint16_t* p) { return from_bf16(*p); }
 
+  // K into panels [2][dim][32 tokens].
   template <class E>
-  void load_keys(const E* base, const int64_t* offsets, int64_t count) {
-    for (int64_t t = 0; t < round_up(count, PANEL); t += LANES) {
+  void load_keys(const E* base, int64_t count) {
+    for (int64_t t = count; t < round_up(count, LANES); t++) offsets[t] = offsets[0];
+    for (int64_t t = 0; t < count; t += LANES) {
       float* out = keys + t / PANEL * s.dim * PANEL + t % PANEL;
+      const int64_t *from = offsets + t, *then = next + t;
       int64_t d = 0;
-      for (; d + LANES <= s.dim; d += LANES) {
+      for (; d + LANES * 4 / (int64_t)sizeof(E) <= s.dim; d += LANES * 4 / sizeof(E)) {
         vf r[LANES];
-        UNROLL for (int j = 0; j < LANES; j++) r[j] = t + j < count ? widen(base + offsets[t + j] + d) : vf{};
+        UNROLL for (int j = 0; j < LANES; j++) {
+          r[j] = load((const float*)(base + from[j] + d));
+          prefetch(base + then[j] + d);
+        }
         transpose(r);
-        UNROLL for (int j = 0; j < LANES; j++) store(out + (d + j) * PANEL, r[j]);
+        UNROLL for (int j = 0; j < LANES; j++) put_key(out, d, j, r[j], base);
       }
       for (; d < s.dim; d++)
-        for (int j = 0; j < LANES; j++) out[d * PANEL + j] = t + j < count ? widen1(base + offsets[t + j] + d) : 0.0f;
+        for (int j = 0; j < LANES; j++) out[d * PANEL + j] = widen1(base + from[j] + d);
     }
   }
 
+  static void put_key(float* out, int64_t d, int j, vf v, const float*) { store(out + (d + j) * PANEL, v); }
+
+  // Pairs of dims were moved as one.
+  static void put_key(float* out, int64_t d, int j, vf v, const uint16_t*) {
+    store(out + (d + 2 * j) * PANEL, as_float((vi)v << 16));
+    store(out + (d + 2 * j + 1) * PANEL, as_float((vi)v & (int32_t)0xffff0000));
+  }
+
+  // V into panels [width / 32][64][32 dims].
   template <class E>
-  void load_values(const E* base, const int64_t* offsets, int64_t count) {
+  void load_values(const E* base, int64_t count) {
     for (int64_t t = 0; t < count; t++) {
       const E* x = base + offsets[t];
       int64_t d = 0;
       for (; d + LANES <= s.dim; d += LANES)
         store(values + (d / PANEL * BLOCK + t) * PANEL + d % PANEL, widen(x + d));
+      for (int64_t b = 0; b < s.dim; b += PANEL) prefetch(base + next[t] + b);
       for (; d < s.width; d++) values[(d / PANEL * BLOCK + t) * PANEL + d % PANEL] = d < s.dim ? widen1(x + d) : 0.0f;
     }
   }
 
-  // Scores of row r against the block to weights; returns false if the row sees none of it.
-  bool soften(State& state, int64_t r, int64_t at, int64_t count) {
-    int64_t position = q.position + r / s.group;
-    int64_t low = s.window ? position - s.window + 1 - at : 0, high = std::min(count, position + 1 - at);
-    float* w = weights + r * BLOCK;
-    if (low >= high) {
-      std::fill(w, w + BLOCK, 0.0f);
-      return false;
-    }
-    vf x[BLOCK / LANES], top = splat(state.m[r]);
-    vi lane;
-    UNROLL for (int j = 0; j < LANES; j++) lane[j] = j;
-    UNROLL for (int b = 0; b < BLOCK / LANES; b++) {
-      int t = b * LANES;
-      if (t >= high) {
-        x[b] = splat(-INFINITY);
-        continue;
+  // o += weights times V read in place: for few rows.
+  template <class E, int MR>
+  void add_values(const E* base, int64_t count, State& state) {
+    for (int64_t p = 0; p < state.panels; p++) {
+      Tile<MR> acc;
+      acc.load_from(state.o + p * MR * PANEL, false);
+      for (int64_t t = 0; t < count; t++) {
+        vf b[NV];
+        UNROLL for (int j = 0; j < NV; j++) b[j] = widen(base + offsets[t] + p * PANEL + j * LANES);
+        prefetch(base + next[t] + p * PANEL);
+        UNROLL for (int m = 0; m < MR; m++) {
+          vf a = splat(weights[m * BLOCK + t]);
+          UNROLL for (int j = 0; j < NV; j++) acc.v[m][j] += a * b[j];
+        }
       }
-      x[b] = load(scores + (t / PANEL * rows + r) * PANEL + t % PANEL) * s.scale;
-      if (s.softcap != 0.0f) x[b] = s.softcap * vtanh(x[b] / s.softcap);
-      vi place = lane + t;
-      x[b] = (place >= (int)low) & (place < (int)high) ? x[b] : splat(-INFINITY);
-      top = vmax(top, x[b]);
+      acc.store_to(state.o + p * MR * PANEL);
     }
-    float m = max_of(top);
-    float decay = state.m[r] == m ? 1.0f : std::exp(state.m[r] - m);
-    vf total{};
-    UNROLL for (int b = 0; b < BLOCK / LANES; b++) {
-      vf e = vexp(x[b] - m);
-      total += e;
-      store(w + b * LANES, e);
-    }
-    state.l[r] = state.l[r] * decay + sum(total);
-    state.m[r] = m;
-    if (decay != 1.0f) state.scale_row(r, decay);
-    return true;
   }
 
-  void attend_block(State& state, int64_t at, int64_t count) {
-    load_block(at, count);
-    for (int64_t p = 0; p * PANEL < count; p++)
-      rows_times_panel<Kernels<F32, MAX_MR>::pick>(
-          queries, s.dim, (uint8_t*)(keys + p * s.dim * PANEL), s.dim, rows, scores + p * rows * PANEL, true);
-    bool any = false;
-    for (int64_t r = 0; r < rows; r++) any |= soften(state, r, at, count);
-    if (!any) return;
+  template <class E>
+  void add_weighted(const E* base, int64_t count, State& state) {
+    if (s.dim == s.width && rows <= 4) {
+      if (rows == 1) return add_values<E, 1>(base, count, state);
+      if (rows == 2) return add_values<E, 2>(base, count, state);
+      if (rows == 3) return add_values<E, 3>(base, count, state);
+      return add_values<E, 4>(base, count, state);
+    }
+    load_values(base, count);
     for (int64_t p = 0; p < state.panels; p++)
       rows_times_panel<Kernels<F32, MAX_MR>::pick>(
           weights, BLOCK, (uint8_t*)(values + p * BLOCK * PANEL), count, rows, state.o + p * rows * PANEL, false);
+  }
+
+  // Scores of row r (a head of the token at ``position``), scaled, capped and masked, to weights. Returns their maximum,
+  // -inf if the row sees nothing.
+  INLINE float mask(int64_t r, int64_t position, int64_t at, int64_t count) {
+    int low = s.window ? (int)std::max<int64_t>(0, position - s.window + 1 - at) : 0;
+    int high = (int)std::min(count, position + 1 - at);
+    vf top = splat(-INFINITY);
+    vi lane;
+    UNROLL for (int j = 0; j < LANES; j++) lane[j] = j;
+    UNROLL for (int t = 0; t < BLOCK; t += LANES) {
+      // Scores of tokens past ``count`` were not computed: whatever lies there is masked.
+      vf x = load(scores + (t / PANEL * rows + r) * PANEL + t % PANEL) * s.scale;
+      if (s.softcap != 0.0f) x = s.softcap * vtanh(x / s.softcap);
+      vi place = lane + t;
+      x = (place >= low) & (place < high) ? x : splat(-INFINITY);
+      store(weights + r * BLOCK + t, x);
+      top = vmax(top, x);
+    }
+    return max_of(top);
+  }
+
+  // The new maximum ``m`` of row r: weights become exp(score - m), earlier sums decay.
+  INLINE void soften(State& state, int64_t r, float m) {
+    float* w = weights + r * BLOCK;
+    vf total{};
+    UNROLL for (int t = 0; t < BLOCK; t += LANES) {
+      vf e = vexp(load(w + t) - m);
+      total += e;
+      store(w + t, e);
+    }
+    float decay = state.m[r] == m ? 1.0f : std::exp(state.m[r] - m);
+    state.l[r] = state.l[r] * decay + sum(total);
+    state.m[r] = m;
+    if (decay != 1.0f) state.scale_row(r, decay);
+  }
+
+  template <class E>
+  void attend_block(State& state, int64_t at, int64_t count, const E* k, const E* v) {
+    load_keys(k, count);
+    for (int64_t p = 0; p * PANEL < count; p++)
+      rows_times_panel<Kernels<F32, MAX_MR>::pick>(
+          queries, s.dim, (uint8_t*)(keys + p * s.dim * PANEL), s.dim, rows, scores + p * rows * PANEL, true);
+    // In two passes, so that the maxima of many rows are in flight at once.
+    for (int64_t t = 0, r = 0; t < q.count; t++)
+      for (int64_t h = 0; h < s.group; h++, r++) tops[r] = mask(r, q.position + t, at, count);
+    for (int64_t r = 0; r < rows; r++) {
+      if (tops[r] == -INFINITY)
+        std::fill(weights + r * BLOCK, weights + (r + 1) * BLOCK, 0.0f);
+      else
+        soften(state, r, std::max(state.m[r], tops[r]));
+    }
+    add_weighted(v, count, state);
   }
 
   void attend_segment(int64_t index, State& state) {
     state.clear();
     int64_t stop = std::min(end(), (index + 1) * SEGMENT);
     int64_t at = std::max(index * SEGMENT, begin() / BLOCK * BLOCK);
-    for (; at < stop; at += BLOCK) attend_block(state, at, std::min<int64_t>(BLOCK, stop - at));
+    for (; at < stop; at += BLOCK) {
+      int64_t count = std::min<int64_t>(BLOCK, stop - at);
+      locate(at, count, offsets);
+      std::fill(next, next + BLOCK, offsets[0]);
+      locate(at + BLOCK, std::min<int64_t>(BLOCK, end() - at - BLOCK), next);
+      if (s.bf16)
+        attend_block(state, at, count, (const uint16_t*)i.a[6], (const uint16_t*)i.a[7]);
+      else
+        attend_block(state, at, count, (const float*)i.a[6], (const float*)i.a[7]);
+    }
   }
 
   void write(const State& state) {

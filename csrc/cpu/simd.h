@@ -35,20 +35,40 @@ INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 INLINE vf as_float(vi v) { return (vf)v; }
 
+INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+// The vector with its halves of 2 * S lanes exchanged, S lanes at a time: log2(LANES) of them reduce a vector.
+template <int S>
+INLINE vf swap_lanes(vf v) {
+  vi from;
+  UNROLL for (int j = 0; j < LANES; j++) from[j] = j ^ S;
+  return __builtin_shuffle(v, from);
+}
+
 INLINE float sum(vf v) {
-  float s = 0;
-  UNROLL for (int i = 0; i < LANES; i++) s += v[i];
-  return s;
+#if defined(__AVX512F__)
+  v += swap_lanes<8>(v);
+#endif
+#if defined(__AVX2__)
+  v += swap_lanes<4>(v);
+#endif
+  v += swap_lanes<2>(v);
+  v += swap_lanes<1>(v);
+  return v[0];
 }
 
 INLINE float max_of(vf v) {
-  float m = v[0];
-  UNROLL for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-  return m;
+#if defined(__AVX512F__)
+  v = vmax(v, swap_lanes<8>(v));
+#endif
+#if defined(__AVX2__)
+  v = vmax(v, swap_lanes<4>(v));
+#endif
+  v = vmax(v, swap_lanes<2>(v));
+  v = vmax(v, swap_lanes<1>(v));
+  return v[0];
 }
-
-INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 
 // exp to about 1 ulp: 2^n * polynomial in the rest (the degree-6 minimax of Cephes); exactly 0 below -87.
 INLINE vf vexp(vf x) {
