@@ -14,25 +14,37 @@ Doc = msgspec.Meta
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "priority")
 EVICTIONS = ("lru", "lfu", "fifo", "mru")
+SECRETS = ("api_key", "admin_api_key")  # settings that are never shown
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything ``sgla serve`` and ``Engine`` can be told. The annotation's description is the flag's help text."""
 
     # model
-    model: Annotated[str, Doc(description="hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct)")] = "demo"
-    served_model_name: Annotated[list[str], Doc(description="names clients may use; the first one is shown")] = []
-    tokenizer: Annotated[str | None, Doc(description="folder or hub id of the tokenizer, if not the model's")] = None
-    chat_template: Annotated[str | None, Doc(description="file with a Jinja chat template, if not the model's")] = None
+    model: Annotated[
+        str, Doc(description="hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct)")
+    ] = "demo"
+    served_model_name: Annotated[
+        list[str], Doc(description="names clients may use; the first one is shown")
+    ] = []
+    tokenizer: Annotated[
+        str | None, Doc(description="folder or hub id of the tokenizer, if not the model's")
+    ] = None
+    chat_template: Annotated[
+        str | None, Doc(description="file with a Jinja chat template, if not the model's")
+    ] = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"], Doc(description="where weights come from; dummy = random")
+        Literal["auto", "safetensors", "gguf", "dummy"],
+        Doc(description="where weights come from; dummy = random"),
     ] = "auto"
     revision: Annotated[str | None, Doc(description="hub revision")] = None
     download_dir: Annotated[str | None, Doc(description="cache folder for downloads")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Doc(description="type of weights and KV cache")
     ] = "auto"
-    quantization: Annotated[Literal["int8", "int4"] | None, Doc(description="weight-only quantization at load")] = None
+    quantization: Annotated[
+        Literal["int8", "int4"] | None, Doc(description="weight-only quantization at load")
+    ] = None
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
 
     # device
@@ -40,41 +52,90 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tp: Annotated[int, Doc(description="tensor-parallel ranks, one process each")] = 1
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
-        Literal["procs", "inline", "fake"], Doc(description="worker processes; in-process (debugging); no model (tests)")
+        Literal["procs", "inline", "fake"],
+        Doc(description="worker processes; in-process (debugging); no model (tests)"),
     ] = "procs"
     attention_backend: Annotated[
-        Literal["auto", "torch", "triton", "flashinfer"], Doc(description="attention on a GPU; torch is the slow oracle")
+        Literal["auto", "torch", "triton", "flashinfer"],
+        Doc(description="attention on a GPU; torch is the slow oracle"),
     ] = "auto"
-    native_kernels: Annotated[bool, Doc(description="build and use the C++ CPU kernels (else torch operations)")] = True
-    fake_step_ms: Annotated[float, Doc(description="with executor=fake: duration of a step in a worker process; 0 = in process, at once")] = 0.0
+    native_kernels: Annotated[
+        bool, Doc(description="build and use the C++ CPU kernels (else torch operations)")
+    ] = True
+    fake_step_ms: Annotated[
+        float,
+        Doc(
+            description="with executor=fake: duration of a step in a worker process; 0 = in process, at once"
+        ),
+    ] = 0.0
 
     # scheduling and cache
     max_running_requests: Annotated[int | None, Doc(description="rows in one step, at most")] = None
     max_queued_requests: Annotated[int, Doc(description="requests waiting before new ones get 429")] = 1024
-    step_tokens: Annotated[int | None, Doc(description="token budget of one step (chunked prefill size)")] = None
-    itl_target_ms: Annotated[float | None, Doc(description="inter-token target that limits prefill beside decode")] = None
-    policy: Annotated[Literal["fcfs", "lpm", "dfs-weight", "priority"], Doc(description="order of the waiting list")] = "fcfs"
+    step_tokens: Annotated[int | None, Doc(description="token budget of one step (chunked prefill size)")] = (
+        None
+    )
+    itl_target_ms: Annotated[
+        float | None, Doc(description="inter-token target that limits prefill beside decode")
+    ] = None
+    policy: Annotated[
+        Literal["fcfs", "lpm", "dfs-weight", "priority"], Doc(description="order of the waiting list")
+    ] = "fcfs"
     depth: Annotated[int | None, Doc(description="steps in flight: 1 = no overlap, 2, 3")] = None
-    kv_cache_bytes: Annotated[int | None, Doc(description="size of the KV cache; 512M, 2G are understood")] = None
+    kv_cache_bytes: Annotated[
+        int | None, Doc(description="size of the KV cache; 512M, 2G are understood")
+    ] = None
     page_size: Annotated[int, Doc(description="tokens in one KV page")] = 16
-    prefix_cache: Annotated[bool, Doc(description="reuse the KV of shared prompt prefixes (radix tree)")] = True
-    eviction: Annotated[Literal["lru", "lfu", "fifo", "mru"], Doc(description="which cached prefix goes first")] = "lru"
+    prefix_cache: Annotated[bool, Doc(description="reuse the KV of shared prompt prefixes (radix tree)")] = (
+        True
+    )
+    eviction: Annotated[
+        Literal["lru", "lfu", "fifo", "mru"], Doc(description="which cached prefix goes first")
+    ] = "lru"
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
     # server
     host: Annotated[str, Doc(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Doc(description="port to listen on; 0 picks one")] = 30000
-    api_key: Annotated[str | None, Doc(description="require 'Authorization: Bearer KEY'")] = None
+    api_key: Annotated[
+        list[str], Doc(description="require 'Authorization: Bearer KEY'; may be given several times")
+    ] = []
+    admin_api_key: Annotated[
+        list[str],
+        Doc(description="keys for aborts, pauses, profiles and the cache; without one, any key will do"),
+    ] = []
+    ssl_certfile: Annotated[
+        str | None, Doc(description="PEM file with the certificate chain: serve HTTPS")
+    ] = None
+    ssl_keyfile: Annotated[str | None, Doc(description="PEM file with its key, if not in the same file")] = (
+        None
+    )
+    ssl_ca_certs: Annotated[
+        str | None, Doc(description="PEM file with CAs: clients must show a certificate")
+    ] = None
     max_body_bytes: Annotated[int, Doc(description="largest request body")] = 32 << 20
-    sink_limit_bytes: Annotated[int, Doc(description="unread stream bytes before a slow reader is dropped")] = 4 << 20
-    response_store: Annotated[int, Doc(description="responses kept for previous_response_id; 0 = none")] = 1024
+    sink_limit_bytes: Annotated[
+        int, Doc(description="unread stream bytes before a slow reader is dropped")
+    ] = 4 << 20
+    response_store: Annotated[int, Doc(description="responses kept for previous_response_id; 0 = none")] = (
+        1024
+    )
     response_ttl: Annotated[float, Doc(description="seconds a response is kept")] = 3600.0
     drain_timeout: Annotated[float, Doc(description="seconds running requests may take after SIGTERM")] = 30.0
-    sse_keepalive: Annotated[float, Doc(description="seconds between ': ping' comments on an idle stream; 0 = off")] = 15.0
+    sse_keepalive: Annotated[
+        float, Doc(description="seconds between ': ping' comments on an idle stream; 0 = off")
+    ] = 15.0
+    metrics_compat: Annotated[
+        Literal["sglang", "vllm"] | None, Doc(description="show the metrics under this server's names, too")
+    ] = None
+    profile_folder: Annotated[str, Doc(description="where /stop_profile writes traces")] = "profile"
     sampling_defaults: Annotated[
         Literal["model", "openai"], Doc(description="defaults from generation_config.json or OpenAI's")
     ] = "model"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(description="log level")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Doc(description="lines for people, or one JSON object a line")
+    ] = "text"
     log_requests: Annotated[bool, Doc(description="log one line a request (no prompt text)")] = False
 
 

@@ -219,5 +219,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)
     if "" in config.served_model_name or not config.model:
         raise ConfigError("--model and --served-model-name cannot be empty", param="model")
-    if config.api_key == "":
+    if "" in (*config.api_key, *config.admin_api_key):
         raise ConfigError("--api-key is empty; leave it out to serve without one", param="api_key")
+    if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
+        raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", param="ssl_certfile")

@@ -163,7 +163,7 @@ FACTS = Facts(
 
 
 def test_ready_line_has_a_curl_command_that_parses() -> None:
-    config = Config(model="it's", api_key="k")
+    config = Config(model="it's", api_key=["k"])
     text = ready_text(config, FACTS, "http://127.0.0.1:1234", 1.25)
     assert text.startswith(
         "ready in 1.2 s: it's on cpu, bfloat16, context 512 tokens, KV cache 1600 tokens\n"

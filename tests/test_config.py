@@ -50,7 +50,8 @@ def sample(name: str) -> tuple[list[str], Any]:
         choice = typing.get_args(kind)[-1]
         return [choice], choice
     if typing.get_origin(kind) is list:
-        return ["a", "b"], ["a", "b"]
+        again = ["--" + name.replace("_", "-")] if name.endswith("api_key") else []
+        return ["a", *again, "b"], ["a", "b"]
     return {int: (["7"], 7), float: (["7.5"], 7.5), str: (["text"], "text")}[kind]
 
 

@@ -67,6 +67,8 @@ class Ingress:
         self._stats: Callable[[], Stats] | None = None
         self._control: Callable[[Control], Awaitable[Any]] | None = None
         self._flush: Callable[[], bool] | None = None
+        self._pause: Callable[[bool], None] | None = None
+        self.paused = False
 
     def connect(
         self,
@@ -76,10 +78,11 @@ class Ingress:
         control: Callable[[Control], Awaitable[Any]],
         flush: Callable[[], bool],
         overdue: Callable[[], bool],
+        pause: Callable[[bool], None],
     ) -> None:
         """The supervisor plugs in the running engine; from here on requests are accepted."""
         self._tokenize, self.facts, self._stats = tokenize, facts, stats
-        self._control, self._flush, self._overdue = control, flush, overdue
+        self._control, self._flush, self._overdue, self._pause = control, flush, overdue, pause
         self._capacity = facts.slots + self.config.max_queued_requests
         self.phase = "ready"
 
@@ -188,6 +191,13 @@ class Ingress:
         assert self._flush is not None
         return self._flush()
 
+    def pause(self, paused: bool) -> None:
+        """Stop generating, or go on. While paused, requests are accepted and wait."""
+        self.require_ready()
+        assert self._pause is not None
+        self.paused = paused
+        self._pause(paused)
+
     async def control(self, command: Control) -> Any:
         """Send an out-of-step command to the workers and return rank 0's answer."""
         self.require_ready()
@@ -209,5 +219,3 @@ def _texts(message: dict[str, Any]) -> list[Any]:
     if isinstance(content, list):
         return [part.get("text") if isinstance(part, dict) else part for part in content]
     return [content]
-
-

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sgla.sched.core import Core
 
 TICK = 0.05  # seconds between looks at deadlines and the overdue watch while requests are open
-OVERDUE = 30.0  # seconds without a result, with steps in flight, after which the server calls itself not ready
+OVERDUE = 30.0  # seconds without a result of the steps in flight, after which the server is not ready
 
 
 class Schedule(Actor[Submit | Cancel]):
@@ -41,6 +41,7 @@ class Schedule(Actor[Submit | Cancel]):
         self._detokenize = detokenize
         self._metrics = metrics
         self._on_death = on_death
+        self._paused = False
         self._in_flight = 0
         self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
         self._last_result = clock.now()
@@ -56,6 +57,11 @@ class Schedule(Actor[Submit | Cancel]):
     def overdue(self) -> bool:
         """True when submitted steps have brought no result for ``OVERDUE`` seconds."""
         return self._in_flight > 0 and clock.now() - self._last_result > OVERDUE
+
+    def pause(self, paused: bool) -> None:
+        """Plan no more steps, or go on; requests keep what they have. Steps in flight come to their end."""
+        self._paused = paused
+        self._advance(clock.now(), woken=not paused)
 
     def handle(self, messages: deque[Submit | Cancel]) -> None:
         now = clock.now()
@@ -93,7 +99,7 @@ class Schedule(Actor[Submit | Cancel]):
     def _advance(self, now: float, woken: bool = False) -> None:
         if self._in_flight == 0:
             self._last_result = now
-        while (plan := self.core.plan(now)) is not None:
+        while not self._paused and (plan := self.core.plan(now)) is not None:
             if woken:
                 self._woken, woken = plan.step, False
             self._executor.submit(plan)

@@ -44,7 +44,7 @@ class System:
     def __init__(self, config: Config, on_progress: Callable[[Progress], None] | None = None) -> None:
         self.config = config
         self.ingress = Ingress(config)
-        self.metrics = Metrics(self.ingress.model_names[0])
+        self.metrics = Metrics(self.ingress.model_names[0], config.metrics_compat)
         self.died: asyncio.Future[SglaError] = asyncio.get_running_loop().create_future()
         self._on_progress = on_progress or (lambda progress: None)
         self._executor: Executor | None = None
@@ -89,7 +89,11 @@ class System:
         assert executor is not None
         core = Core(make_limits(config, facts))
         detokenize = Detokenize(
-            lambda opened: make_output(tokenizer, opened), ingress.deliver, ingress.reject, self.metrics, self._crashed
+            lambda opened: make_output(tokenizer, opened),
+            ingress.deliver,
+            ingress.reject,
+            self.metrics,
+            self._crashed,
         )
         schedule = Schedule(core, executor, detokenize, self.metrics, self._fail, self._crashed)
         detokenize.schedule = schedule
@@ -99,7 +103,9 @@ class System:
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.default_sampling = source.generation_config
         self.metrics.started(facts, facts.timings)
-        ingress.connect(tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue)
+        ingress.connect(
+            tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue, schedule.pause
+        )
 
     def _progress(self, progress: Progress) -> None:
         self.ingress.phase = progress.phase
@@ -119,12 +125,16 @@ class System:
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed 503."""
+        if self._schedule is not None:
+            self._schedule.pause(False)
         self.ingress.phase = "draining"
         deadline = clock.now() + timeout
         while self.ingress.open_requests and clock.now() < deadline and not self.died.done():
             await asyncio.sleep(0.02)
         for rid in self.ingress.rids():
-            self.ingress.reject(Draining("the server shut down before the request finished", retry_after=5.0).rejected(rid))
+            self.ingress.reject(
+                Draining("the server shut down before the request finished", retry_after=5.0).rejected(rid)
+            )
 
     async def close(self) -> None:
         """Stop the actors and the workers; idempotent."""
@@ -160,7 +170,9 @@ def spawn_workers(config: Config) -> ProcsExecutor | None:
         return None
     from sgla.executor.procs import ProcsExecutor
 
-    executor = ProcsExecutor(config, runner="sgla.executor.fake:FakeRunner" if config.executor == "fake" else None)
+    executor = ProcsExecutor(
+        config, runner="sgla.executor.fake:FakeRunner" if config.executor == "fake" else None
+    )
     executor.spawn()
     return executor
 

@@ -117,6 +117,8 @@ def _options(name: str, kind: Any) -> dict[str, Any]:
         return options | {"choices": typing.get_args(kind)}
     if kind is bool:
         return options | {"action": argparse.BooleanOptionalAction}
+    if name.endswith("api_key"):
+        return options | {"action": "append", "metavar": "KEY"}
     if typing.get_origin(kind) is list:
         return options | {"nargs": "+", "metavar": "NAME"}
     if name.endswith("_bytes"):

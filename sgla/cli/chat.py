@@ -105,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     names = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     options = {name: value for name, value in names.items() if value is not None}
     if args.url:
-        return talk(Remote(args.url, config.api_key, args.flags.get("model"), options), args.system)
+        return talk(
+            Remote(args.url, next(iter(config.api_key), None), args.flags.get("model"), options), args.system
+        )
     return _run_local(config, options, args.system)
 
 

@@ -10,13 +10,11 @@ import msgspec
 
 from sgla.cli.args import descriptions
 from sgla.cli.settings import load_config
-from sgla.config import Config
+from sgla.config import SECRETS, Config
 from sgla.hub.fetch import find_local
 from sgla.hub.source import open_source
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, kv_shape, resolve, weight_bytes
-
-SECRET = "api_key"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +75,7 @@ def reason(resolved: Resolved, name: str) -> str:
 
 def as_json(resolved: Resolved, rows: dict[str, int]) -> str:
     values = msgspec.to_builtins(resolved.config)
-    values[SECRET] = shown(SECRET, values[SECRET])
+    values |= {name: shown(name, values[name]) for name in SECRETS}
     settings = {name: {"value": value, "reason": resolved.reasons[name]} for name, value in values.items()}
     return json.dumps({"settings": settings, "memory": rows, "notes": resolved.notes}, indent=2)
 
@@ -86,7 +84,7 @@ def shown(name: str, value: Any) -> str:
     """A value as the user would write it; the key itself is never printed."""
     if value is None or value == []:
         return "-"
-    if name == SECRET:
+    if name in SECRETS:
         return "(set)"
     if name.endswith("_bytes"):
         return size(value)

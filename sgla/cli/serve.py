@@ -16,7 +16,7 @@ from sgla.resolve import check
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     check(config)
-    setup_logging(config.log_level)
+    setup_logging(config.log_level, config.log_format)
     from sgla.http.serve import run as serve
 
     progress = ProgressPrinter()

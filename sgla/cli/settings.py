@@ -13,6 +13,7 @@ import msgspec
 from sgla.config import ALIASES, Config
 from sgla.errors import ConfigError
 
+LISTS = {field.name for field in msgspec.structs.fields(Config) if field.default_factory is list}
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
@@ -47,6 +48,8 @@ def read_file(path: str) -> dict[str, Any]:
     for name, value in values.items():
         if name not in Config.__struct_fields__:
             raise ConfigError(f"--config {path}: unknown key '{name}'{nearest(str(name))}", param=str(name))
+        if isinstance(value, str) and name in LISTS:
+            values[name] = [value]
         if name.endswith("_bytes") and isinstance(value, str):
             try:
                 values[name] = parse_bytes(value)

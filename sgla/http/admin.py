@@ -1,4 +1,4 @@
-"""Routes about the server itself: models, health, facts, metrics, cache, aborts."""
+"""Routes that tell about the server: models, health, load, facts, metrics."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import msgspec
 from aiohttp import web
 
 from sgla import __version__
-from sgla.errors import InvalidField
-from sgla.http.errors import Busy
-from sgla.http.intake import intake
-from sgla.http.schema import AbortRequest, RequestFields, Schema
+from sgla.config import SECRETS
+from sgla.http.schema import RequestFields
 from sgla.http.server import PATH_ID, SERVER, Server, make_work
 from sgla.http.wire import json_response
 from sgla.messages import SamplingParams
+from sgla.sched.stats import Stats
 
-ABORT = Schema(AbortRequest)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -106,7 +104,7 @@ async def server_info(request: web.Request) -> web.Response:
     """Settings (no secrets), what the workers have, and the scheduler's counters as ``internal_states[0]``."""
     server = request.app[SERVER]
     settings = msgspec.to_builtins(server.config)
-    settings["api_key"] = None
+    settings |= dict.fromkeys(SECRETS)
     stats = server.ingress.stats()
     return json_response(
         {
@@ -119,6 +117,61 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """What lm-eval's remote tokenizer needs, in vLLM's shape."""
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    tokenizer, facts = server.ingress.tokenizer, server.ingress.facts
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+            "unk_token": None,
+            **tokenizer.special_tokens,
+            "chat_template": tokenizer.chat_template,
+            "model_max_length": facts.context_len if facts is not None else None,
+            "vocab_size": tokenizer.vocab_size,
+            "add_bos_token": tokenizer.adds_bos,
+        }
+    )
+
+
+async def load(request: web.Request) -> web.Response:
+    """What a router compares servers by, cheaply: vLLM's ``server_load`` and what it consists of."""
+    stats = current(request.app[SERVER])
+    used = stats.pages_total - stats.pages_free - stats.pages_evictable
+    return json_response(
+        {
+            "server_load": stats.running + stats.waiting,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_usage": used / max(1, stats.pages_total),
+        }
+    )
+
+
+async def get_load(request: web.Request) -> web.Response:
+    """SGLang's list, with one entry for each data-parallel rank."""
+    server = request.app[SERVER]
+    stats, facts = current(server), server.ingress.facts
+    used = stats.pages_total - stats.pages_free - stats.pages_evictable
+    entry = {
+        "dp_rank": 0,
+        "num_reqs": stats.running + stats.waiting,
+        "num_waiting_reqs": stats.waiting,
+        "num_tokens": used * (facts.page_size if facts is not None else 0),
+    }
+    return json_response([entry])
+
+
+def current(server: Server) -> Stats:
+    server.ingress.require_ready()
+    stats: Stats = server.ingress.stats()
+    return stats
+
+
 async def metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     facts, stats = server.ingress.facts, server.ingress.stats()
@@ -127,18 +180,3 @@ async def metrics(request: web.Request) -> web.Response:
     if stats is not None:
         server.metrics.gauges(stats)
     return web.Response(body=server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
-
-
-async def flush_cache(request: web.Request) -> web.Response:
-    if not await request.app[SERVER].ingress.flush_cache():
-        raise Busy("requests are running, so the cache was not flushed; try again when they are done")
-    return json_response({"success": True, "message": "the prefix cache is empty"})
-
-
-async def abort_request(request: web.Request) -> web.Response:
-    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI)."""
-    fields = await intake(request, ABORT)
-    if not fields.rid and not fields.abort_all:
-        raise InvalidField("give rid, or abort_all: true", param="rid")
-    aborted = request.app[SERVER].abort(None if fields.abort_all else fields.rid)
-    return json_response({"success": True, "aborted": aborted})

@@ -12,9 +12,9 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import admin, anthropic, native, openai_chat, openai_text, responses, tokens
+from sgla.http import admin, anthropic, control, native, openai_chat, openai_text, responses, tokens
 from sgla.http.errors import MethodNotAllowed, error_response
-from sgla.http.middleware import CLIENT_GONE, add_headers, authorize, identify, preflight
+from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
 from sgla.http.ports import Ingress
 from sgla.http.server import PATH_ID, RID, SERVER, Server
 from sgla.observe.metrics import Metrics
@@ -41,6 +41,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/tokenize": {"POST": tokens.tokenize},
     "/detokenize": {"POST": tokens.detokenize},
     "/v1/detokenize": {"POST": tokens.detokenize},
+    "/tokenizer_info": {"GET": admin.tokenizer_info},
     "/": {"GET": admin.live},
     "/health": {"GET": admin.ready},
     "/health/live": {"GET": admin.live},
@@ -55,15 +56,27 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/get_server_info": {"GET": admin.server_info},
     "/server_info": {"GET": admin.server_info},
     "/metrics": {"GET": admin.metrics},
-    "/flush_cache": {"POST": admin.flush_cache, "GET": admin.flush_cache},
-    "/reset_prefix_cache": {"POST": admin.flush_cache},
-    "/abort_request": {"POST": admin.abort_request},
+    "/load": {"GET": admin.load},
+    "/get_load": {"GET": admin.get_load},
+    "/flush_cache": {"POST": control.flush_cache, "GET": control.flush_cache},
+    "/reset_prefix_cache": {"POST": control.flush_cache},
+    "/abort_request": {"POST": control.abort_request},
+    "/pause_generation": {"POST": control.pause},
+    "/pause": {"POST": control.pause},
+    "/continue_generation": {"POST": control.resume},
+    "/resume": {"POST": control.resume},
+    "/is_paused": {"GET": control.is_paused},
+    "/start_profile": {"POST": control.start_profile},
+    "/stop_profile": {"POST": control.stop_profile},
 }
 
 
 # Names of models may have slashes.
 PATTERNS = [
-    (re.compile(re.escape(route).replace(r"\{id\}", "(.+)" if route.startswith(MODELS) else "([^/]+)")), route)
+    (
+        re.compile(re.escape(route).replace(r"\{id\}", "(.+)" if route.startswith(MODELS) else "([^/]+)")),
+        route,
+    )
     for route in ROUTES
     if "{id}" in route
 ]
@@ -85,6 +98,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     """
     app = web.Application(client_max_size=config.max_body_bytes)
     app[SERVER] = Server(ingress, config, metrics)
+    app[GATE] = Gate(config.api_key, config.admin_api_key)
     app.router.add_route("*", "/{path:.*}", dispatch)
     app.on_response_prepare.append(add_headers)
     return app
@@ -111,14 +125,16 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         server.metrics.http_finished(status)
         if server.config.log_requests:
             millis = 1000 * (clock.now() - began)
-            log.info("%s %s %d %.1f ms %s", request.method, route[:100], status, millis, request[RID])
+            line = (request.method, route[:100], status, round(millis, 1), request[RID])
+            fields = dict(zip(("method", "route", "status", "ms", "request_id"), line))
+            log.info("%s %s %d %.1f ms %s", *line, extra={"fields": fields})
 
 
 async def answer(request: web.Request, path: str, route: str) -> web.StreamResponse:
     try:
         if request.method == "OPTIONS":
             return preflight(request)
-        authorize(request, path, request.app[SERVER].config.api_key)
+        request.app[GATE].check(request, path)
         return await find(request.method, route)(request)
     except SglaError as error:
         return refusal(request, route, error)

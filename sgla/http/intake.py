@@ -21,3 +21,10 @@ async def intake(request: web.Request, schema: Schema[R]) -> R:
     request.app[SERVER].ingress.require_ready()
     fields, request[IGNORED_FIELDS] = schema.decode(await read_body(request))
     return fields
+
+
+async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
+    """``intake`` of a body that may be missing."""
+    request.app[SERVER].ingress.require_ready()
+    fields, request[IGNORED_FIELDS] = schema.decode(await read_body(request) or b"{}")
+    return fields

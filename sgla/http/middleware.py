@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -16,6 +17,19 @@ from sgla.http.server import RID, UID, unique
 OPEN = frozenset(
     {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
 )  # first part of the path
+ADMIN = frozenset(
+    [
+        "flush_cache",
+        "reset_prefix_cache",
+        "abort_request",
+        "pause_generation",
+        "pause",
+        "continue_generation",
+        "resume",
+        "start_profile",
+        "stop_profile",
+    ]
+)
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
 EXPOSED = "x-request-id, request-id, x-ignored-fields, x-should-retry, Retry-After"
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -31,17 +45,28 @@ def identify(request: web.Request) -> None:
         request[RID] = request[UID] = uuid.uuid4().hex
 
 
-def authorize(request: web.Request, path: str, api_key: str | None) -> None:
-    """Raise Unauthorized unless the path is open or the key is right: a bearer token, or Anthropic's x-api-key."""
-    if api_key is None or path.split("/")[1] in OPEN:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")
-        if not given:
-            raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
-    if not hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode()):
-        raise Unauthorized("the API key is wrong")
+class Gate:
+    """Who may use which route. Keys are compared in constant time, each with all of them."""
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+        self._admin = [key.encode() for key in admin_keys or keys]
+        self._all = [key.encode() for key in (*keys, *admin_keys)] if keys else []
+
+    def check(self, request: web.Request, path: str) -> None:
+        """Raise Unauthorized unless the path is open or the key is right: a bearer token, or Anthropic's x-api-key."""
+        first = path.split("/")[1]
+        keys = self._admin if first in ADMIN else self._all
+        if not keys or first in OPEN:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = request.headers.get("x-api-key", "")
+            if not given:
+                raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
+        sent = given.strip().encode("utf-8", "surrogateescape")
+        matches = [hmac.compare_digest(sent, key) for key in keys]
+        if not any(matches):
+            raise Unauthorized("the API key is wrong")
 
 
 def preflight(request: web.Request) -> web.Response:
@@ -65,3 +90,6 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     headers["Access-Control-Expose-Headers"] = EXPOSED
     if ignored := header_value(request.get(IGNORED_FIELDS, [])):
         headers["x-ignored-fields"] = ignored
+
+
+GATE = web.AppKey("gate", Gate)

@@ -79,4 +79,10 @@ class Ingress(Protocol):
 
     async def flush_cache(self) -> bool: ...
 
+    @property
+    def paused(self) -> bool: ...
+
+    def pause(self, paused: bool) -> None:
+        """Stop generating, or go on."""
+
     async def control(self, command: Control) -> Any: ...

@@ -17,7 +17,10 @@ PARTS: dict[str, Item] = {
     CONTENT: {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     REASONING: {"type": "reasoning_text", "text": ""},
 }
-LOGPROBS: dict[str, Item] = {"output_text": {"logprobs": []}, "reasoning_text": {}}  # what the text's events carry beside it
+LOGPROBS: dict[str, Item] = {
+    "output_text": {"logprobs": []},
+    "reasoning_text": {},
+}  # what the text's events carry beside it
 
 
 class OutputItems:

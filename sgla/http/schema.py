@@ -283,6 +283,16 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     abort_message: str | None = None
 
 
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """``mode``: what becomes of running requests: abort, or in_place (vLLM: keep)."""
+
+    mode: str | None = None
+
+
+class ProfileRequest(msgspec.Struct, kw_only=True):
+    """SGLang's other fields are ignored."""
+
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])

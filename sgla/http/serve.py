@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import ssl
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -55,13 +56,18 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     system = System(config, on_progress)
     runner = web.AppRunner(
-        make_app(system.ingress, config, system.metrics), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        make_app(system.ingress, config, system.metrics),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
     )
     await runner.setup()
     try:
         url = await _listen(runner, config)
         print(f"listening on {url} (503 until the model is loaded)", flush=True)
-        code = await _supervise(system, stop, lambda facts: on_ready and on_ready(facts, url, clock.now() - started))
+        code = await _supervise(
+            system, stop, lambda facts: on_ready and on_ready(facts, url, clock.now() - started)
+        )
     except ConfigError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         code = EXIT_CONFIG
@@ -72,13 +78,32 @@ async def _serve(
 
 
 async def _listen(runner: web.AppRunner, config: Config) -> str:
-    site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_address=True)
+    tls = tls_context(config)
+    site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_address=True, ssl_context=tls)
     try:
         await site.start()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port") from error
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port"
+        ) from error
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    return f"http://{host}:{runner.addresses[0][1]}"
+    return f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"
+
+
+def tls_context(config: Config) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError for files that cannot be used."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        files = ", ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)))
+        raise ConfigError(f"the TLS files cannot be used ({files}): {error}", param="ssl_certfile") from error
+    return context
 
 
 async def _supervise(system: System, stop: asyncio.Event, ready: Callable[[Facts], object]) -> int:

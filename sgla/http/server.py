@@ -136,7 +136,6 @@ class Server:
             raise SglaError.from_rejected(rejected)
         return sink.choices
 
-
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run something that no handler waits for."""
         task = asyncio.ensure_future(coroutine)

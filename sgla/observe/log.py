@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 from typing import TextIO
 
 COLOURS = {
@@ -38,11 +40,29 @@ class LineFormatter(logging.Formatter):
         return line
 
 
-def setup_logging(level: str = "info", stream: TextIO | None = None) -> None:
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, what ``extra={"fields": {...}}`` adds, and a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def setup_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
     """Send the logs of the whole process to ``stream`` (default stderr). Other packages are heard from warning on."""
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(LineFormatter(colours=stream.isatty() and "NO_COLOR" not in os.environ))
+    colours = stream.isatty() and "NO_COLOR" not in os.environ
+    handler.setFormatter(JsonFormatter() if form == "json" else LineFormatter(colours))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from sgla import clock
+from sgla.observe.compat import translated
 from sgla.sched.stats import Finished, Stats
 
 if TYPE_CHECKING:
@@ -99,14 +100,19 @@ class Histogram:
 class Metrics(Collector):
     """Everything ``/metrics`` shows. All names start with ``sgla:`` and carry the label ``model_name``."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, compat: str | None = None) -> None:
+        """``compat``: sglang or vllm; that server's names are shown beside ours."""
         self.model_name = model_name
+        self._compat = compat
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self.ttft = Histogram(LATENCY)
         self.itl = Histogram(SHORT)
         self.e2e = Histogram(E2E)
         self.queue_time = Histogram(LATENCY)
+        self.prefill_time = Histogram(LATENCY)
+        self.decode_time = Histogram(LATENCY)
+        self.token_time = Histogram(SHORT)
         self.prompt_sizes = Histogram(SIZES)
         self.output_sizes = Histogram(SIZES)
         self.step_seconds = Histogram(SHORT)
@@ -134,6 +140,12 @@ class Metrics(Collector):
             self.queue_time.observe(request.scheduled - request.arrival)
         if request.first_token is not None:
             self.ttft.observe(request.first_token - request.arrival)
+            self.prefill_time.observe(request.first_token - (request.scheduled or request.arrival))
+            self.decode_time.observe(request.finished - request.first_token)
+            if request.output_tokens > 1:
+                self.token_time.observe(
+                    (request.finished - request.first_token) / (request.output_tokens - 1)
+                )
 
     def inter_token(self, seconds: float, tokens: int = 1) -> None:
         """``tokens`` tokens of one child came ``seconds`` after the one before them; each gets an equal share."""
@@ -179,6 +191,12 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
+        ours = list(self._families())
+        yield from ours
+        if self._compat is not None:
+            yield from translated(ours, self._compat)
+
+    def _families(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._histograms()
         yield from self._http()
@@ -204,6 +222,9 @@ class Metrics(Collector):
             ("inter_token_latency_seconds", "Time between output tokens of a request", self.itl),
             ("e2e_request_latency_seconds", "Arrival to finish", self.e2e),
             ("queue_time_seconds", "Arrival to first scheduling", self.queue_time),
+            ("prefill_time_seconds", "First scheduling to first output token", self.prefill_time),
+            ("decode_time_seconds", "First output token to finish", self.decode_time),
+            ("time_per_output_token_seconds", "Mean time between a request's output tokens", self.token_time),
             ("prompt_tokens_histogram", "Prompt tokens of a request", self.prompt_sizes),
             ("generation_tokens_histogram", "Output tokens of a request", self.output_sizes),
             ("step_seconds", "Duration of a step on the device", self.step_seconds),
@@ -224,6 +245,8 @@ class Metrics(Collector):
             "max_total_num_tokens", "Tokens the KV cache can hold", (facts.pages - 1) * facts.page_size
         )
         yield self._gauge("page_size", "Tokens in one KV page", facts.page_size)
+        info = {(str(facts.page_size), str(facts.pages - 1)): 1}
+        yield self._gauge("cache_config_info", "The KV cache's shape", info, ["block_size", "num_gpu_blocks"])
         ledger = {(purpose,): size for purpose, size in facts.ledger.items()}
         yield self._gauge("memory_bytes", "Memory by purpose", ledger, ["purpose"])
         phases = {(phase,): seconds for phase, seconds in self._startup.items()}
@@ -253,6 +276,7 @@ class Metrics(Collector):
         )
         yield self._counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens", stats.output_tokens)
+        yield self._counter("query_tokens", "Prompt tokens looked up in the prefix cache", stats.query_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
         yield self._counter("steps", "Model steps", stats.steps)

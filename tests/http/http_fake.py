@@ -31,6 +31,9 @@ class FakeTokenizer:
     """Bytes are ids 0-255; ids 256-509 are whole words, which only the model writes."""
 
     vocab_size = 512
+    special_tokens = {"eos_token": "<eos>", "bos_token": "<bos>"}
+    chat_template = "{{ messages }}"
+    adds_bos = True
     special_ids = frozenset({BOS, EOS})
     decoding = SimpleNamespace(kind="bytes")
 
@@ -85,6 +88,7 @@ class FakeIngress:
         self.pace = pace
         self.manual = manual
         self.flushable = True
+        self.paused = False
         self.jobs: list[Job] = []
         self.cancels: list[tuple[str, str]] = []
         self.open_jobs: dict[str, tuple[Job, Any]] = {}
@@ -145,7 +149,10 @@ class FakeIngress:
         return self.flushable
 
     async def control(self, command: Control) -> Any:
-        return None
+        return {"verb": command.verb, **command.args}
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
 
     async def _run(self, job: Job) -> None:
         await asyncio.sleep(0)

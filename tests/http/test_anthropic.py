@@ -124,7 +124,7 @@ async def test_an_answer_ends_with_the_context(serve: Serve) -> None:
 
 
 async def test_errors(serve: Serve) -> None:
-    site = await serve(api_key="secret")
+    site = await serve(api_key=["secret"])
     async with make_client(site, "secret") as client, make_client(site, "wrong") as stranger:
         assert await client.messages.create(model="fake", messages=USER, max_tokens=1)
         with pytest.raises(anthropic.AuthenticationError) as refused:

@@ -34,7 +34,7 @@ async def test_health(site: Site) -> None:
 
 
 async def test_facts(serve: Serve) -> None:
-    site = await serve(api_key="secret", key="secret")
+    site = await serve(api_key=["secret"], key="secret")
     site.http.headers["Authorization"] = "Bearer secret"
     assert (await site.get("/version"))[1] == {"version": __version__}
     assert (await site.get("/get_model_info"))[1]["is_generation"] is True

@@ -250,7 +250,7 @@ async def test_request_ids(site: Site) -> None:
 
 
 async def test_authorization(serve: Serve) -> None:
-    site = await serve(key="secret", api_key="secret")
+    site = await serve(key="secret", api_key=["secret"])
     assert (await site.client.models.list()).data[0].id == "fake"
     for header in (
         {},

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-
 from server_process import ServerProcess, serving
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True, "temperature": 0}

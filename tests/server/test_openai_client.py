@@ -7,9 +7,9 @@ from pathlib import Path
 
 import openai
 import pytest
+from server_process import ServerProcess, serving
 
 from sgla import Engine, SamplingParams
-from server_process import ServerProcess, serving
 
 MESSAGES = [{"role": "user", "content": "Hello there, how are you?"}]
 

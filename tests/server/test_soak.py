@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-
 from server_process import ServerProcess, serving
 
 BAD = [

@@ -1,0 +1,67 @@
+"""Routes that change what the server does: aborts, the cache, pauses, profiles."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from sgla.errors import InvalidField
+from sgla.http.errors import Busy
+from sgla.http.intake import intake, optional_intake
+from sgla.http.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
+from sgla.http.server import SERVER
+from sgla.http.wire import json_response
+from sgla.messages import Control
+
+ABORT = Schema(AbortRequest)
+PAUSE = Schema(PauseRequest)
+PROFILE = Schema(ProfileRequest)
+KEEPING = ("in_place", "keep")  # SGLang's and vLLM's word
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    if not await request.app[SERVER].ingress.flush_cache():
+        raise Busy("requests are running, so the cache was not flushed; try again when they are done")
+    return json_response({"success": True, "message": "the prefix cache is empty"})
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI)."""
+    fields = await intake(request, ABORT)
+    if not fields.rid and not fields.abort_all:
+        raise InvalidField("give rid, or abort_all: true", param="rid")
+    aborted = request.app[SERVER].abort(None if fields.abort_all else fields.rid)
+    return json_response({"success": True, "aborted": aborted})
+
+
+async def pause(request: web.Request) -> web.Response:
+    """Stop generating. Running requests are aborted, or wait with ``mode: in_place``; new ones wait in any case."""
+    server = request.app[SERVER]
+    fields = await optional_intake(request, PAUSE)
+    mode = fields.mode or request.query.get("mode") or "abort"
+    if mode not in ("abort", *KEEPING):
+        raise unsupported("mode", f" as {mode[:40]!r}: it is abort or in_place")
+    aborted = 0 if mode in KEEPING else server.abort(None)
+    server.ingress.pause(True)
+    return json_response({"status": "paused", "success": True, "aborted": aborted})
+
+
+async def resume(request: web.Request) -> web.Response:
+    request.app[SERVER].ingress.pause(False)
+    return json_response({"status": "running", "success": True})
+
+
+async def is_paused(request: web.Request) -> web.Response:
+    return json_response({"is_paused": request.app[SERVER].ingress.paused})
+
+
+async def start_profile(request: web.Request) -> web.Response:
+    """Record what the workers do, until ``/stop_profile``. The traces go to a folder that the server's owner chose."""
+    server = request.app[SERVER]
+    await optional_intake(request, PROFILE)
+    command = Control(verb="profile_start", args={"folder": server.config.profile_folder})
+    return json_response(await server.ingress.control(command))
+
+
+async def stop_profile(request: web.Request) -> web.Response:
+    """Write the traces."""
+    return json_response(await request.app[SERVER].ingress.control(Control(verb="profile_stop")))

@@ -1,0 +1,56 @@
+"""Our metrics under the names and labels that dashboards of SGLang and vLLM read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
+
+OURS = "sgla:"
+# SGLang has ours under its own prefix.
+VLLM = {
+    "num_running_reqs": "num_requests_running",
+    "num_queue_reqs": "num_requests_waiting",
+    "token_usage": "kv_cache_usage_perc",
+    "cache_config_info": "cache_config_info",
+    "query_tokens": "prefix_cache_queries",
+    "cached_tokens": "prefix_cache_hits",
+    "num_retracted_requests": "num_preemptions",
+    "rejected_requests": "admission_rejections",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "prompt_tokens_histogram": "request_prompt_tokens",
+    "generation_tokens_histogram": "request_generation_tokens",
+    "num_requests": "request_success",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "queue_time_seconds": "request_queue_time_seconds",
+    "prefill_time_seconds": "request_prefill_time_seconds",
+    "decode_time_seconds": "request_decode_time_seconds",
+}
+LABELS = {
+    "sglang": {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"},
+    "vllm": {"engine": "0"},
+}
+RELABELLED = {"vllm": {"finish_reason": "finished_reason"}, "sglang": {}}
+
+
+def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
+    """Copies of the families that ``server`` (sglang or vllm) has, under its names and with its labels, too."""
+    for family in families:
+        ours = family.name.removeprefix(OURS)
+        name = VLLM.get(ours) if server == "vllm" else ours
+        if name is not None:
+            yield renamed(family, f"{server}:{name}", LABELS[server], RELABELLED[server])
+
+
+def renamed(family: Metric, name: str, labels: dict[str, str], relabelled: dict[str, str]) -> Metric:
+    copy = Metric(name, family.documentation, family.type)
+    for sample in family.samples:
+        own = {relabelled.get(label, label): value for label, value in sample.labels.items()}
+        suffix = sample.name.removeprefix(family.name)
+        copy.samples.append(Sample(name + suffix, own | labels, sample.value))
+    return copy

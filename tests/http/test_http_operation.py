@@ -1,0 +1,191 @@
+"""Keys, pauses, profiles, load, logs and other servers' metrics."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from http_site import Serve, Site
+from prometheus_client.parser import text_string_to_metric_families
+
+from sgla.http.middleware import ADMIN
+from sgla.messages import Facts
+from sgla.observe.log import JsonFormatter
+from sgla.observe.metrics import Metrics
+from sgla.sched.stats import Finished, Stats
+
+
+def bearer(key: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {key}"}}
+
+
+async def test_several_keys(serve: Serve) -> None:
+    site = await serve(api_key=["one", "two"])
+    for key, status in (("one", 200), ("two", 200), ("three", 401), ("", 401), ("one,two", 401)):
+        assert (await site.get("/v1/models", **bearer(key)))[0] == status
+        assert (await site.post("/pause", b"", **bearer(key)))[0] == status
+    assert (await site.get("/v1/models", headers={"x-api-key": "two"}))[0] == 200
+
+
+async def test_admin_keys(serve: Serve) -> None:
+    site = await serve(api_key=["user"], admin_api_key=["root"])
+    for key, user_status, admin_status in (("user", 200, 401), ("root", 200, 200), ("none", 401, 401)):
+        assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
+        for route in sorted(ADMIN):
+            body = {"abort_all": True} if route == "abort_request" else {}
+            assert (await site.post(f"/{route}", body, **bearer(key)))[0] == admin_status
+    open_site = await serve(admin_api_key=["root"])
+    assert (await open_site.get("/v1/models"))[0] == 200
+    assert (await open_site.post("/flush_cache", b""))[0] == 401
+
+
+async def test_pause_and_continue(site: Site) -> None:
+    site.ingress.manual = True
+    request = site.http.post("/generate", json={"text": "x"})
+    running = await_task(request)
+    while not site.ingress.open_jobs:
+        await site.get("/health")
+    for path, body in (("/pause_generation", {"mode": "in_place"}), ("/pause?mode=keep", {})):
+        assert (await site.post(path, body))[0] == 200
+        assert (await site.get("/is_paused"))[1] == {"is_paused": True}
+        assert len(site.ingress.open_jobs) == 1
+    assert (await site.post("/pause_generation", {"mode": "retract"}))[0] == 400
+    assert (await site.post("/pause_generation", b""))[1]["aborted"] == 1
+    assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await site.post("/continue_generation", b""))[0] == 200
+    assert (await site.get("/is_paused"))[1] == {"is_paused": False}
+
+
+def await_task(request: Any) -> Any:
+    import asyncio
+
+    async def answer() -> Any:
+        async with request as response:
+            return await response.json()
+
+    return asyncio.ensure_future(answer())
+
+
+async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
+    site = await serve(profile_folder="traces")
+    async with site.http.post("/start_profile", json={"output_dir": "/etc"}) as response:
+        assert await response.json() == {"verb": "profile_start", "folder": "traces"}
+        assert response.headers["x-ignored-fields"] == "output_dir"
+    assert (await site.post("/stop_profile", b""))[1] == {"verb": "profile_stop"}
+
+
+async def test_load(site: Site) -> None:
+    assert (await site.get("/load"))[1] == {
+        "server_load": 0,
+        "running": 0,
+        "waiting": 0,
+        "kv_usage": 16 / 256,
+    }
+    (entry,) = (await site.get("/get_load"))[1]
+    assert entry == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 256}
+
+
+async def test_tokenizer_info(site: Site) -> None:
+    info = (await site.get("/tokenizer_info"))[1]
+    assert (info["eos_token"], info["bos_token"], info["pad_token"]) == ("<eos>", "<bos>", None)
+    assert info["chat_template"] == "{{ messages }}"
+
+
+async def test_the_access_log_as_json(serve: Serve) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("sgla.http.app")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        site = await serve(log_requests=True)
+        async with site.http.get("/v1/models/nothing", headers={"X-Request-Id": "abc"}) as response:
+            assert response.status == 404
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    (line,) = map(json.loads, stream.getvalue().splitlines())
+    assert {name: line[name] for name in ("level", "logger", "method", "route", "status", "request_id")} == {
+        "level": "info",
+        "logger": "sgla.http.app",
+        "method": "GET",
+        "route": "/v1/models/{id}",
+        "status": 404,
+        "request_id": "abc",
+    }
+    assert line["time"].endswith("Z")
+
+
+def test_a_traceback_stays_in_its_json_line() -> None:
+    try:
+        raise ValueError("a\nb")
+    except ValueError as error:
+        record = logging.LogRecord("sgla.x", logging.ERROR, "", 1, "it %s", ("broke\n",), None)
+        record.exc_info = (ValueError, error, error.__traceback__)
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert (line["message"], line["level"]) == ("it broke\n", "error")
+    assert "ValueError: a\nb" in line["exception"]
+
+
+# names that the dashboards of the two servers read
+SGLANG = """num_running_reqs num_queue_reqs token_usage num_used_tokens kv_available_tokens max_total_num_tokens page_size
+cache_hit_rate cached_tokens_total gen_throughput prompt_tokens_total generation_tokens_total
+prompt_tokens_histogram_bucket generation_tokens_histogram_bucket time_to_first_token_seconds_bucket
+inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket queue_time_seconds_bucket num_requests_total
+num_aborted_requests_total num_retracted_requests_total http_responses_total http_requests_total
+http_requests_active startup_time_seconds"""
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prefix_cache_hits_total
+prefix_cache_queries_total prompt_tokens_total generation_tokens_total request_prompt_tokens_bucket
+request_generation_tokens_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
+request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_success_total
+num_preemptions_total admission_rejections_total"""
+
+
+@pytest.mark.parametrize(
+    ("server", "names", "labels"),
+    [("sglang", SGLANG, {"tp_rank": "0"}), ("vllm", VLLM, {"engine": "0"})],
+)
+def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) -> None:
+    metrics = Metrics("m", server)
+    facts = {"context_len": 10, "vocab_size": 10, "step_tokens": 10, "dtype": "f", "device": "cpu"}
+    metrics.started(Facts(pages=5, page_size=16, slots=2, **facts), {"load": 1.0})
+    metrics.gauges(Stats(running=2, waiting=3, query_tokens=8, hit_tokens=4), now=0.0)
+    metrics.http_started("GET", "/x")
+    metrics.http_finished(200)
+    metrics.finished(
+        Finished(
+            rid="r",
+            reason="stop",
+            arrival=0.0,
+            scheduled=1.0,
+            first_token=2.0,
+            finished=5.0,
+            prompt_tokens=8,
+            output_tokens=4,
+            cached_tokens=2,
+            preemptions=0,
+        )
+    )
+    samples = [
+        sample
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if sample.name.startswith(f"{server}:")
+    ]
+    assert {sample.name.removeprefix(f"{server}:") for sample in samples} >= set(names.split())
+    assert all(
+        sample.labels["model_name"] == "m" and labels.items() <= sample.labels.items() for sample in samples
+    )
+    values = {sample.name: sample.value for sample in samples}
+    if server == "vllm":
+        assert (values["vllm:num_requests_running"], values["vllm:prefix_cache_hits_total"]) == (2, 4)
+        assert values["vllm:request_time_per_output_token_seconds_sum"] == 1.0
+        success = [sample for sample in samples if sample.name == "vllm:request_success_total"]
+        assert {sample.labels["finished_reason"]: sample.value for sample in success}["stop"] == 1

@@ -1,0 +1,91 @@
+"""A real server process behind TLS; pauses and profiles of a real engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess, serving
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("profile")
+    with serving("--model", str(tiny_model), "--profile-folder", str(folder)) as process:
+        yield process
+
+
+def test_a_paused_server_goes_on_where_it_was(server: ServerProcess) -> None:
+    body = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    expected = server.request("POST", "/v1/completions", body)[1]["choices"][0]["text"]
+    answers: list[tuple[int, Any]] = []
+    long = {**body, "max_tokens": 400}
+    running = threading.Thread(target=lambda: answers.append(server.request("POST", "/v1/completions", long)))
+    running.start()
+    while server.metric("sgla:num_running_reqs") == 0:
+        time.sleep(0.005)
+    assert server.request("POST", "/pause_generation", {"mode": "in_place"})[0] == 200
+    time.sleep(0.2)
+    steps = server.metric("sgla:steps_total")
+    waiting = threading.Thread(target=lambda: answers.append(server.request("POST", "/v1/completions", body)))
+    waiting.start()
+    time.sleep(0.3)
+    assert server.metric("sgla:steps_total") == steps
+    assert answers == []
+    assert server.request("POST", "/continue_generation")[0] == 200
+    running.join(30)
+    waiting.join(30)
+    assert [status for status, _ in answers] == [200, 200]
+    assert all(answer["choices"][0]["text"].startswith(expected) for _, answer in answers)
+
+
+def test_a_profile_is_written(server: ServerProcess) -> None:
+    status, started = server.request("POST", "/start_profile", {})
+    assert status == 200, started
+    assert server.request("POST", "/start_profile", {})[0] == 400
+    assert server.request("POST", "/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
+    status, stopped = server.request("POST", "/stop_profile")
+    assert status == 200
+    assert "traceEvents" in json.loads(Path(stopped["ranks"][0]["file"]).read_text())
+    assert server.request("POST", "/stop_profile")[0] == 400
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_tls_and_json_logs(tiny_model: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+    process = ServerProcess(
+        *("--model", str(tiny_model), "--executor", "fake", "--log-format", "json", "--log-requests"),
+        *("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)),
+    )
+    try:
+        url = listening(process)
+        assert url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(certificate))
+        with urllib.request.urlopen(f"{url}/health/live", context=context, timeout=10) as response:
+            assert response.status == 200
+    finally:
+        process.stop()
+    lines = [json.loads(line) for line in process.lines if line.startswith("{")]
+    assert any(line.get("route") == "/health/live" and line["status"] == 200 for line in lines)
+
+
+def listening(process: ServerProcess) -> str:
+    for _ in range(300):
+        for line in process.lines:
+            if "listening on " in line:
+                return line.split("listening on ")[1].split()[0]
+        assert process.process.poll() is None, process.output
+        time.sleep(0.1)
+    raise AssertionError(process.output)
