@@ -12,6 +12,23 @@ from typing import Any
 import msgspec
 
 
+class Grammar(msgspec.Struct, kw_only=True, frozen=True):
+    """What an output must look like. ``kind`` says what ``text`` is:
+
+    ``json_schema`` a JSON Schema; ``json_object`` nothing; ``regex`` a regular expression for the whole output; ``choice``
+    a JSON list of strings; ``ebnf`` GBNF (``root ::= ...``) or Lark (``start: ...``); ``structural_tag`` the JSON object of
+    that ``type``. ``after``: the output is free until this text has been generated. ``whitespace``: a regular expression
+    for the space between JSON tokens ("" for none; None: up to ``grammar.source.SPACE``). ``param`` is the request field
+    that errors name.
+    """
+
+    kind: str
+    text: str = ""
+    after: str = ""
+    whitespace: str | None = None
+    param: str = "response_format"
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
@@ -41,6 +58,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    grammar: Grammar | None = None
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -111,6 +129,8 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     logit_bias: list[tuple[int, float]] = []
     logprobs: int = -1  # -1 off, 0 chosen only, k top alternatives
     prompt_logprobs: int = -1
+    grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of
+    grammar_after: str = ""  # Grammar.after
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -176,6 +196,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     seconds: float = 0.0  # duration of the step on the device
     gap: float = 0.0  # idle time of the worker before this step, waiting for a plan
     error: str | None = None  # the step failed; fatal to the worker
+    failed: list[tuple[int, str]] = []  # (i, why): the i-th SAMPLE row cannot go on; its token means nothing
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -253,7 +274,10 @@ class Rejected(msgspec.Struct, kw_only=True):
 
 
 class Control(msgspec.Struct, kw_only=True):
-    """Executor control command, out of the step path; answered. ``verb``: memory | profile_start | profile_stop."""
+    """Executor control command, out of the step path; answered.
+
+    ``verb``: memory | profile_start | profile_stop | vocabulary | grammar (the last two: see ``grammar/matcher.py``).
+    """
 
     verb: str
     args: dict[str, Any] = {}
@@ -273,6 +297,7 @@ class Facts(msgspec.Struct, kw_only=True):
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why
+    grammars: bool = False  # the sampler honours RowSampling.grammar
 
 
 class Progress(msgspec.Struct, kw_only=True):

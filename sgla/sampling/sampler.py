@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sgla.grammar.matcher import Matchers, MatchFailed
 from sgla.messages import LogprobBlock, RowSampling
 from sgla.sampling.draw import Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
@@ -18,6 +19,7 @@ COLD = 1e-5  # temperatures below are greedy
 class Samples(NamedTuple):
     tokens: NDArray[np.int32]  # [S]
     logprobs: list[LogprobBlock]
+    failed: list[tuple[int, str]]  # StepResult.failed
 
 
 class Choice(NamedTuple):
@@ -30,9 +32,13 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """``tokens`` int32[slots, context + 1] is the worker's token table: read by the rules, written by ``sample``."""
+    """``tokens`` int32[slots, context + 1] is the worker's token table: read by the rules, written by ``sample``.
 
-    def __init__(self, tokens: NDArray[np.int32], vocab_size: int) -> None:
+    ``matchers``: None on ranks that do not sample.
+    """
+
+    def __init__(self, tokens: NDArray[np.int32], vocab_size: int, matchers: Matchers | None = None) -> None:
+        self._matchers = matchers
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._choices: list[Choice | None] = [None] * len(tokens)
@@ -41,6 +47,8 @@ class Sampler:
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
         """A request takes ``slot``; whatever the slot had is forgotten."""
         rules = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab_size)
+        if sampling.grammar and self._matchers is not None:
+            rules.append(self._matchers.constraint(self._tokens[slot], prompt_len, sampling))
         shape = None
         if sampling.temperature >= COLD:
             shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -59,14 +67,19 @@ class Sampler:
         ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry.
         """
         blocks: list[LogprobBlock] = []
+        failed: list[tuple[int, str]] = []
         if self.plain(slots):
             chosen = logits.argmax(-1).astype(np.int32)
         else:
             chosen = np.empty(len(slots), np.int32)
             for i, (row, slot, position) in enumerate(zip(rows.tolist(), slots.tolist(), positions.tolist())):
-                chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
+                try:
+                    chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
+                except MatchFailed as error:
+                    chosen[i] = 0
+                    failed.append((i, str(error)))
         self._tokens[slots, positions] = chosen
-        return Samples(chosen, blocks)
+        return Samples(chosen, blocks, failed)
 
     def _sample_row(
         self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]

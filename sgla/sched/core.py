@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from msgspec.structs import replace
 
-from sgla.errors import ContextTooLong, DeadlineExceeded, InvalidField, Overloaded, SglaError
+from sgla.errors import BadRequest, ContextTooLong, DeadlineExceeded, InvalidField, Overloaded, SglaError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel
 from sgla.sched.limits import Limits
@@ -407,6 +407,7 @@ class Core:
             collect_prompt(step.rows, result.logprobs)
         deltas: list[Delta] = []
         ended: list[Request] = []
+        broken = self._fail(step, result) if result.failed else []
         tokens = array("i", result.tokens)
         assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
         for request, token in zip(step.samples, tokens):
@@ -429,6 +430,7 @@ class Core:
         self._ledger.counts.output_tokens += len(deltas)
         if result.logprobs:
             attach(step.rows, result.logprobs, deltas)
+        deltas += broken
         for request in step.ends:
             if request.finish is None:
                 delta = Delta(rid=request.rid, finish="length")
@@ -437,6 +439,17 @@ class Core:
                 request.finish = "length"
                 ended.append(request)
         self._conclude(ended, step.number)
+        return deltas
+
+    def _fail(self, step: Step, result: StepResult) -> list[Delta]:
+        """End the requests that the worker could not go on with."""
+        deltas = []
+        for index, why in result.failed:
+            request = step.samples[index]
+            if request.finish is None:
+                self._end(request, "error")
+                error = BadRequest(why).rejected(request.submit.parent)
+                deltas.append(Delta(rid=request.rid, finish="error", error=error))
         return deltas
 
     def _first(self, request: Request, delta: Delta) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Protocol
 
-from sgla.errors import BadRequest, ContextTooLong, InvalidField
-from sgla.messages import Job, RowSampling, SamplingParams, Submit
+from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
+from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 
@@ -26,18 +27,25 @@ class Preparer:
     """Callable on a Job, in any thread. Raises BadRequest and its kinds."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, rng: random.Random
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: Limits,
+        rng: random.Random,
+        compile_grammar: Callable[[Grammar], str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
         self.rng = rng
+        self.compile_grammar = compile_grammar
 
     def __call__(self, job: Job) -> list[Submit]:
         tokens = self.tokens(job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         stop_ids = self._stop_ids(job.sampling)
         self._check_bias(job.sampling)
+        source = self._grammar(job.sampling.grammar)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
         return [
             Submit(
@@ -47,7 +55,7 @@ class Preparer:
                 tokens=tokens,
                 max_new=max_new,
                 stop_ids=stop_ids,
-                sampling=row_sampling(job.sampling, choice_seed(seed, choice), stop_ids),
+                sampling=row_sampling(job.sampling, choice_seed(seed, choice), stop_ids, source),
                 priority=job.priority,
                 deadline=job.deadline,
                 namespace=job.namespace,
@@ -126,10 +134,19 @@ class Preparer:
                     f"stop_token_ids: {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
                     param="stop_token_ids",
                 )
-        ends = frozenset() if sampling.ignore_eos else self.tokenizer.eos_ids
+        # At the end of a grammar nothing but an end is left.
+        ignored = sampling.ignore_eos and sampling.grammar is None
+        ends = frozenset() if ignored else self.tokenizer.eos_ids
         return frozenset(token for token in ends if token < self.limits.vocab_size).union(
             sampling.stop_token_ids
         )
+
+    def _grammar(self, grammar: Grammar | None) -> str:
+        if grammar is None:
+            return ""
+        if self.compile_grammar is None:
+            raise UnsupportedField(f"{grammar.param} is not supported on this device", param=grammar.param)
+        return self.compile_grammar(grammar)
 
     def _check_bias(self, sampling: SamplingParams) -> None:
         for token in sampling.logit_bias:
@@ -147,8 +164,10 @@ def prepare(
     return Preparer(tokenizer, template, limits, rng)(job)
 
 
-def row_sampling(sampling: SamplingParams, seed: int, stop_ids: frozenset[int]) -> RowSampling:
-    """What the worker needs of ``sampling``."""
+def row_sampling(
+    sampling: SamplingParams, seed: int, stop_ids: frozenset[int], grammar: str = ""
+) -> RowSampling:
+    """What the worker needs of ``sampling``; ``grammar`` is its compiled one."""
     return RowSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -163,6 +182,8 @@ def row_sampling(sampling: SamplingParams, seed: int, stop_ids: frozenset[int]) 
         logit_bias=sorted(sampling.logit_bias.items()),
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+        grammar=grammar,
+        grammar_after=sampling.grammar.after if sampling.grammar else "",
     )
 
 

@@ -15,6 +15,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.dist import Shard, join
 from sgla.errors import UnsupportedField
+from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.program import Limits
 from sgla.layers.linear import split_heads
@@ -22,7 +23,6 @@ from sgla.messages import (
     SAMPLE,
     Control,
     Facts,
-    LogprobBlock,
     NewRow,
     Progress,
     RowSampling,
@@ -32,7 +32,7 @@ from sgla.messages import (
 from sgla.model.base import KVSpec
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
-from sgla.sampling import Sampler
+from sgla.sampling import Sampler, Samples
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.worker.batch import Columns, Wanted, build, cut, read
@@ -40,7 +40,7 @@ from sgla.worker.forward import describe, make_forward
 from sgla.worker.kv import allocate_kv
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv, weight_bytes
 from sgla.worker.profile import Profiler
-from sgla.worker.state import Int32s, SlotTables
+from sgla.worker.state import SlotTables
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
@@ -94,7 +94,8 @@ class Runner:
         limits = Limits(step_tokens, self._most_logits)
         self._forward = make_forward(self.model, self.kv, limits, self._threads, config.native_kernels)
         self.tables = SlotTables(slots, size.context_len, config.page_size)
-        self.sampler = Sampler(self.tables.tokens, spec.vocab)
+        self.matchers = Matchers() if self.shard.rank == 0 else None
+        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers)
         self.facts = Facts(
             pages=size.pages,
             page_size=config.page_size,
@@ -106,6 +107,7 @@ class Runner:
             device="cpu",
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (describe(config.native_kernels), size.note) if note],
+            grammars=True,
         )
 
     @torch.inference_mode()
@@ -117,23 +119,27 @@ class Runner:
         columns, wanted = read(plan, self.tables)
         parts = cut(columns, self._most_logits)
         if len(parts) == 1 and not wanted.prompt_spans:
-            tokens, blocks = self._sample(self._forward(build(columns, self.tables)), wanted)
+            samples = self._sample(self._forward(build(columns, self.tables)), wanted)
         else:
-            tokens, blocks = self._score_and_sample(parts, wanted)
-        return StepResult(step=plan.step, tokens=tokens.tobytes(), logprobs=blocks)
+            samples = self._score_and_sample(parts, wanted)
+        return StepResult(
+            step=plan.step,
+            tokens=samples.tokens.tobytes(),
+            logprobs=samples.logprobs,
+            failed=samples.failed,
+        )
 
-    def _sample(self, logits: torch.Tensor, wanted: Wanted) -> tuple[Int32s, list[LogprobBlock]]:
+    def _sample(self, logits: torch.Tensor, wanted: Wanted) -> Samples:
         """The next token of each sampled row, in the token table of every rank."""
-        tokens = np.empty(len(wanted.rows), np.int32)
-        blocks: list[LogprobBlock] = []
-        if self.shard.rank == 0 and len(tokens):
-            tokens, blocks = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions)
-        if len(tokens):
-            self.shard.broadcast(torch.from_numpy(tokens))
-            self.tables.tokens[wanted.slots, wanted.positions] = tokens
-        return tokens, blocks
+        samples = Samples(np.empty(len(wanted.rows), np.int32), [], [])
+        if self.shard.rank == 0 and len(samples.tokens):
+            samples = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions)
+        if len(samples.tokens):
+            self.shard.broadcast(torch.from_numpy(samples.tokens))
+            self.tables.tokens[wanted.slots, wanted.positions] = samples.tokens
+        return samples
 
-    def _score_and_sample(self, parts: list[Columns], wanted: Wanted) -> tuple[Int32s, list[LogprobBlock]]:
+    def _score_and_sample(self, parts: list[Columns], wanted: Wanted) -> Samples:
         """A step with prompt logprobs, in parts, so that few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
         rows: list[torch.Tensor] = []
@@ -151,11 +157,11 @@ class Runner:
                     targets = self.tables.tokens[span.slot, start : start + len(inside)]
                     k = int(self.tables.prompt_logprobs[span.slot])
                     found.append(score(logits.numpy()[inside[0] : inside[-1] + 1], targets, k))
-        chosen, blocks = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
+        samples = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = [
             join_scores(f).block(s.row, True, s.start) for s, f in zip(wanted.prompt_spans, scores) if f
         ]
-        return chosen, prompts + blocks
+        return samples._replace(logprobs=prompts + samples.logprobs)
 
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""
@@ -164,7 +170,10 @@ class Runner:
         self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
 
     def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder``; ``profile_stop``. Raises UnsupportedField, InvalidField."""
+        """Verbs: ``memory``; ``profile_start`` with ``folder``; ``profile_stop``; those of ``grammar/matcher.py``.
+
+        Raises UnsupportedField, InvalidField.
+        """
         match command.verb:
             case "memory":
                 return {"ledger": self.facts.ledger | resident_bytes()}
@@ -172,6 +181,8 @@ class Runner:
                 return self._profiler.start(str(command.args.get("folder", "profile")))
             case "profile_stop":
                 return self._profiler.stop()
+            case "vocabulary" | "grammar":
+                return self.matchers.control(command.verb, command.args) if self.matchers else {}
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
 
 

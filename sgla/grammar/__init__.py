@@ -1,0 +1,1 @@
+"""Output that has to fit a grammar: compiled before admission, matched beside the sampler."""

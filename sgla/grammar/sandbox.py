@@ -1,0 +1,140 @@
+"""The compiler's process: what users send is compiled here first, where it may crash, swell or never end.
+
+``python -m sgla.grammar.sandbox VOCABULARY`` reads records from stdin (uint32 length, msgpack ``Ask``) and answers each on
+stdout (the same, ``Answer``). The first record, without being asked, is an Answer that says it is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from sgla.grammar.errors import GrammarError
+from sgla.grammar.llg import load_tokenizer, make_matcher
+from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
+from sgla.grammar.source import explain, source_of
+from sgla.messages import Grammar
+
+STACK = 2 << 20  # a grammar that compiles on this stack does so in a worker, whose threads have more
+MEMORY = 512 << 20  # bytes that compiling may need
+SECONDS = 3.0  # of CPU time for a grammar
+STEP_SECONDS = 0.1  # of CPU time for one token of it
+WALK = 32  # tokens tried
+
+
+def main() -> None:
+    # The terminal and service managers signal the whole group; this process ends with its stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    vocabulary = Vocabulary.read(Path(sys.argv[1]))
+    tokenizer, special = load_tokenizer(vocabulary), vocabulary.named()
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + STACK + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK)
+    worker = threading.Thread(target=serve, args=(tokenizer, special, sys.stdin.buffer, sys.stdout.buffer))
+    worker.start()
+    worker.join()
+
+
+def serve(tokenizer: LLTokenizer, special: dict[str, int], asks: BinaryIO, answers: BinaryIO) -> None:
+    decode, encode = msgspec.msgpack.Decoder(Ask).decode, msgspec.msgpack.encode
+    answer = Answer()
+    while True:
+        data = encode(answer)
+        answers.write(LENGTH.pack(len(data)) + data)
+        answers.flush()
+        head = asks.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return
+        ask = decode(asks.read(LENGTH.unpack(head)[0]))
+        signal.alarm(60)  # nobody is left to end this process if the server dies now
+        if ask.output is None:
+            answer = compile_grammar(tokenizer, special, ask.grammar)
+        else:
+            answer = Answer(fits=fits(ask.grammar, ask.output))
+        signal.alarm(0)
+
+
+def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:
+    try:
+        source = source_of(grammar, special)
+        begun = time.thread_time()
+        matcher = make_matcher(tokenizer, source)
+        if matcher.is_error():
+            raise explain(grammar, first_lines(matcher.get_error()))
+        mask = matcher.compute_bitmask()
+        seconds = time.thread_time() - begun
+        if matcher.is_error():
+            raise GrammarError(f"the grammar is too complex: {first_lines(matcher.get_error())}")
+        if seconds > SECONDS:
+            raise GrammarError(f"the grammar is too complex: it takes {seconds:.1f} s to compile")
+        if not any(mask):
+            raise GrammarError("no output fits the grammar")
+        walk(matcher)
+    except GrammarError as error:
+        return Answer(error=str(error), unsupported=error.unsupported)
+    except (ValueError, MemoryError) as error:
+        return Answer(error=str(error) or "the grammar is too large")
+    return Answer(source=source, seconds=seconds)
+
+
+def walk(matcher: LLMatcher) -> None:
+    """Generate a little at random. Raises GrammarError where a mask takes too long or cannot be had."""
+    rng = random.Random(0)
+    for _ in range(WALK):
+        begun = time.thread_time()
+        mask = matcher.compute_bitmask()
+        seconds = time.thread_time() - begun
+        if matcher.is_error():
+            raise GrammarError(f"the grammar is too complex: {first_lines(matcher.get_error())}")
+        if seconds > STEP_SECONDS:
+            raise GrammarError(f"the grammar is too complex: a token of it takes {seconds * 1000:.0f} ms")
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+        if matcher.is_stopped() or not len(allowed):
+            return
+        matcher.consume_token(int(allowed[rng.randrange(len(allowed))]))
+
+
+def first_lines(error: str) -> str:
+    return " ".join(error.split("<state>")[0].split())[:300]
+
+
+def fits(grammar: Grammar, output: str) -> bool | None:
+    """By an implementation that has nothing to do with the matcher."""
+    import jsonschema_rs
+
+    try:
+        document = msgspec.json.decode(output)
+    except msgspec.DecodeError:
+        return False
+    if grammar.kind == "json_object":
+        return isinstance(document, dict)
+    try:
+        validator = jsonschema_rs.validator_for(
+            msgspec.json.decode(grammar.text),
+            pattern_options=jsonschema_rs.RegexOptions(),  # the engine without backtracking
+            retriever=refuse,
+        )
+    except ValueError:  # a pattern or reference that it does not know
+        return None
+    return bool(validator.is_valid(document))
+
+
+def refuse(uri: str) -> None:
+    raise ValueError(f"{uri} is not part of the schema")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""JSON Schemas in the dialect of the matcher, which refuses what it cannot do instead of ignoring it.
+
+Keywords that it lacks are rewritten into those it has wherever that is exact, or leaves only a part of the valid documents.
+What remains is refused by name. (The other common matcher, xgrammar, takes nearly all of these keywords and ignores them,
+so it is no way out.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sgla.grammar.errors import GrammarError
+
+Json = Any
+Object = dict[str, Any]
+
+ONE = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+COUNTS = (
+    "maxContains",
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "minContains",
+    "minItems",
+    "minLength",
+    "minProperties",
+)
+IN_PLACE = ("$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf")
+TYPES = ("array", "boolean", "null", "number", "object", "string")
+ANYTHING: tuple[Json, ...] = (True, {})
+
+# Formats of OpenAPI and of schema generators that say what a value means, not what it looks like.
+MEANINGS = frozenset(
+    [
+        "base64url",
+        "binary",
+        "byte",
+        "color",
+        "decimal",
+        "directory-path",
+        "double",
+        "file-path",
+        "float",
+        "json",
+        "json-string",
+        "new-path",
+        "password",
+        "path",
+        "phone",
+    ]
+)
+BITS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
+# A narrower format that exists, for one that does not.
+NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
+_URI = r"[A-Za-z0-9._~!$&'()*+,;=:@%-]"
+PATTERNS = {
+    "iri-reference": rf"^(//)?{_URI}*(/{_URI}*)*(\?({_URI}|[/?])*)?(#({_URI}|[/?])*)?$",
+    "json-pointer": "^(/([^/~]|~[01])*)*$",
+    "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
+}
+PATTERNS["uri-reference"] = PATTERNS["iri-reference"].replace("@%-]", "@-]")
+
+
+def adapt(schema: Json) -> Json:
+    """An equivalent schema that the matcher can honour, as far as there is one. Raises GrammarError."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        raise GrammarError(f"a JSON schema is an object or a boolean, got {json.dumps(schema)[:40]}")
+    out = {key: _inside(key, value) for key, value in schema.items()}
+    for rule in RULES:
+        rule(out)
+    return out
+
+
+def object_schema(schema: Json) -> Object:
+    """The same as an object. Raises GrammarError for the schema that nothing fits."""
+    if schema is False:
+        raise GrammarError("no document fits the schema false")
+    return {} if schema is True else schema
+
+
+def _inside(key: str, value: Json) -> Json:
+    if key in ONE:
+        return [adapt(item) for item in value] if isinstance(value, list) else adapt(value)
+    if key in MAPS and isinstance(value, dict):
+        return {name: adapt(item) for name, item in value.items()}
+    if key in LISTS and isinstance(value, list):
+        return [adapt(item) for item in value]
+    if key in COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def where(schema: Json, keyword: str, path: str = "") -> str | None:
+    """JSON pointer of the first schema that has ``keyword``; None if none has."""
+    if not isinstance(schema, dict):
+        return None
+    if keyword in schema:
+        return path or "/"
+    for step, item in _children(schema):
+        found = where(item, keyword, f"{path}/{step}")
+        if found is not None:
+            return found
+    return None
+
+
+def _children(schema: Object) -> Iterator[tuple[str, Json]]:
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, dict):
+            yield from ((f"{key}/{name}", item) for name, item in value.items())
+        elif key in (*ONE, *LISTS):
+            if isinstance(value, list):
+                yield from ((f"{key}/{i}", item) for i, item in enumerate(value))
+            else:
+                yield key, value
+
+
+def _also(schema: Object, *more: Json) -> None:
+    """Every one of ``more`` must hold, too."""
+    schema["allOf"] = [*schema.get("allOf", []), *more]
+
+
+def _is_object(schema: Object) -> bool:
+    return schema.get("type") in ("object", ["object"])
+
+
+def _absent(*names: str) -> Object:
+    return {"properties": dict.fromkeys(names, False)}
+
+
+# Rules: each changes the schema in place or leaves it alone. Subschemas are done. ------------------------------------
+
+
+def _drop_idle(schema: Object) -> None:
+    """Keywords that forbid nothing."""
+    if "if" in schema and not ("then" in schema or "else" in schema):
+        del schema["if"]
+    if "if" not in schema:
+        _drop(schema, "then", "else")
+    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
+        _drop(schema, "contains", "minContains", "maxContains")
+    few = schema.get("maxItems", 2)
+    if schema.get("uniqueItems") is False or (isinstance(few, int) and few <= 1):
+        _drop(schema, "uniqueItems")
+    for key in ("unevaluatedItems", "unevaluatedProperties", "propertyNames"):
+        if key in schema and schema[key] in ANYTHING:
+            del schema[key]
+    if schema.get("propertyNames") == {"type": "string"}:
+        del schema["propertyNames"]
+    for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+        if schema.get(key) == {}:
+            del schema[key]
+    if schema.get("not") is False:
+        del schema["not"]
+
+
+def _drop(schema: Object, *keys: str) -> None:
+    for key in keys:
+        schema.pop(key, None)
+
+
+def _close(schema: Object) -> None:
+    """Nothing beside these keywords evaluates anything: unevaluated is what is additional."""
+    if any(key in schema for key in IN_PLACE):
+        return
+    for unevaluated, additional in (
+        ("unevaluatedProperties", "additionalProperties"),
+        ("unevaluatedItems", "additionalItems" if isinstance(schema.get("items"), list) else "items"),
+    ):
+        if unevaluated in schema and not (unevaluated == "unevaluatedItems" and "contains" in schema):
+            value = schema.pop(unevaluated)
+            schema.setdefault(additional, value)
+
+
+def _split_dependencies(schema: Object) -> None:
+    """Draft 7's form of two keywords."""
+    dependencies = schema.pop("dependencies", None)
+    if not isinstance(dependencies, dict):
+        return
+    for name, value in dependencies.items():
+        key = "dependentRequired" if isinstance(value, list) else "dependentSchemas"
+        schema[key] = schema.get(key, {}) | {name: value if isinstance(value, list) else adapt(value)}
+
+
+def _depend(schema: Object) -> None:
+    """The property is absent, or what depends on it holds."""
+    if "$ref" in schema:
+        return
+    required = schema.get("required", [])
+    for name, others in schema.pop("dependentRequired", {}).items():
+        if name in required:
+            schema["required"] = required = list(dict.fromkeys([*required, *others]))
+        elif others:
+            _also(schema, {"anyOf": [_absent(name), {"required": [name, *others]}]})
+    for name, then in schema.pop("dependentSchemas", {}).items():
+        if name in required:
+            _also(schema, then)
+        else:
+            _also(schema, {"anyOf": [_absent(name), {"allOf": [{"required": [name]}, then]}]})
+
+
+def _decide(schema: Object) -> None:
+    """``if`` on one property whose values can be listed becomes a choice between two branches."""
+    condition = schema.get("if")
+    if condition in ANYTHING or condition is False:
+        branch = schema.get("then" if condition is not False else "else", True)
+        _drop(schema, "if", "then", "else")
+        return _also(schema, branch)
+    test = _test_of(condition) if isinstance(condition, dict) and _is_object(schema) else None
+    if test is None or "$ref" in schema:
+        return
+    name, hits, absent_hits = test
+    listed = _values(schema.get("properties", {}).get(name))
+    if listed is None:
+        return
+    hits, misses = [v for v in listed if v in hits], [v for v in listed if v not in hits]
+    then, other = schema.get("then", True), schema.get("else", True)
+    branches = [_branch(name, hits, then), _branch(name, misses, other)]
+    if name not in schema.get("required", []):
+        branches.append({"allOf": [_absent(name), then if absent_hits else other]})
+    _drop(schema, "if", "then", "else")
+    _also(schema, {"anyOf": [branch for branch in branches if branch is not None]})
+
+
+def _test_of(condition: Object) -> tuple[str, list[Json], bool] | None:
+    """Of ``{"properties": {name: const or enum}}``: the name, the values, and whether a document without it passes."""
+    properties = condition.get("properties")
+    if set(condition) - {"properties", "required", "type"} or not isinstance(properties, dict):
+        return None
+    if len(properties) != 1 or condition.get("type", "object") != "object":
+        return None
+    ((name, value),) = properties.items()
+    values = _values(value)
+    required = condition.get("required", [])
+    if values is None or len(value) != 1 or required not in ([], [name]):
+        return None
+    return name, values, not required
+
+
+def _values(schema: Json) -> list[Json] | None:
+    """The values that a schema lists; None if it does not. Numbers are left out: 1 is 1.0, and True in Python."""
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if schema.get("type") == "boolean" and values is None:
+        return [True, False]
+    if isinstance(values, list) and all(isinstance(v, (str, bool)) or v is None for v in values):
+        return values
+    return None
+
+
+def _branch(name: str, values: list[Json], rest: Json) -> Object | None:
+    if not values or rest is False:
+        return None
+    return {"allOf": [{"required": [name], "properties": {name: {"enum": values}}}, rest]}
+
+
+def _negate(schema: Object) -> None:
+    """``not`` of types, of one required property, of listed values, and of alternatives of these."""
+    wrong = schema.get("not")
+    if not isinstance(wrong, dict) or len(wrong) != 1 or "$ref" in schema:
+        return
+    ((key, value),) = wrong.items()
+    if key == "anyOf":
+        del schema["not"]
+        _also(schema, *(adapt({"not": item}) for item in value))
+    elif key == "required" and len(value) == 1:
+        del schema["not"]
+        _also(schema, {"type": "object"} | _absent(*value))
+    elif key == "type":
+        types = value if isinstance(value, list) else [value]
+        if "integer" not in types or "number" in types:
+            del schema["not"]
+            _also(schema, {"type": [t for t in TYPES if t not in types]})
+    elif key in ("const", "enum"):
+        wrongs, listed = _values(wrong), _values(schema)
+        if wrongs is not None and listed is not None:
+            _drop(schema, "not", "const")
+            schema["enum"] = [v for v in listed if v not in wrongs]
+
+
+def _name_properties(schema: Object) -> None:
+    """``propertyNames`` with a list of names or a pattern, where nothing else says which names there may be."""
+    names, more = schema.get("propertyNames"), schema.get("additionalProperties", True)
+    if not isinstance(names, dict) or "patternProperties" in schema or "$ref" in schema:
+        return
+    known = schema.get("properties", {})
+    listed = _values(names)
+    if listed is not None and not set(names) - {"const", "enum", "type"}:
+        allowed = {name: known.get(name, more) for name in listed if isinstance(name, str)}
+        schema["properties"] = allowed | {name: False for name in known if name not in allowed}
+    elif set(names) - {"type"} == {"pattern"} and (more in ANYTHING or not known):
+        pattern = names["pattern"]
+        wrong = {name: False for name in known if not re.search(pattern, name)}
+        schema["properties"] = known | wrong
+        schema["patternProperties"] = {pattern: more}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
+
+
+def _choose_one(schema: Object) -> None:
+    """``oneOf`` of single required properties: with one of them, the others are absent."""
+    branches = schema.get("oneOf")
+    if not isinstance(branches, list) or not branches or "anyOf" in schema:
+        return
+    if len(branches) == 1:
+        return _also(schema, schema.pop("oneOf")[0])
+    if not all(isinstance(b, dict) and set(b) == {"required"} and len(b["required"]) == 1 for b in branches):
+        return
+    names = [b["required"][0] for b in branches]
+    if len(set(names)) == len(names) and _is_object(schema):
+        del schema["oneOf"]
+        schema["anyOf"] = [{"required": [n]} | _absent(*(o for o in names if o != n)) for n in names]
+
+
+def _know_formats(schema: Object) -> None:
+    name = schema.get("format")
+    if not isinstance(name, str):
+        return
+    if name in MEANINGS or name in BITS:
+        del schema["format"]
+    if name in BITS:
+        bound = 2 ** (BITS[name] - 1)
+        _also(schema, {"minimum": -bound, "maximum": bound - 1})
+    elif name in NARROWER:
+        schema["format"] = NARROWER[name]
+    elif name in PATTERNS:
+        del schema["format"]
+        _also(schema, {"pattern": PATTERNS[name]})
+
+
+RULES: tuple[Callable[[Object], None], ...] = (
+    _drop_idle,
+    _close,
+    _split_dependencies,
+    _depend,
+    _decide,
+    _negate,
+    _name_properties,
+    _choose_one,
+    _know_formats,
+)

@@ -1,0 +1,114 @@
+"""``Grammar`` -> source: the text in llguidance's own format that workers make matchers of. Pure; may take long."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from sgla.grammar.errors import GrammarError
+from sgla.grammar.schema import adapt, object_schema, where
+from sgla.grammar.tags import tags_source
+from sgla.messages import Grammar
+
+SPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens: room for indentation, but no end of it for a model that has lost its way
+MAX_TEXT = 1 << 18  # characters of a grammar, as given and as compiled: a plan to the workers carries it
+MAX_CHOICES = 10_000
+
+_UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
+
+
+def source_of(grammar: Grammar, special: dict[str, int]) -> str:
+    """``special``: text -> id of the tokens that no text contains. Raises GrammarError.
+
+    Whether the source compiles is not checked for all kinds: ``explain`` tells the user what the compiler says.
+    """
+    if len(grammar.text) > MAX_TEXT:
+        raise GrammarError(f"the grammar has {len(grammar.text)} characters, the limit is {MAX_TEXT}")
+    try:
+        source = _make(grammar, special)
+    except RecursionError as error:
+        raise GrammarError("the grammar is nested too deeply") from error
+    if len(source) > MAX_TEXT:
+        raise GrammarError(f"the grammar has {len(source)} characters when compiled, the limit is {MAX_TEXT}")
+    return source
+
+
+def _make(grammar: Grammar, special: dict[str, int]) -> str:
+    match grammar.kind:
+        case "json_schema":
+            schema = object_schema(adapt(parse(grammar.text)))
+            return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(grammar.whitespace))
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema(
+                {"type": "object"}, overrides=json_options(grammar.whitespace)
+            )
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "choice":
+            return LLMatcher.grammar_from_lark(choice_lark(parse(grammar.text)))
+        case "ebnf":
+            return LLMatcher.grammar_from_lark(ebnf_lark(grammar.text))
+        case "structural_tag":
+            return tags_source(parse(grammar.text), special, json_options(grammar.whitespace))
+    raise AssertionError(f"grammar kind {grammar.kind}")
+
+
+def parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"it is not valid JSON: {error}") from error
+
+
+def json_options(whitespace: str | None) -> Any:
+    """The matcher's ``JsonCompileOptions``; see ``Grammar.whitespace``."""
+    if whitespace == "":
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": SPACE if whitespace is None else whitespace}
+
+
+def choice_lark(choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
+        raise GrammarError("a choice is a list of at least one string")
+    if len(choices) > MAX_CHOICES:
+        raise GrammarError(f"a choice may list at most {MAX_CHOICES} strings, got {len(choices)}")
+    # One terminal: as alternatives of a rule they would be parsed side by side, which has a limit.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
+
+
+def ebnf_lark(text: str) -> str:
+    """GBNF is translated; Lark stays as it is."""
+    if "::=" not in text:
+        return text
+    try:
+        return any_to_lark(text)
+    except RecursionError:
+        raise
+    except Exception as error:  # the translator raises plain Exception, too
+        raise GrammarError(f"the EBNF cannot be read: {error}") from error
+
+
+# What the compiler's message begins with -> the keyword that it is about.
+KEYWORDS = (("Unknown format", "format"), ("patternProperty", "patternProperties"), ("Resource", "$ref"))
+
+
+def explain(grammar: Grammar, message: str) -> GrammarError:
+    """The compiler's error for the user: a keyword that is not supported is named, with its place."""
+    if grammar.kind == "regex":
+        return GrammarError(f"the regular expression is not supported or wrong: {message}")
+    found = _UNKNOWN.search(message)
+    if found and grammar.kind == "json_schema":
+        schema = adapt(parse(grammar.text))
+        places = [f"'{key}' (at {where(schema, key) or '/'})" for key in json.loads(found[1])]
+        return GrammarError(f"JSON Schema keyword {', '.join(places)} is not supported", unsupported=True)
+    if "coerce_one_of" in message:
+        told = "JSON Schema keyword 'oneOf' is not supported where its branches may overlap; use anyOf"
+        return GrammarError(told, unsupported=True)
+    for beginning, keyword in KEYWORDS:
+        if message.startswith(beginning):
+            return GrammarError(f"JSON Schema keyword '{keyword}': {message}", unsupported=True)
+    return GrammarError(message)
