@@ -121,15 +121,16 @@ SHAPES = {  # n, k of qkv, o, gate_up, down, head
 }
 
 
-CONFIGS = [  # tiles, half, unroll, warps, resident blocks
-    (1, False, 2, 8, 2),
-    (1, False, 4, 8, 2),
-    (1, False, 4, 4, 4),
-    (1, True, 4, 8, 2),
-    (1, True, 4, 4, 4),
-    (2, False, 2, 8, 2),
-    (2, False, 4, 8, 1),
-    (2, False, 2, 4, 3),
+CONFIGS = [  # tiles, half, stages, blocks a multiprocessor
+    (1, False, 6, 1),
+    (1, False, 6, 2),
+    (1, False, 8, 1),
+    (1, False, 4, 2),
+    (1, True, 6, 1),
+    (1, True, 6, 2),
+    (2, False, 3, 1),
+    (2, False, 3, 2),
+    (2, False, 4, 1),
 ]
 
 
@@ -152,7 +153,7 @@ def bench_skinny() -> None:
                     configs = [c for c in configs if not c[1]]
                 for config in configs:
 
-                    def body(config: Any = config) -> None:
+                    def body(config: Any = sk.Config(*config)) -> None:
                         for w in weights:
                             sk.linear(
                                 x,

@@ -2,7 +2,8 @@
 //
 // All (row, kv head) pairs are cut into tiles of 16 tokens and laid end to end; block c of C takes the c-th equal share,
 // whatever the lengths are (the stream-K idea), so one launch of fixed size serves every batch and a graph can replay it.
-// A pair that several blocks share is merged by the last of them to finish. Inside a block each warp walks its own tiles
+// A border that falls close to the edge of a pair is moved there. A pair that several blocks share is merged by the last
+// of them to finish, which costs about as much as SNAP tiles. Inside a block each warp walks its own tiles
 // with its own cp.async ring, and scores are computed transposed (S^T = K Q^T, O^T = V^T P^T), so that the group of query
 // heads fills the narrow side (8) of the tensor-core instruction.
 #include "common.cuh"
@@ -28,12 +29,16 @@
 #ifndef MIN_TILES  // tiles a block takes at least
 #define MIN_TILES 8
 #endif
+#ifndef SNAP
+#define SNAP 12
+#endif
 
 constexpr int TILE = 16;
 constexpr int CHUNKS = HD / 8;             // 16-byte chunks of a token
 constexpr int TILE_BYTES = TILE * HD * 2;  // of K, and of V
 constexpr int RING_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
-constexpr int ACC = HD / 16;
+constexpr int ACC = HD / 16, THREADS = WARPS * 32;
+constexpr int BATCH = 64;  // partial results merged at a time
 constexpr float NEG = -1e30f;
 
 struct Params {
@@ -71,7 +76,44 @@ __device__ __forceinline__ void enter_row(const Params& p, Cursor& c, int row) {
   c.pages = p.page_table + (long long)p.slots[row] * p.table_stride;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const Params p) {
+// How many blocks work: whole pairs or equal parts of pairs each, if that keeps (nearly) all of them busy or pairs are short.
+__device__ __forceinline__ int working_blocks(const Params& p, int total) {
+  const int most = gridDim.x, pairs = p.rows * p.kv_heads;
+  if (pairs > most) {
+    const int each = (pairs + most - 1) / most, even = (pairs + each - 1) / each;
+    return min(total, even * 10 >= most * 9 ? even : most);
+  }
+  const int even = pairs * max(1, min(most / pairs, total / (pairs * MIN_TILES)));
+  return min(total, even * 20 >= most * 17 || total < most * 24 ? even : most);
+}
+
+struct Borders {
+  long long total;
+  int blocks, snap;
+  __device__ __forceinline__ int raw(int block) const { return int(total * block / blocks); }
+  // The row that holds `tile`.
+  __device__ __forceinline__ static int row_of(const Params& p, int tile) {
+    int lo = 0, hi = p.rows - 1;
+    while (lo < hi) {
+      const int mid = (lo + hi + 1) / 2;
+      if (p.cum[mid] * p.kv_heads <= tile) lo = mid; else hi = mid - 1;
+    }
+    return lo;
+  }
+  // First tile of a block.
+  __device__ __forceinline__ int at(const Params& p, int block) const {
+    const int x = raw(block);
+    if (block == 0 || block == blocks) return x;
+    const int row = row_of(p, x), start = p.cum[row] * p.kv_heads, n = p.cum[row + 1] - p.cum[row];
+    const int off = (x - start) % n;
+    return off < snap ? x - off : n - off < snap ? x - off + n : x;
+  }
+  // Borders strictly inside the pair [start, end): the first and the last block that begin there.
+  __device__ __forceinline__ int first_inside(int start) const { return int(((start + snap) * (long long)blocks + total - 1) / total); }
+  __device__ __forceinline__ int last_inside(int end) const { return int(((end - snap + 1) * (long long)blocks + total - 1) / total) - 1; }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   float* merge_o = reinterpret_cast<float*>(smem + RING_BYTES);  // [WARPS][GROUP][HD]
   float* merge_ml = merge_o + WARPS * GROUP * HD;                // [WARPS][8][2]
@@ -81,17 +123,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const 
   pdl_launch();
 
   const int total = p.cum[p.rows] * p.kv_heads;
-  const int blocks = min(int(gridDim.x), (total + MIN_TILES - 1) / MIN_TILES);
+  if (total == 0) return;
+  Borders borders{total, working_blocks(p, total), 0};
+  borders.snap = max(1, min(SNAP, total / borders.blocks / 4));
   const int block = blockIdx.x;
-  if (block >= blocks) return;
-  const int begin = int((long long)total * block / blocks), stop = int((long long)total * (block + 1) / blocks);
-
-  // Find the pair that holds tile `begin`.
-  int lo = 0, hi = p.rows - 1;
-  while (lo < hi) {
-    const int mid = (lo + hi + 1) / 2;
-    if (p.cum[mid] * p.kv_heads <= begin) lo = mid; else hi = mid - 1;
-  }
+  if (block >= borders.blocks) return;
+  const int begin = borders.at(p, block), stop = borders.at(p, block + 1);
+  if (begin >= stop) return;
+  const int lo = Borders::row_of(p, begin);
   Cursor at;  // consumer
   enter_row(p, at, lo);
   int left = stop - begin;  // tiles of this block from the consumer's pair on
@@ -235,13 +274,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const 
         if (head < GROUP) merge_o[(warp * GROUP + head) * HD + d] = o[i][j];
       }
     __syncthreads();
-    const int item_start = p.cum[at.row] * p.kv_heads + at.head * tiles;  // in the list of all tiles
+    const int pair_start = p.cum[at.row] * p.kv_heads + at.head * tiles;  // in the list of all tiles
     const bool whole = at.tile == 0 && at.end == tiles;
-    const int first_block = int(((long long)(item_start + 1) * blocks - 1) / total);
-    const int last_block = int(((long long)(item_start + tiles) * blocks - 1) / total);
-    const int my_slot = 2 * block + (at.tile == 0 && item_start > begin ? 1 : 0);
+    const int my_slot = 2 * block + (at.tile == 0 ? 1 : 0);  // a pair's first part ends its block, the others begin theirs
     bf16* out = p.out + (long long)(at.row * p.kv_heads + at.head) * GROUP * HD;
-    for (int e = threadIdx.x; e < GROUP * HD; e += WARPS * 32) {
+    for (int e = threadIdx.x; e < GROUP * HD; e += THREADS) {
       const int head = e / HD;
       float m = NEG, l = 0.f, x = 0.f;
 #pragma unroll
@@ -265,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const 
     if (!whole) {
       __threadfence();
       __syncthreads();
+      const int first_block = borders.first_inside(pair_start) - 1, last_block = borders.last_inside(pair_start + tiles);
       int* count = p.count + at.row * p.kv_heads + at.head;
       if (threadIdx.x == 0) {
         is_last = atomicAdd(count, 1) == last_block - first_block;
@@ -273,21 +311,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention(const 
       __syncthreads();
       if (is_last) {
         __threadfence();
-        const int first_begin = int((long long)total * first_block / blocks);
-        const int slot0 = 2 * first_block + (item_start > first_begin ? 1 : 0);
-        for (int e = threadIdx.x; e < GROUP * HD; e += WARPS * 32) {
-          const int head = e / HD;
-          float m = NEG, l = 0.f, x = 0.f;
-          for (int b = first_block; b <= last_block; ++b) {
-            const int slot = b == first_block ? slot0 : 2 * b;
-            const float mb = __ldcg(p.part_ml + (slot * GROUP + head) * 2), lb = __ldcg(p.part_ml + (slot * GROUP + head) * 2 + 1);
-            const float xb = __ldcg(p.part + (long long)slot * GROUP * HD + e), n = fmaxf(m, mb);
-            const float f = exp2_fast(m - n), fb = exp2_fast(mb - n);
-            l = l * f + lb * fb;
-            x = x * f + xb * fb;
-            m = n;
+        const int parts = last_block - first_block + 1;
+        auto slot = [&](int i) { return 2 * (first_block + i) + (i == 0 ? 1 : 0); };
+        for (int head = warp; head < GROUP; head += WARPS) {
+          float m = NEG, l = 0.f;
+          for (int i = lane; i < parts; i += 32) m = fmaxf(m, __ldcg(p.part_ml + (slot(i) * GROUP + head) * 2));
+#pragma unroll
+          for (int d = 1; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+          for (int i = lane; i < parts; i += 32) {
+            const float* ml = p.part_ml + (slot(i) * GROUP + head) * 2;
+            l += exp2_fast(__ldcg(ml) - m) * __ldcg(ml + 1);
           }
-          out[e] = f2bf(x / l);
+#pragma unroll
+          for (int d = 1; d < 32; d *= 2) l += __shfl_xor_sync(~0u, l, d);
+          if (lane == 0) {
+            merge_ml[head * 2] = m;
+            merge_ml[head * 2 + 1] = 1.f / l;
+          }
+        }
+        constexpr int EACH = (GROUP * HD + THREADS - 1) / THREADS;
+        float x[EACH] = {};
+        float* weight = merge_o;  // [BATCH][GROUP]
+        for (int base = 0; base < parts; base += BATCH) {
+          const int count = min(BATCH, parts - base);
+          __syncthreads();
+          for (int i = threadIdx.x; i < count * GROUP; i += THREADS)
+            weight[i] = exp2_fast(__ldcg(p.part_ml + (slot(base + i / GROUP) * GROUP + i % GROUP) * 2) - merge_ml[i % GROUP * 2]);
+          __syncthreads();
+#pragma unroll 4
+          for (int i = 0; i < count; ++i) {
+            const float* part = p.part + (long long)slot(base + i) * GROUP * HD;
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) {
+              const int e = j * THREADS + threadIdx.x;
+              if (e < GROUP * HD) x[j] += weight[i * GROUP + e / HD] * __ldcg(part + e);
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+          const int e = j * THREADS + threadIdx.x;
+          if (e < GROUP * HD) out[e] = f2bf(x[j] * merge_ml[e / HD * 2 + 1]);
         }
       }
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +24,34 @@ class _Params(ctypes.Structure):
     )
 
 
+class Config(NamedTuple):
+    """``tiles`` of 16 weight rows (``half``: 8) share a load of x; ``per_sm`` blocks on a multiprocessor."""
+
+    tiles: int
+    half: bool
+    stages: int
+    per_sm: int
+
+
 @cache
-def _kernel(
-    groups: int, tiles: int, half: bool, unroll: int, norm: bool, epilogue: int, warps: int, resident: int
-) -> Kernel:
-    defines = {"NT": groups, "MT": tiles, "HALF": int(half), "UNROLL": unroll, "NORM": int(norm)}
-    defines |= {"EPILOGUE": epilogue, "WARPS": warps, "MIN_BLOCKS": resident}
-    return Kernel("skinny_gemm.cu", "skinny_gemm", defines)
+def _kernel(groups: int, config: Config, norm: bool, epilogue: int) -> Kernel:
+    defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
+    defines |= {"NORM": int(norm), "EPILOGUE": epilogue}
+    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, 8 * config.stages * 2048 * config.tiles)
 
 
-def shape(m: int, n: int, k: int, gated: bool) -> tuple[int, bool, int, int, int]:
-    """``(tiles, half, unroll, warps, resident blocks)`` for ``n`` output columns: enough blocks to fill the chip."""
+@cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def choose(m: int, n: int, k: int, gated: bool) -> Config:
+    """For ``n`` output columns: narrow tiles where wide ones would leave multiprocessors idle."""
     if m > 8:
-        return (2, False, 2, 8, 2) if n >= 16 * 512 else (1, False, 4, 8, 2)
-    if n <= 2048 and not gated:
-        return 1, True, 4, 8, 2
-    return 1, False, 4, 8, 2
+        return Config(2, False, 3, 1)
+    if n <= 2048 and not gated and k % 128 == 0:
+        return Config(1, True, 6, 1)
+    return Config(1, False, 6, 1)
 
 
 def linear(
@@ -50,7 +63,7 @@ def linear(
     bias: Tensor | None = None,
     epilogue: int = STORE,
     out: Tensor | None = None,
-    config: tuple[int, bool, int, int, int] | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
@@ -62,12 +75,12 @@ def linear(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    tiles, half, unroll, warps, resident = config or shape(m, n, k, gated)
-    kernel = _kernel(-(-m // 8), tiles, half, unroll, norm is not None, epilogue, warps, resident)
+    config = config or choose(m, n, k, gated)
+    kernel = _kernel(-(-m // 8), config, norm is not None, epilogue)
     params = _Params(
         x.data_ptr(), weight.data_ptr(), norm.data_ptr() if norm is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0), eps,
     )  # fmt: skip
-    columns = tiles * (8 if half or gated else 16)
-    kernel.launch(-(-n // columns), warps * 32, params)
+    columns = config.tiles * (8 if config.half or gated else 16)
+    kernel.launch(min(-(-n // columns), _processors() * config.per_sm), 256, params)
     return out

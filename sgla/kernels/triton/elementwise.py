@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,23 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm(x, weight, out, d, eps, BLOCK: tl.constexpr):
+def _begin(PDL: tl.constexpr):
+    """Let the next kernel's programs start, and wait until the kernel before is done: hides the time of a launch."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def _pdl() -> dict[str, bool]:
+    """Launch options for programmatic dependent launch, where the GPU has it."""
+    able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+@triton.jit
+def _rms_norm(x, weight, out, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
@@ -20,7 +38,8 @@ def _rms_norm(x, weight, out, d, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, total, d, eps, BLOCK: tl.constexpr):
+def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
@@ -34,7 +53,8 @@ def _add_rms_norm(x, residual, weight, out, total, d, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _act_mul(x, out, f, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul(x, out, f, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * 2 * f + i, mask=i < f, other=0.0).to(tl.float32)
@@ -48,7 +68,8 @@ def _act_mul(x, out, f, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _take_rows(rows, x, out, d, scale, BLOCK: tl.constexpr):
+def _take_rows(rows, x, out, d, scale, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows + row).to(tl.int64)
@@ -81,8 +102,10 @@ def _qk_norm_rope_store(
     HB: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: HB heads of one token, all of q, or all of k, or all of v."""
+    _begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     q_blocks = tl.cdiv(q_heads, HB)
     kv_blocks = tl.cdiv(kv_heads, HB)
@@ -155,7 +178,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     d = x.shape[-1]
     block = triton.next_power_of_2(d)
-    _rms_norm[(x.numel() // d,)](x, weight, out, d, eps, BLOCK=block, num_warps=_warps(block))
+    _rms_norm[(x.numel() // d,)](x, weight, out, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl())
     return out
 
 
@@ -165,7 +188,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     d = x.shape[-1]
     block = triton.next_power_of_2(d)
     _add_rms_norm[(x.shape[0],)](
-        x, residual, weight, out, total, d, eps, BLOCK=block, num_warps=_warps(block)
+        x, residual, weight, out, total, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl()
     )
     return out, total
 
@@ -175,7 +198,7 @@ def act_mul(x: Tensor, kind: str) -> Tensor:
     f = x.shape[1] // 2
     out = x.new_empty(x.shape[0], f)
     block = min(2048, triton.next_power_of_2(f))
-    _act_mul[(x.shape[0], triton.cdiv(f, block))](x, out, f, GELU=kind == "gelu_tanh", BLOCK=block)
+    _act_mul[(x.shape[0], triton.cdiv(f, block))](x, out, f, GELU=kind == "gelu_tanh", BLOCK=block, **_pdl())
     return out
 
 
@@ -185,7 +208,7 @@ def take_rows(x: Tensor, rows: Tensor, scale: float = 1.0) -> Tensor:
     out = x.new_empty(rows.shape[0], d)
     if rows.shape[0]:
         block = min(2048, triton.next_power_of_2(d))
-        _take_rows[(rows.shape[0], triton.cdiv(d, block))](rows, x, out, d, scale, BLOCK=block)
+        _take_rows[(rows.shape[0], triton.cdiv(d, block))](rows, x, out, d, scale, BLOCK=block, **_pdl())
     return out
 
 
@@ -233,5 +256,6 @@ def qk_norm_rope_store(
         HAS_Q_NORM=q_norm is not None,
         HAS_K_NORM=k_norm is not None,
         num_warps=2,
+        **_pdl(),
     )
     return out

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 CHUNK = 4096  # logits a program of the race looks at
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
@@ -34,9 +35,14 @@ def _mix32(x):
 
 
 @triton.jit
+def _log(x, FAST: tl.constexpr):
+    return libdevice.fast_logf(x) if FAST else tl.log(x)
+
+
+@triton.jit
 def _race(
     logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks,
-    HAS_CUTS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
@@ -51,8 +57,10 @@ def _race(
         key = _mix64(_mix64(seed) ^ position)
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
         h = _mix32((i.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
-        u = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
-        x = x / temperature - tl.log(-tl.log(u))
+        v = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
+        # E = -log(1 - v); the winners have small ones, where the fast logarithm of 1 - v would be too coarse.
+        e = tl.where(v < 0.015625, v * (1.0 + v * (0.5 + v * 0.33333334)), -_log(1.0 - v, FAST))
+        x = x / temperature - _log(e, FAST)
     x = tl.where(x == x, x, float("-inf"))  # a NaN must not win with an index of its own
     top, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * chunks + chunk, top)
@@ -170,7 +178,7 @@ def sample(
     best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     _race[(rows, chunks)](
         logits, slots, positions, seeds, temperatures, cuts if cuts is not None else best, best, best_id, vocab, chunks,
-        HAS_CUTS=cuts is not None, BLOCK=CHUNK, num_warps=8,
+        HAS_CUTS=cuts is not None, FAST=logits.is_cuda, BLOCK=CHUNK, num_warps=8,
     )  # fmt: skip
     _finish[(rows,)](
         best, best_id, slots, positions, table, table.stride(0), out, chunks,
