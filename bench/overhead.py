@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import re
 import resource
 import sys
@@ -21,11 +22,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from process import Server, free_port
 
 from sgla import __version__
 from sgla.bench.workloads import tokens
 from sgla.observe.machine import detect
+
+
+STALL_SECONDS = 20
 
 
 class Stream(asyncio.Protocol):
@@ -35,8 +40,7 @@ class Stream(asyncio.Protocol):
         self._request, self._counter, self._done = request, counter, done
         self._tail = b""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -77,8 +81,6 @@ def scrape(url: str) -> dict[str, float]:
 
 async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
     """All streams at once; the middle of the run, when every stream decodes, is what counts."""
-    import random
-
     loop, counter, port = asyncio.get_running_loop(), [0], int(url.rpartition(":")[2])
     rng = random.Random(0)
     ends = []
@@ -90,6 +92,7 @@ async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
     total = args.streams * args.output_len
     everything = asyncio.gather(*ends)
     await reach(counter, total // 4, everything)
+    own = time.process_time()
     before, cpu, began, first = (
         await loop.run_in_executor(None, scrape, url),
         cpu_seconds(pid),
@@ -102,7 +105,7 @@ async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
         time.monotonic() - began,
         counter[0] - first,
     )
-    busy_cpu = cpu_seconds(pid) - cpu
+    busy_cpu, own = cpu_seconds(pid) - cpu, time.process_time() - own
     await everything
     change = {name: after[name] - before[name] for name in before}
     gap = change["step_gap_ms_sum"] / 1e3
@@ -113,6 +116,7 @@ async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
         "gap_ms": round(1e3 * gap / change["step_seconds_count"], 4),
         "idle": round(gap / (gap + change["step_seconds_sum"]), 5),
         "server_cpu_us_per_tok": round(1e6 * busy_cpu / count, 2),
+        "client_cpu_us_per_tok": round(1e6 * own / count, 2),
         "chunks": counter[0],
         "expected_chunks": total,
     }
@@ -120,9 +124,14 @@ async def drive(args: argparse.Namespace, url: str, pid: int) -> dict[str, Any]:
 
 async def reach(counter: list[int], chunks: int, everything: asyncio.Future[Any]) -> None:
     """Wait until that many chunks have come. Ends the program if they never will."""
+    seen, since = counter[0], time.monotonic()
     while counter[0] < chunks:
-        if everything.done():
-            raise SystemExit(f"only {counter[0]} chunks came; the server merged or refused the rest")
+        if counter[0] > seen:
+            seen, since = counter[0], time.monotonic()
+        if everything.done() or time.monotonic() - since > STALL_SECONDS:
+            raise SystemExit(
+                f"only {counter[0]} of {chunks} chunks came; the server refused or merged the rest"
+            )
         await asyncio.sleep(0.01)
 
 
@@ -153,7 +162,7 @@ def main() -> None:
         "--max-running-requests", str(args.streams), "--log-level", "warning", *args.server_args,
     ]  # fmt: skip
     with Server(command, url, "/health/ready", log) as server:
-        numbers = asyncio.run(drive(args, url, server.process.pid))
+        numbers = uvloop.run(drive(args, url, server.process.pid))
     head = {
         "engine": "sgla",
         "version": __version__,

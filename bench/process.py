@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -29,6 +30,7 @@ class Server:
         self._stopped = threading.Event()
 
     def __enter__(self) -> Server:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that close() is reached
         began = time.monotonic()
         with open(self.log, "wb") as output:
             self.process = subprocess.Popen(
