@@ -33,6 +33,13 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[
         str | None, Doc(description="file with a Jinja chat template, if not the model's")
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Doc(description="format of the model's tool calls, if its template does not tell; or none"),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, Doc(description="format of the model's reasoning, if its template does not tell; or none")
+    ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         Doc(description="where weights come from; dummy = random"),

@@ -16,7 +16,8 @@ from sgla.http.collect import Choice
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.intake import IGNORED_FIELDS, intake
 from sgla.http.openai_chat import chat_work
-from sgla.http.parts import PlainReader, Reader
+from sgla.http.parts import Reader
+from sgla.http.reading import Reading
 from sgla.http.server import ABORTED, SERVER, Server, raise_aborted
 from sgla.http.tokens import maybe_threaded, render
 from sgla.http.wire import encode, json_response
@@ -46,8 +47,9 @@ async def messages(request: web.Request) -> web.StreamResponse:
     tell_ignored_tools(request, fields)
     chat = chat_request(fields)
     chat.model = model
-    work = chat_work(request, server, chat, clip=True)
-    answer = Answer(f"msg_{work.uid}", model, fields, PlainReader())
+    reading = Reading(server, chat)
+    work = chat_work(request, server, chat, reading, clip=True)
+    answer = Answer(f"msg_{work.uid}", model, fields, reading.reader())
     if fields.stream:
         return await sse.stream(request, server, work, MessageStream(answer))
     choices = await server.collect(work)
@@ -207,11 +209,8 @@ class Answer:
 
     def take(self, event: Event | Choice) -> list[dict[str, Any]]:
         """The events of the blocks for the next piece of text."""
-        events = self._blocks.take(self._reader.feed(event.text))
-        if event.finish is not None:
-            events += self._blocks.take(self._reader.close())
-            events += self._blocks.close()
-        return events
+        events = self._blocks.take(self._reader.read(event))
+        return events if event.finish is None else events + self._blocks.close()
 
     def stop(self, event: Event | Choice) -> dict[str, Any]:
         reason, sequence = "end_turn", None

@@ -6,7 +6,7 @@ from typing import Any
 
 from sgla.errors import InvalidField
 from sgla.http.schema import ChatRequest, TokenizeRequest, unsupported
-from sgla.text.template import RESERVED, TEXT_PARTS
+from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS
 
 Message = dict[str, Any]
 
@@ -33,10 +33,14 @@ def _check_message(message: Message, path: str) -> None:
         for i, part in enumerate(content):
             _check_part(part, f"{path}.content[{i}]")
     elif content is None:
-        if role != "assistant" or not (calls or message.get("refusal") or message.get("reasoning_content")):
+        if role != "assistant" or not (calls or message.get("refusal") or reasons(message)):
             raise _wrong(f"{path}.content is required: a string or a list of text parts")
     elif not isinstance(content, str):
         raise _wrong(f"{path}.content must be a string or a list of text parts")
+
+
+def reasons(message: Message) -> bool:
+    return any(message.get(name) for name in REASONING_FIELDS)
 
 
 def _check_part(part: Any, path: str) -> None:
@@ -60,6 +64,22 @@ def _check_calls(calls: Any, path: str) -> None:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong(f"{path}[{i}].function.name must be a string")
+
+
+def check_tools(fields: ChatRequest) -> None:
+    """Raises InvalidField or UnsupportedField for wrong tools, and for a choice of them that cannot be kept."""
+    for i, tool in enumerate(fields.tools or []):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise InvalidField(
+                f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param="tools"
+            )
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidField(f"tools[{i}].function.name must be a string", param="tools")
+        if not isinstance(function.get("parameters"), (dict, type(None))):
+            raise InvalidField(f"tools[{i}].function.parameters must be a JSON Schema object", param="tools")
+    if fields.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", " other than 'none' and 'auto'")
 
 
 def _wrong(message: str) -> InvalidField:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
 
 from sgla.errors import InvalidField
 from sgla.http import sse
-from sgla.http.chat_input import checked_messages, prompt_flags, template_kwargs
+from sgla.http.chat_input import check_tools, checked_messages, prompt_flags, template_kwargs
 from sgla.http.collect import Choice, total_usage
 from sgla.http.errors import Aborted
 from sgla.http.intake import intake
@@ -19,12 +20,15 @@ from sgla.http.openai_common import (
     stop_fields,
     usage_object,
 )
+from sgla.http.parts import Reader
+from sgla.http.reading import Reading
 from sgla.http.sampling import check_max_tokens, first, sampling_params
-from sgla.http.schema import UNSUPPORTED, ChatRequest, Schema, unsupported
+from sgla.http.schema import ChatRequest, Schema, unsupported
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
-from sgla.messages import Event, SamplingParams, TokenLogprob
+from sgla.messages import Event, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
+from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
 SCHEMA = Schema(ChatRequest)
 ROLE = {"role": "assistant", "content": ""}
@@ -34,20 +38,21 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
-    work = chat_work(request, server, fields)
-    tokenizer = server.ingress.tokenizer
+    reading = Reading(server, fields)
+    work = chat_work(request, server, fields, reading)
+    shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer)
     if fields.stream:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
-        return await sse.stream(
-            request, server, work, ChatStream(head, fields, work.jobs[0].sampling, tokenizer)
-        )
+        return await sse.stream(request, server, work, ChatStream(head, fields, shapes, reading))
     choices = await server.collect(work)
     raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
-    return json_response(response(head, choices, fields, work, tokenizer))
+    return json_response(response(head, choices, work, shapes, reading))
 
 
-def chat_work(request: web.Request, server: Server, fields: ChatRequest, clip: bool = False) -> Work:
+def chat_work(
+    request: web.Request, server: Server, fields: ChatRequest, reading: Reading, clip: bool = False
+) -> Work:
     """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds.
 
     ``clip``: an answer that the context has no room for ends there, instead of being refused.
@@ -63,17 +68,14 @@ def chat_work(request: web.Request, server: Server, fields: ChatRequest, clip: b
         "clip": clip,
     }
     rid = first(fields.rid, fields.request_id)
-    return make_work(request, fields, [prompt], chat_sampling(fields, server), rid)
+    return make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
 
 
 def check_fields(fields: ChatRequest) -> None:
     check_stream_options(fields)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
-    if fields.tool_choice not in UNSUPPORTED["tool_choice"]:
-        raise unsupported("tool_choice", " other than 'none'")
-    if fields.tools and fields.tool_choice != "none":  # shown to the model, but calls are not parsed
-        raise unsupported("tools", " unless tool_choice is 'none'")
+    check_tools(fields)
     if fields.add_special_tokens:
         raise unsupported("add_special_tokens", ": the chat template writes them")
     check_max_tokens("max_tokens", fields.max_tokens)
@@ -89,31 +91,69 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
 
 
 def response(
-    head: dict[str, Any], choices: list[Choice], fields: ChatRequest, work: Work, tokenizer: Any
+    head: dict[str, Any], choices: list[Choice], work: Work, shapes: Shapes, reading: Reading
 ) -> dict[str, Any]:
-    shapes = Shapes(fields, work.jobs[0].sampling, tokenizer)
+    readers = [reading.reader() for _ in choices]
+    shown = [shapes.choice(choice, reader) for choice, reader in zip(choices, readers)]
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
-    return {**head, "choices": [shapes.choice(choice) for choice in choices], "usage": usage_object(usage)}
+    return {**head, "choices": shown, "usage": usage_object(usage, thoughts(reading, readers))}
+
+
+def thoughts(reading: Reading, readers: Iterable[Reader]) -> int | None:
+    return sum(reader.reasoning_tokens for reader in readers) if reading.dialect.reasoning else None
+
+
+def message(pieces: list[Piece]) -> dict[str, Any]:
+    """The assistant's message. Reasoning goes by both names that clients know."""
+    content = "".join(piece.text for piece in pieces if piece.kind == CONTENT)
+    reasoning = "".join(piece.text for piece in pieces if piece.kind == REASONING)
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind == CALL:
+            function = {"name": piece.text, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        elif piece.kind == ARGUMENTS:
+            calls[-1]["function"]["arguments"] += piece.text
+    result: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or reasoning else "")}
+    if reasoning:
+        result |= reasoning_fields(reasoning)
+    if calls:
+        result["tool_calls"] = calls
+    return result | {"refusal": None}
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """SGLang's name and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def finish_reason(finish: str | None, called: bool) -> str | None:
+    return "tool_calls" if called and finish == "stop" else finish
 
 
 class Shapes:
     """What the fields of one request make of finish reasons, logprobs and token ids."""
 
     def __init__(self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any) -> None:
+        self.plain = sampling.logprobs is None
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._token_ids = bool(fields.return_token_ids)
         self._sampling = sampling
         self._tokenizer = tokenizer
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Choice, reader: Reader) -> dict[str, Any]:
+        shown = message(reader.read(choice))
         result = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": shown,
             "logprobs": self.logprobs(choice.logprobs),
-            "finish_reason": choice.finish,
-            **stop_fields(choice.finish, choice.matched, self._sampling.stop_token_ids),
+            "finish_reason": finish_reason(choice.finish, "tool_calls" in shown),
+            **self.stops(choice),
         }
         return result | self.token_ids(choice.prompt_tokens, choice.tokens)
+
+    def stops(self, event: Event | Choice) -> dict[str, Any]:
+        return stop_fields(event.finish, event.matched, self._sampling.stop_token_ids)
 
     def logprobs(self, entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
         if self._sampling.logprobs is None or entries is None:
@@ -126,42 +166,92 @@ class Shapes:
         return {"token_ids": tokens} | ({"prompt_token_ids": prompt} if prompt is not None else {})
 
 
+class ChoiceStream:
+    """What is known of one choice while it streams."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.calls = 0
+        self.tokens: list[int] = []  # that came with no piece yet
+        self.logprobs: list[TokenLogprob] | None = None
+
+    def deltas(self, event: Event) -> list[dict[str, Any]]:
+        """What the next event adds to the message."""
+        return [self._delta(piece) for piece in self.reader.read(event)]
+
+    def hold(self, event: Event) -> None:
+        """Tokens and logprobs go out together with the text that they belong to."""
+        self.tokens += event.tokens
+        if event.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + event.logprobs
+
+    def release(self) -> tuple[list[int], list[TokenLogprob] | None]:
+        tokens, self.tokens = self.tokens, []
+        logprobs, self.logprobs = self.logprobs, None
+        return tokens, logprobs
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if piece.kind == CONTENT:
+            return {"content": piece.text}
+        if piece.kind == REASONING:
+            return reasoning_fields(piece.text)
+        if piece.kind == ARGUMENTS:
+            return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece.text}}]}
+        self.calls += 1
+        call = {"id": piece.id, "type": "function", "function": {"name": piece.text, "arguments": ""}}
+        return {"tool_calls": [{"index": self.calls - 1, **call}]}
+
+
 class ChatStream(ChunkStream):
     """Events -> chat.completion.chunk. A choice's role chunk goes out together with its first content."""
 
-    def __init__(
-        self, head: dict[str, Any], fields: ChatRequest, sampling: SamplingParams, tokenizer: Any
-    ) -> None:
-        super().__init__(head, fields, plain=sampling.logprobs is None)
-        self._shapes = Shapes(fields, sampling, tokenizer)
-        self._sampling = sampling
-        self._text_heads: dict[int, bytes] = {}  # of the choices that have sent their role
+    def __init__(self, head: dict[str, Any], fields: ChatRequest, shapes: Shapes, reading: Reading) -> None:
+        super().__init__(head, fields, plain=shapes.plain and not reading.active)
+        self._shapes = shapes
+        self._reading = reading
+        self._choices: dict[int, ChoiceStream] = {}  # of those that have sent their role
+        self._text_heads: dict[int, bytes] = {}
         self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._tail
 
+    def usage(self, usage: Usage, index: int | None = None) -> dict[str, Any]:
+        readers = [choice.reader for i, choice in self._choices.items() if index in (i, None)]
+        return usage_object(usage, thoughts(self._reading, readers))
+
     def encode(self, event: Event) -> bytes:
-        head = self._text_heads.get(event.index)
         if self.plain and event.finish is None:
             if not event.text:
                 return b""
+            head = self._text_heads.get(event.index)
             if head is not None:
                 return b"%b%b%b" % (head, encode(event.text), self._text_tail)
-        data = b"" if head is not None else self._role(event)
-        logprobs = self._shapes.logprobs(event.logprobs)
-        if event.text or (logprobs and logprobs["content"]) or (self._token_ids and event.tokens):
-            extra = self._shapes.token_ids(None, event.tokens)
-            data += self._chunk(event, {"content": event.text}, logprobs, extra=extra)
-        return data if event.finish is None else data + self._finish(event)
+        data = b""
+        choice = self._choices.get(event.index)
+        if choice is None:
+            choice = self._choices[event.index] = ChoiceStream(self._reading.reader())
+            data = self._role(event)
+        choice.hold(event)
+        deltas = choice.deltas(event)
+        if not deltas and (event.finish is not None or not self._reading.active):
+            deltas = [{"content": ""}] if choice.logprobs or (self._token_ids and choice.tokens) else []
+        for delta in deltas:
+            data += self._delta(event, choice, delta)
+        return data if event.finish is None else data + self._finish(event, choice)
 
     def _role(self, event: Event) -> bytes:
         self._text_heads[event.index] = b'%b{"index":%d,"delta":{"content":' % (self._head, event.index)
         extra = self._shapes.token_ids(event.prompt_tokens, []) if event.prompt_tokens is not None else {}
         return self._chunk(event, ROLE, None, None, extra)
 
-    def _finish(self, event: Event) -> bytes:
+    def _delta(self, event: Event, choice: ChoiceStream, delta: dict[str, Any]) -> bytes:
+        tokens, logprobs = choice.release()
+        extra = self._shapes.token_ids(None, tokens)
+        return self._chunk(event, delta, self._shapes.logprobs(logprobs), extra=extra)
+
+    def _finish(self, event: Event, choice: ChoiceStream) -> bytes:
         if event.finish == "abort":
             return self.error(Aborted(ABORTED))
-        stops = stop_fields(event.finish, event.matched, self._sampling.stop_token_ids)
-        return self._chunk(event, {}, None, event.finish, stops)
+        reason = finish_reason(event.finish, choice.calls > 0)
+        return self._chunk(event, {}, None, reason, self._shapes.stops(event))
 
     def _chunk(
         self,

@@ -13,12 +13,19 @@ from sgla.http.wire import encode
 from sgla.messages import Rejected, Usage
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """``reasoning_tokens``: None where reasoning is not told apart."""
+    details = (
+        {}
+        if reasoning_tokens is None
+        else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+    )
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
     }
 
 
@@ -50,15 +57,21 @@ class ChunkStream(Encoder):
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
         self.plain = plain and not self._token_ids and not self._continuous
 
+    def usage(self, usage: Usage, index: int | None = None) -> dict[str, Any]:
+        """The usage object of choice ``index``, or of all of them."""
+        return usage_object(usage)
+
     def chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
         """A block with one choice; ``usage`` is that choice's so far."""
-        tail = b',"usage":%b}\n\n' % encode(usage_object(usage)) if self._continuous else self._tail
+        tail = self._tail
+        if self._continuous:
+            tail = b',"usage":%b}\n\n' % encode(self.usage(usage, choice["index"]))
         return b"%b%b]%b" % (self._head, encode(choice), tail)
 
     def end(self, usage: Usage) -> bytes:
         if not self._include_usage:
             return b""
-        return b'%b],"usage":%b}\n\n' % (self._head, encode(usage_object(usage)))
+        return b'%b],"usage":%b}\n\n' % (self._head, encode(self.usage(usage)))
 
     def error(self, error: Rejected | SglaError) -> bytes:
         return b"data: %b\n\n" % encode(error_body(error))

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from sgla.http.collect import Choice
+from sgla.messages import Event
 from sgla.text.tools.cursor import CONTENT, Piece
 
 
 class Reader(Protocol):
-    """Any split of the text into ``feed`` calls gives the same pieces, once neighbours of one kind are joined."""
+    """Any split of the text into events gives the same pieces, once neighbours of one kind are joined.
 
-    def feed(self, text: str) -> list[Piece]: ...
+    ``reasoning_tokens``: how many of the output's tokens so far are reasoning, the tags around it included.
+    """
 
-    def close(self) -> list[Piece]:
-        """What was held back; the answer is over."""
+    reasoning_tokens: int
+
+    def read(self, event: Event | Choice) -> list[Piece]:
+        """What the next event brings; with its ``finish`` also what was held back."""
 
 
 class PlainReader:
     """For models that write nothing but text."""
 
-    def feed(self, text: str) -> list[Piece]:
-        return [Piece(CONTENT, text)] if text else []
+    reasoning_tokens = 0
 
-    def close(self) -> list[Piece]:
-        return []
+    def read(self, event: Event | Choice) -> list[Piece]:
+        return [Piece(CONTENT, event.text)] if event.text else []

@@ -14,7 +14,8 @@ from sgla.http.collect import Choice, Collector
 from sgla.http.errors import Busy
 from sgla.http.intake import IGNORED_FIELDS, intake
 from sgla.http.openai_chat import chat_work
-from sgla.http.parts import PlainReader, Reader
+from sgla.http.parts import Reader
+from sgla.http.reading import Reading
 from sgla.http.responses_input import (
     CLIENT_TOOLS,
     RESPONSES,
@@ -31,7 +32,6 @@ from sgla.http.responses_store import ResponseStore, Stored
 from sgla.http.server import PATH_ID, SERVER, Server, Work
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
-from sgla.text.tools.cursor import REASONING
 
 PREFIX = "/v1/responses"
 
@@ -54,8 +54,10 @@ async def create(request: web.Request) -> web.StreamResponse:
     store = server.responses
     own = [{"id": new_id("item"), **item} for item in resolved(input_items(fields), store.item)]
     items = [*earlier(store, fields.previous_response_id), *own]
-    work = chat_work(request, server, chat_request(fields, items))
-    answer = Answer(fields, PlainReader(), store.limit > 0)
+    chat = chat_request(fields, items)
+    reading = Reading(server, chat)
+    work = chat_work(request, server, chat, reading)
+    answer = Answer(fields, reading.reader(), store.limit > 0)
     sink = None if fields.stream else server.start(work)
     if answer.response["store"]:
         answer.keep(
@@ -178,7 +180,6 @@ class Answer:
         self._output = OutputItems(custom_names(fields), seal)
         self._store: ResponseStore | None = None
         self._entry: Stored | None = None
-        self._thoughts = 0
 
     def keep(self, store: ResponseStore, entry: Stored) -> None:
         """Have the response found in ``store`` from now on."""
@@ -196,16 +197,11 @@ class Answer:
 
     def take(self, event: Event | Choice) -> list[dict[str, Any]]:
         """The events of the next piece of text; the last one ends the response."""
-        pieces = self._reader.feed(event.text)
-        if event.finish is not None:
-            pieces += self._reader.close()
-        if any(kind == REASONING for kind, _, _ in pieces):
-            self._thoughts += len(event.tokens)
-        events = self._output.take(pieces)
+        events = self._output.take(self._reader.read(event))
         if event.finish is None:
             return events
         events += self._output.close("completed" if event.finish == "stop" else "incomplete")
-        self.response["usage"] = usage_object(event.usage, self._thoughts)
+        self.response["usage"] = usage_object(event.usage, self._reader.reasoning_tokens)
         if event.finish == "stop":
             self._end("completed", completed_at=int(time.time()))
             return [*events, self.whole("response.completed")]
@@ -268,12 +264,12 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
     }
 
 
-def usage_object(usage: Usage, thoughts: int) -> dict[str, Any]:
+def usage_object(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": thoughts},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -313,15 +313,15 @@ def test_wrong_bodies_are_named(wrong: dict[str, Any]) -> None:
 class Scripted:
     """A reader whose pieces are given."""
 
+    reasoning_tokens = 2
+
     def __init__(self, *pieces: Piece) -> None:
         self.pieces = list(pieces)
 
-    def feed(self, text: str) -> list[Piece]:
-        return [self.pieces.pop(0)] if text else []
-
-    def close(self) -> list[Piece]:
-        rest, self.pieces = self.pieces, []
-        return rest
+    def read(self, event: Event | Choice) -> list[Piece]:
+        count = len(self.pieces) if event.finish else 1
+        read, self.pieces = self.pieces[:count], self.pieces[count:]
+        return read
 
 
 SCRIPT = (

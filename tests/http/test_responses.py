@@ -13,6 +13,7 @@ from http_site import Serve, Site
 
 from sgla import clock
 from sgla.errors import BadRequest, WorkerDied
+from sgla.http.collect import Choice
 from sgla.http.responses import Answer, ResponseStream
 from sgla.http.responses_input import RESPONSES, chat_request, check_fields, input_items, resolved
 from sgla.http.responses_store import ResponseStore, Stored
@@ -306,15 +307,15 @@ def test_wrong_choices_of_tools_are_named() -> None:
 class Scripted:
     """A reader whose pieces are given."""
 
+    reasoning_tokens = 2
+
     def __init__(self, *pieces: Piece) -> None:
         self.pieces = list(pieces)
 
-    def feed(self, text: str) -> list[Piece]:
-        return [self.pieces.pop(0)] if text else []
-
-    def close(self) -> list[Piece]:
-        rest, self.pieces = self.pieces, []
-        return rest
+    def read(self, event: Event | Choice) -> list[Piece]:
+        count = len(self.pieces) if event.finish else 1
+        read, self.pieces = self.pieces[:count], self.pieces[count:]
+        return read
 
 
 SCRIPT = (

@@ -1,0 +1,157 @@
+"""How the outputs of one chat are read: what its fields and the model's dialect make of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from sgla.http.collect import Choice
+from sgla.http.parts import PlainReader, Reader
+from sgla.http.schema import ChatRequest, unsupported
+from sgla.http.server import Server
+from sgla.messages import Event, SamplingParams
+from sgla.text.reasoning.think import Think
+from sgla.text.tools.cursor import ARGUMENTS, CALL, REASONING, Piece
+from sgla.text.tools.families import Dialect, choose
+from sgla.text.tools.parser import OutputParser
+
+TAIL = 16  # tokens at a prompt's end in which a tag that opens reasoning is looked for
+
+
+class Reading:
+    """Made once a request; ``reader`` once a choice. Raises UnsupportedField for tools whose calls could not be read."""
+
+    def __init__(self, server: Server, fields: ChatRequest) -> None:
+        self.fields = fields
+        self.dialect = server_dialect(server)
+        self.tokenizer: Any = server.ingress.tokenizer
+        self.tools = fields.tools if fields.tools and fields.tool_choice != "none" else None
+        if self.tools is not None and self.dialect.tools is None:
+            raise unsupported(
+                "tools",
+                " with this model, unless tool_choice is 'none': its chat template has no tool calls that are known; "
+                "the server's --tool-call-parser names a format",
+            )
+        self.separate = fields.separate_reasoning is not False
+        self.active = self.tools is not None or (self.separate and self.dialect.reasoning is not None)
+
+    def sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Special tokens must stay in the text where they are the tags to be read."""
+        if not self.active or not sampling.skip_special_tokens:
+            return sampling
+        if self.dialect.tags.isdisjoint(special_texts(self.tokenizer)):
+            return sampling
+        return msgspec.structs.replace(sampling, skip_special_tokens=False)
+
+    def reader(self) -> Reader:
+        return ChatReader(self) if self.active else PlainReader()
+
+    def opened(self, prompt: list[int]) -> bool:
+        """Whether the output begins inside of reasoning."""
+        think = self.dialect.think
+        if think is None:
+            return False
+        if self.fields.continue_final_message and opened_within(self.fields.messages[-1], think):
+            return True
+        return think.opened_by(self.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+
+    def new_id(self) -> str:
+        family = self.dialect.tools
+        return secrets.token_hex(5)[:9] if family and family.short_ids else f"call_{secrets.token_hex(12)}"
+
+
+def server_dialect(server: Server) -> Dialect:
+    """Raises ConfigError for parsers that nobody knows."""
+    config, template = server.config, server.ingress.template
+    return choose(getattr(template, "source", ""), config.tool_call_parser, config.reasoning_parser)
+
+
+@lru_cache(maxsize=4)
+def special_texts(tokenizer: Any) -> frozenset[str]:
+    return frozenset(
+        tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokenizer.special_ids
+    )
+
+
+def opened_within(message: dict[str, Any], think: Think) -> bool:
+    """Whether the message that the output continues ends inside of reasoning."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else ""
+    return text.rfind(think.open) > text.rfind(think.close)
+
+
+class ChatReader:
+    """The pieces of one choice, as the request wants them. Each call has an id."""
+
+    def __init__(self, reading: Reading) -> None:
+        fields = reading.fields
+        self.reasoning_tokens = 0
+        self._reading = reading
+        self._parser: OutputParser | None = None
+        self._tokens = 0
+        self._length = 0  # characters read
+        self._calls = 0
+        self._most_calls = 1 if fields.parallel_tool_calls is False else None
+        self._shown = fields.include_reasoning is not False
+        self._gathered: list[str] | None = [] if fields.stream_reasoning is False else None
+
+    def read(self, event: Event | Choice) -> list[Piece]:
+        if self._parser is None:
+            reading = self._reading
+            opened = event.prompt_tokens is not None and reading.opened(event.prompt_tokens)
+            self._parser = OutputParser(reading.dialect, reading.tools, opened, reading.separate)
+        text = event.text
+        pieces = self._parser.feed(text)
+        self._count(self._parser, text, event.tokens)
+        if event.finish is not None:
+            pieces += self._parser.close()
+        wanted = [piece for piece in map(self._wanted, pieces) if piece is not None]
+        return wanted if self._gathered is None else self._in_one(wanted, event.finish is not None)
+
+    def _wanted(self, piece: Piece) -> Piece | None:
+        if piece.kind == CALL:
+            self._calls += 1
+            piece = Piece(CALL, piece.text, piece.id or self._reading.new_id())
+        if piece.kind == REASONING and not self._shown:
+            return None
+        if (
+            piece.kind in (CALL, ARGUMENTS)
+            and self._most_calls is not None
+            and self._calls > self._most_calls
+        ):
+            return None
+        return piece
+
+    def _in_one(self, pieces: list[Piece], over: bool) -> list[Piece]:
+        """Reasoning gathered until something else comes."""
+        assert self._gathered is not None
+        self._gathered += [piece.text for piece in pieces if piece.kind == REASONING]
+        others = [piece for piece in pieces if piece.kind != REASONING]
+        if not self._gathered or not (others or over):
+            return others
+        reasoning, self._gathered = "".join(self._gathered), []
+        return [Piece(REASONING, reasoning), *others]
+
+    def _count(self, parser: OutputParser, text: str, tokens: list[int]) -> None:
+        """Tokens that end after the latest reasoning are not part of it."""
+        ended = parser.thought - self._length  # in characters of ``text``
+        if parser.thinking:
+            self.reasoning_tokens = self._tokens + len(tokens)
+        elif ended > 0:
+            size = len(text[:ended].encode("utf-8", "surrogatepass"))
+            self.reasoning_tokens = self._tokens + covering(tokens, size, self._reading.tokenizer.token_bytes)
+        self._tokens += len(tokens)
+        self._length += len(text)
+
+
+def covering(tokens: list[int], size: int, token_bytes: Callable[[int], bytes]) -> int:
+    """How many of ``tokens`` it takes to write ``size`` bytes."""
+    for count, token in enumerate(tokens, 1):
+        size -= len(token_bytes(token))
+        if size <= 0:
+            return count
+    return len(tokens)
