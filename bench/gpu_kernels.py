@@ -87,7 +87,7 @@ def bench_decode() -> None:
                 if name == "auto":
                     variants = [
                         (f"b{b} s{s} m{m}", (b, s, m))
-                        for b, s, m in ((2, 3, 8), (2, 3, 4), (2, 3, 16), (1, 6, 8), (1, 4, 8))
+                        for b, s, m in ((2, 3, 8), (2, 3, 4))
                     ]
                 for label, settings in variants:
                     if name == "auto":

@@ -95,6 +95,15 @@ class GpuOps:
             self._fuse = False
 
     @contextmanager
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Use another attention for a while."""
+        kept, self.attend = self.attend, attend
+        try:
+            yield
+        finally:
+            self.attend = kept
+
+    @contextmanager
     def float32_output(self, out: Tensor | None = None) -> Iterator[None]:
         """Linear layers give float32, as logits should be, if possible in ``out``."""
         self._float32, self._out = True, out

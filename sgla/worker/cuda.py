@@ -27,7 +27,7 @@ from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.device import DeviceSampler, Scored, score, to_host
 from sgla.worker.device_state import DeviceTables
-from sgla.worker.graphs import DecodeGraphs
+from sgla.worker.graphs import DecodeGraphs, ShortPrefillGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
 from sgla.worker.runner import kv_of
@@ -81,7 +81,10 @@ class CudaRunner:
             sized = clock.now()
             report(Progress(phase="warmup", message="graphs"))
             if self._captures:
-                self.graphs.capture()
+                pool = torch.cuda.graph_pool_handle()
+                self.graphs.capture(pool)
+                self.short.capture(pool)
+                torch.cuda.synchronize()
         self.facts.timings |= {
             "weights": loaded - begun,
             "warmup": sized - loaded,
@@ -149,7 +152,7 @@ class CudaRunner:
             )
         self.kv = self._allocate(int(pages), config.page_size)
         self.ledger |= {"activations": peak, "kv": int(pages) * page, "reserve": RESERVE}
-        self.graphs = DecodeGraphs(self)
+        self.graphs, self.short = DecodeGraphs(self), ShortPrefillGraphs(self)
         self.facts = Facts(
             pages=int(pages),
             page_size=config.page_size,
@@ -237,6 +240,10 @@ class CudaRunner:
     def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
+        if self._captures and self.short.takes(q_lens) and not (flags & PROMPT_LOGPROBS).any():
+            sampled = np.flatnonzero(flags & SAMPLE)
+            tokens, scored = self.short.run(slots, starts, q_lens, sampled)
+            return tokens, len(sampled), scored
         order = np.argsort(q_lens > 1, kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
         batch = self._extend_batch(slots, starts, q_lens)
