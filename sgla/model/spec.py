@@ -36,7 +36,15 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+# Kinds of rope scaling and the numbers they cannot do without. ``factors`` comes from GGUF files.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "factors": ("factors",),
+}
 
 
 @dataclass(frozen=True)
@@ -175,12 +183,15 @@ def _ropes(c: dict[str, Any], head_dim: int) -> tuple[RopeSpec, RopeSpec]:
 
 def _rope(p: dict[str, Any], c: dict[str, Any], head_dim: int) -> RopeSpec:
     kind = p.get("rope_type", p.get("type", "default"))
-    if kind not in _ROPE_TYPES:
+    if kind not in _ROPE_NEEDS:
         raise ConfigError(
-            f"config.json: rope scaling {kind!r} is not supported; {', '.join(_ROPE_TYPES[:-1])} are"
+            f"config.json: rope scaling {kind!r} is not supported; {', '.join(_ROPE_NEEDS)} are"
         )
     partial = float(p.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)))
     scaling = {key: value for key, value in p.items() if value is not None}
+    for needed in _ROPE_NEEDS[kind]:
+        if needed not in scaling:
+            raise ConfigError(f"config.json: rope scaling {kind!r} needs {needed!r}")
     if kind in ("yarn", "llama3"):
         scaling.setdefault("original_max_position_embeddings", int(c["max_position_embeddings"]))
     return RopeSpec(float(p["rope_theta"]), int(head_dim * partial), kind, scaling)

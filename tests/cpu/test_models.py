@@ -34,6 +34,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}),
+    "dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "yarn rope": ("llama", {"rope_parameters": YARN}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2 sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),

@@ -141,6 +141,7 @@ def test_progress_counts_every_value() -> None:
         ({"hidden_act": "relu"}, "relu"),
         ({"num_key_value_heads": 4}, "6 attention heads"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"type": "yarn"}}, "'yarn' needs 'factor'"),
     ],
 )
 def test_bad_configurations_are_refused(changes: dict[str, Any], words: str) -> None:
