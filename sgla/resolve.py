@@ -11,6 +11,7 @@ import msgspec
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.observe.machine import Machine, detect
+from sgla.text.tools.families import choose
 
 MIB, GIB = 1 << 20, 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -209,7 +210,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError if a number is out of its range."""
+    """Raise ConfigError if a number is out of its range, or a name unknown."""
     for name, (low, high) in RANGES.items():
         value = getattr(config, name)
         if value is None:
@@ -223,3 +224,4 @@ def check(config: Config) -> None:
         raise ConfigError("--api-key is empty; leave it out to serve without one", param="api_key")
     if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
         raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", param="ssl_certfile")
+    choose("", config.tool_call_parser, config.reasoning_parser)

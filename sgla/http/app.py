@@ -12,7 +12,7 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import admin, anthropic, control, native, openai_chat, openai_text, responses, tokens
+from sgla.http import admin, anthropic, control, native, openai_chat, openai_text, parsing, responses, tokens
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
 from sgla.http.ports import Ingress
@@ -41,6 +41,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/tokenize": {"POST": tokens.tokenize},
     "/detokenize": {"POST": tokens.detokenize},
     "/v1/detokenize": {"POST": tokens.detokenize},
+    "/parse_function_call": {"POST": parsing.parse_function_call},
+    "/separate_reasoning": {"POST": parsing.separate_reasoning},
     "/tokenizer_info": {"GET": admin.tokenizer_info},
     "/": {"GET": admin.live},
     "/health": {"GET": admin.ready},

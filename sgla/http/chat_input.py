@@ -68,9 +68,15 @@ def _check_calls(calls: Any, path: str) -> None:
 
 def check_tools(fields: ChatRequest) -> None:
     """Raises InvalidField or UnsupportedField for wrong tools, and for a choice of them that cannot be kept."""
-    for i, tool in enumerate(fields.tools or []):
+    check_tool_list(fields.tools)
+    if fields.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", " other than 'none' and 'auto'")
+
+
+def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
+    for i, tool in enumerate(tools or []):
         function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
             raise InvalidField(
                 f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param="tools"
             )
@@ -78,8 +84,6 @@ def check_tools(fields: ChatRequest) -> None:
             raise InvalidField(f"tools[{i}].function.name must be a string", param="tools")
         if not isinstance(function.get("parameters"), (dict, type(None))):
             raise InvalidField(f"tools[{i}].function.parameters must be a JSON Schema object", param="tools")
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", " other than 'none' and 'auto'")
 
 
 def _wrong(message: str) -> InvalidField:
