@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sgla import clock
 from sgla.actors.base import Actor
-from sgla.messages import Cancel, Delta, Deltas, Event, Opened, Rejected, Usage
+from sgla.messages import Cancel, Delta, Deltas, Event, Grammar, Opened, Rejected, Usage
 
 if TYPE_CHECKING:
     from sgla.actors.schedule import Schedule
@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 class _Child:
     """Text state of one child, from its ``Opened`` to its final Delta."""
 
-    __slots__ = ("cached", "completion", "ended", "index", "last", "output", "parent", "prompt")
+    __slots__ = (
+        "cached",
+        "completion",
+        "ended",
+        "grammar",
+        "index",
+        "last",
+        "output",
+        "parent",
+        "prompt",
+        "texts",
+    )
 
     def __init__(self, opened: Opened, output: OutputStream) -> None:
         self.parent = opened.submit.parent
@@ -29,6 +40,8 @@ class _Child:
         self.completion = 0
         self.cached = 0
         self.last: float | None = None  # when its latest tokens came
+        self.grammar = opened.sampling.grammar
+        self.texts: list[str] = []  # the output so far, if it has a grammar
         self.ended = False  # a stop string matched; what still comes from the scheduler is not shown
 
 
@@ -42,8 +55,11 @@ class Detokenize(Actor[Deltas]):
         reject: Callable[[Rejected], None],
         metrics: Metrics,
         on_crash: Callable[[str, BaseException], None],
+        check: Callable[[Grammar, str], None] | None = None,
     ) -> None:
+        """``check`` is given each output that its grammar has brought to an end."""
         super().__init__(on_crash)
+        self._check = check
         self._metrics = metrics
         self._make_output = make_output
         self._deliver = deliver
@@ -87,6 +103,10 @@ class Detokenize(Actor[Deltas]):
         child.completion += piece.consumed
         child.cached = max(child.cached, delta.cached_tokens)
         finish = delta.finish
+        if child.grammar is not None and self._check is not None:
+            child.texts.append(piece.text)
+            if finish == "stop" and piece.matched_stop is None:
+                self._check(child.grammar, "".join(child.texts))
         matched: str | int | None = delta.matched
         if piece.matched_stop is not None:
             finish, matched = "stop", piece.matched_stop

@@ -19,11 +19,12 @@ from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
 from sgla.config import Config
 from sgla.errors import Draining, SglaError
-from sgla.messages import Facts, Opened, Progress
+from sgla.grammar.compiler import Compiler
+from sgla.messages import Control, Facts, Opened, Progress
 from sgla.observe.metrics import Metrics
 from sgla.text.output import OutputStream
 from sgla.text.prepare import Preparer
-from sgla.text.tokenizer import load_text
+from sgla.text.tokenizer import load_text, vocabulary
 
 if TYPE_CHECKING:
     from sgla.executor.base import Executor
@@ -88,17 +89,19 @@ class System:
         ingress, executor = self.ingress, self._executor
         assert executor is not None
         core = Core(make_limits(config, facts))
+        compiler = self._compiler(tokenizer, facts) if facts.grammars else None
         detokenize = Detokenize(
             lambda opened: make_output(tokenizer, opened),
             ingress.deliver,
             ingress.reject,
             self.metrics,
             self._crashed,
+            compiler.check if compiler else None,
         )
         schedule = Schedule(core, executor, detokenize, self.metrics, self._fail, self._crashed)
         detokenize.schedule = schedule
-        preparer = Preparer(tokenizer, template, facts, ingress.random)
-        tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed)
+        preparer = Preparer(tokenizer, template, facts, ingress.random, compiler)
+        tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed, compiler)
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.default_sampling = source.generation_config
@@ -106,6 +109,17 @@ class System:
         ingress.connect(
             tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue, schedule.pause
         )
+
+    def _compiler(self, tokenizer: Tokenizer, facts: Facts) -> Compiler:
+        loop, executor = asyncio.get_running_loop(), self._executor
+        assert executor is not None
+
+        def tell(command: Control) -> dict[str, Any]:
+            reply = asyncio.run_coroutine_threadsafe(executor.control(command), loop)
+            return reply.result()["ranks"][0]
+
+        self.metrics.compiler = Compiler(lambda: vocabulary(tokenizer, facts.vocab_size), tell)
+        return self.metrics.compiler
 
     def _progress(self, progress: Progress) -> None:
         self.ingress.phase = progress.phase

@@ -1,4 +1,5 @@
-"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in a thread."""
+"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in a thread; a job whose grammar is
+new waits for the compiler in one of the threads that are there to wait."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from sgla.messages import Cancel, Job, Opened, Rejected, Submit
 if TYPE_CHECKING:
     from sgla.actors.detokenize import Detokenize
     from sgla.actors.schedule import Schedule
+    from sgla.grammar.compiler import Compiler
 
 log = logging.getLogger(__name__)
 
 # Up to this many bytes, encoding (~1 us per 10 bytes) is cheaper than a thread hop and does not delay a step.
 INLINE_BYTES = 4096
+GRAMMAR_WAITERS = 32
 
 
 class Tokenize(Actor[Job]):
@@ -33,14 +36,17 @@ class Tokenize(Actor[Job]):
         schedule: Schedule,
         reject: Callable[[Rejected], None],
         on_crash: Callable[[str, BaseException], None],
+        compiler: Compiler | None = None,
         threads: int = 2,
     ) -> None:
         super().__init__(on_crash)
+        self._compiler = compiler
         self._prepare = prepare
         self._detokenize = detokenize
         self._schedule = schedule
         self._reject = reject
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._waiters = ThreadPoolExecutor(GRAMMAR_WAITERS, thread_name_prefix="grammar")
         self._pending: set[str] = set()
 
     def post(self, message: Job) -> None:
@@ -59,14 +65,25 @@ class Tokenize(Actor[Job]):
         for job in messages:
             if job.rid not in self._pending:
                 continue
-            if job_bytes(job) <= INLINE_BYTES:
+            pool = self._place(job)
+            if pool is None:
                 self._finish(job, self._run(job))
             else:
-                future = self._pool.submit(self._run, job)
+                future = pool.submit(self._run, job)
                 future.add_done_callback(lambda done, job=job: self._back(job, done))  # type: ignore[misc]
 
+    def _place(self, job: Job) -> ThreadPoolExecutor | None:
+        """Where to prepare the job; None: here."""
+        grammar = job.sampling.grammar
+        if grammar is not None and self._compiler is not None and not self._compiler.knows(grammar):
+            return self._waiters
+        return None if job_bytes(job) <= INLINE_BYTES else self._pool
+
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._waiters):
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
 
     def _run(self, job: Job) -> list[Submit] | Rejected:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import select
 import shutil
@@ -13,8 +14,9 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,14 +24,20 @@ from sgla.errors import BadRequest, InvalidField, Overloaded, SglaError, Unsuppo
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.messages import Control, Grammar
 
+log = logging.getLogger(__name__)
+
 ENTRIES = 256
 ENTRY_BYTES = 32 << 20
-TIMEOUT = 10.0  # seconds that one grammar may take
+TIMEOUT = 5.0  # seconds that one grammar may take
 QUEUE = 30.0  # seconds to wait for the grammars before
 START = 60.0
 SLOW = 0.02  # seconds of compilation that a step may be kept waiting for
 
+CHECKED = ("json_object", "json_schema")
+CHECKS = 256  # that may wait
+
 Key = tuple[str, str, str | None]
+T = TypeVar("T")
 
 
 class Died(Exception):
@@ -58,7 +66,8 @@ class Compiler:
         self._folder: Path | None = None
         self._process: Process | None = None
         self._closed = False
-        self.waiting = 0  # calls that wait for the process
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
+        self.numbers = {"waiting": 0, "checking": 0}  # calls and checks now
         self.counts: Counter[str] = (
             Counter()
         )  # compiled | cached | refused | late | valid | invalid | unchecked
@@ -68,7 +77,11 @@ class Compiler:
         """The source for the workers. Raises InvalidField or UnsupportedField, which say why, or Overloaded."""
         found = self._look_up(grammar)
         if found is None:
-            found = self._in_turn(lambda: self._look_up(grammar) or self._make(grammar), QUEUE)
+            self._add("waiting", 1)
+            try:
+                found = self._in_turn(lambda: self._look_up(grammar) or self._make(grammar), QUEUE)
+            finally:
+                self._add("waiting", -1)
         if isinstance(found, SglaError):
             raise type(found)(f"{grammar.param}: {found.message}", param=grammar.param)
         return found
@@ -78,12 +91,25 @@ class Compiler:
         return _key(grammar) in self._cache
 
     def check(self, grammar: Grammar, output: str) -> None:
-        """Count whether a finished output is what ``grammar`` asks for."""
+        """Count, at some time, whether a finished output is what ``grammar`` asks for. Does not block."""
+        if grammar.kind not in CHECKED:
+            return
+        if grammar.after:
+            output = output.partition(grammar.after)[2]
+        if not output or self.numbers["checking"] >= CHECKS or self._closed:
+            return self._count("unchecked")
+        self._add("checking", 1)
+        self._checks.submit(self._check, grammar, output)
+
+    def _check(self, grammar: Grammar, output: str) -> None:
         try:
             fits = self._in_turn(lambda: self._ask(Ask(grammar, output)).fits, TIMEOUT)
         except (SglaError, Died):
             fits = None
+        self._add("checking", -1)
         self._count("unchecked" if fits is None else "valid" if fits else "invalid")
+        if fits is False:
+            log.warning("an output does not fit its %s: %.200s", grammar.kind, output)
 
     def drain_seconds(self) -> list[float]:
         """CPU seconds of the compilations since the last call."""
@@ -93,6 +119,7 @@ class Compiler:
     def close(self) -> None:
         """End the process and remove the files. A call under way fails."""
         self._closed = True
+        self._checks.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
             self._process.kill()
         if self._folder is not None:
@@ -117,19 +144,13 @@ class Compiler:
                 self._cache_bytes -= _size(Grammar(kind=kind, text=text, whitespace=whitespace), old)
         return found
 
-    def _in_turn(self, work: Callable[[], Any], patience: float) -> Any:
-        with self._cache_lock:
-            self.waiting += 1
+    def _in_turn(self, work: Callable[[], T], patience: float) -> T:
+        if not self._process_lock.acquire(timeout=patience):
+            raise Overloaded("too many grammars wait to be compiled; please retry later", retry_after=5.0)
         try:
-            if not self._process_lock.acquire(timeout=patience):
-                raise Overloaded("too many grammars wait to be compiled; please retry later", retry_after=5.0)
-            try:
-                return work()
-            finally:
-                self._process_lock.release()
+            return work()
         finally:
-            with self._cache_lock:
-                self.waiting -= 1
+            self._process_lock.release()
 
     def _make(self, grammar: Grammar) -> str | SglaError:
         try:
@@ -202,6 +223,10 @@ class Compiler:
     def _count(self, outcome: str) -> None:
         with self._cache_lock:
             self.counts[outcome] += 1
+
+    def _add(self, name: str, n: int) -> None:
+        with self._cache_lock:
+            self.numbers[name] += n
 
 
 class Process:

@@ -20,6 +20,7 @@ from sgla.observe.compat import translated
 from sgla.sched.stats import Finished, Stats
 
 if TYPE_CHECKING:
+    from sgla.grammar.compiler import Compiler
     from sgla.messages import Facts
 
 PREFIX = "sgla:"
@@ -113,6 +114,8 @@ class Metrics(Collector):
         self.prefill_time = Histogram(LATENCY)
         self.decode_time = Histogram(LATENCY)
         self.token_time = Histogram(SHORT)
+        self.compilation = Histogram(LATENCY)
+        self.compiler: Compiler | None = None  # once it runs
         self.prompt_sizes = Histogram(SIZES)
         self.output_sizes = Histogram(SIZES)
         self.step_seconds = Histogram(SHORT)
@@ -203,6 +206,8 @@ class Metrics(Collector):
         if self._facts is not None:
             yield from self._model(self._facts)
         yield from self._scheduler(self._stats)
+        if self.compiler is not None:
+            yield from self._grammars(self.compiler)
 
     def _requests(self) -> Iterator[Metric]:
         reasons = {(reason,): self.requests[reason] for reason in ("stop", "length", "abort", "error")}
@@ -230,9 +235,7 @@ class Metrics(Collector):
             ("step_seconds", "Duration of a step on the device", self.step_seconds),
             ("step_gap_ms", "Worker idle before a step, waiting for its plan", self.step_gap),
         ):
-            family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self.model_name], histogram.cumulative(), histogram.sum)
-            yield family
+            yield self._histogram(name, text, histogram)
 
     def _http(self) -> Iterator[Metric]:
         yield self._counter("http_requests", "HTTP requests", self.http_requests, ["method", "endpoint"])
@@ -252,6 +255,20 @@ class Metrics(Collector):
         phases = {(phase,): seconds for phase, seconds in self._startup.items()}
         yield self._gauge("startup_seconds", "Start-up time by phase", phases, ["phase"])
         yield self._gauge("startup_time_seconds", "Start-up time, all phases", sum(self._startup.values()))
+
+    def _grammars(self, compiler: Compiler) -> Iterator[Metric]:
+        counts = compiler.counts
+        total = sum(counts[outcome] for outcome in ("cached", "compiled", "late", "refused"))
+        yield self._counter("num_grammar", "Requests with a grammar", total)
+        yield self._counter("num_grammar_cache_hit", "Grammars found compiled", counts["cached"])
+        yield self._counter("num_grammar_timeout", "Grammars that took too long to compile", counts["late"])
+        yield self._counter("num_grammar_refused", "Grammars refused", counts["refused"])
+        yield self._gauge("num_grammar_queue_reqs", "Requests waiting for the compiler", compiler.numbers["waiting"])
+        results = {(result,): counts[result] for result in ("valid", "invalid", "unchecked")}
+        yield self._counter("grammar_outputs", "Finished JSON, checked once more", results, ["result"])
+        for seconds in compiler.drain_seconds():
+            self.compilation.observe(seconds)
+        yield self._histogram("grammar_compilation_time_seconds", "CPU time of compiling", self.compilation)
 
     def _scheduler(self, stats: Stats) -> Iterator[Metric]:
         page_size = self._facts.page_size if self._facts is not None else 1
@@ -281,6 +298,11 @@ class Metrics(Collector):
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
         yield self._counter("steps", "Model steps", stats.steps)
         yield self._counter("rejected_requests", "Requests refused by the scheduler", stats.rejected)
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self.model_name], histogram.cumulative(), histogram.sum)
+        return family
 
     def _gauge(self, name: str, text: str, value: Any, labels: Sequence[str] = ()) -> Metric:
         return self._fill(GaugeMetricFamily(PREFIX + name, text, labels=["model_name", *labels]), value)

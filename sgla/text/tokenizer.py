@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from sgla.errors import BadRequest, ConfigError
+from sgla.errors import BadRequest, ConfigError, UnsupportedField
+from sgla.grammar.protocol import Vocabulary
 from sgla.text.decoding import Decoding, decoding_of
 from sgla.text.gguf_vocab import backend_from_gguf
 
@@ -102,6 +103,17 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
 
+def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
+    """Of a model with ``size`` logits. Raises UnsupportedField for a tokenizer that knows no end of a text."""
+    ends = sorted(token for token in tokenizer.eos_ids if token < size)
+    if not ends:
+        raise UnsupportedField("the model's tokenizer has no token that ends an output, which a grammar needs")
+    # Not ``byte_table``, which would keep all of it.
+    make = _Bytes(tokenizer.backend, tokenizer.decoding, frozenset()).make
+    special = sorted({token for token in tokenizer.special_ids if token < size}.union(ends))
+    return Vocabulary([make(token) for token in range(size)], special, ends)
+
+
 class _Pieces(dict[int, Any]):
     """Filled on use: a vocabulary has 10^5 tokens, an output needs few of them."""
 
@@ -112,18 +124,18 @@ class _Pieces(dict[int, Any]):
         self._skipped = skipped
 
     def __missing__(self, token: int) -> str | bytes | None:
-        value = self._make(token)
+        value = self.make(token)
         self[token] = value
         return value
 
-    def _make(self, token: int) -> str | bytes | None:
+    def make(self, token: int) -> str | bytes | None:
         text = self._backend.id_to_token(token) if token >= 0 and token not in self._skipped else None
         return None if text is None else self._decoding.piece(text)
 
 
 class _Bytes(_Pieces):
-    def _make(self, token: int) -> bytes:
-        piece = super()._make(token)
+    def make(self, token: int) -> bytes:
+        piece = super().make(token)
         return piece.encode() if isinstance(piece, str) else piece or b""
 
 
