@@ -29,7 +29,6 @@ from sgla import __version__
 from sgla.bench.workloads import tokens
 from sgla.observe.machine import detect
 
-
 STALL_SECONDS = 20
 
 
