@@ -127,8 +127,7 @@ class Blocks:
                 events += self._text("thinking", {"type": "thinking_delta", "thinking": text})
             elif kind == CALL:
                 self.called = True
-                call_id = call_id or f"toolu_{uuid.uuid4().hex}"
-                block = {"type": "tool_use", "id": call_id, "name": text, "input": {}}
+                block = {"type": "tool_use", "id": tool_use_id(call_id), "name": text, "input": {}}
                 events += [*self.close(), self._open("tool_use", block)]
             elif kind == ARGUMENTS:
                 events.append(self._delta({"type": "input_json_delta", "partial_json": text}, text))
@@ -168,6 +167,13 @@ class Blocks:
 
     def _event(self, delta: dict[str, str]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+
+
+def tool_use_id(call_id: str | None) -> str:
+    """An id that the model wrote stays as it is; others begin as Anthropic's do."""
+    if call_id is None:
+        return f"toolu_{uuid.uuid4().hex}"
+    return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 
 def signature(thinking: str) -> str:

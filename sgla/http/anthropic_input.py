@@ -192,7 +192,8 @@ def chat_tools(fields: CountTokensRequest) -> dict[str, Any]:
         wanted: Any = {"type": "function", "function": {"name": choice.name}}
     else:
         wanted = "required" if choice.type == "any" else choice.type
-    return {"tools": tools or None, "tool_choice": wanted}
+    parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+    return {"tools": tools or None, "tool_choice": wanted, "parallel_tool_calls": parallel}
 
 
 def chat_tool(tool: Tool, i: int) -> dict[str, Any]:

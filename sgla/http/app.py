@@ -12,7 +12,18 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import admin, anthropic, control, native, openai_chat, openai_text, parsing, responses, tokens
+from sgla.http import (
+    admin,
+    anthropic,
+    control,
+    native,
+    openai_chat,
+    openai_text,
+    openapi,
+    parsing,
+    responses,
+    tokens,
+)
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
 from sgla.http.ports import Ingress
@@ -52,6 +63,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/ready": {"GET": admin.ready},
     "/readyz": {"GET": admin.ready},
     "/ping": {"GET": admin.ready},
+    "/openapi.json": {"GET": openapi.openapi_json},
     "/version": {"GET": admin.version},
     "/get_model_info": {"GET": admin.model_info},
     "/model_info": {"GET": admin.model_info},
@@ -100,6 +112,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     """
     app = web.Application(client_max_size=config.max_body_bytes)
     app[SERVER] = Server(ingress, config, metrics)
+    app[openapi.TABLE] = ROUTES
     app[GATE] = Gate(config.api_key, config.admin_api_key)
     app.router.add_route("*", "/{path:.*}", dispatch)
     app.on_response_prepare.append(add_headers)

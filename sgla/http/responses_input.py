@@ -75,7 +75,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 RESPONSES = Schema(ResponsesRequest)
 PASSED = (
     *SamplingFields.__struct_fields__,
-    *("model", "stream", "priority", "cache_salt", "extra_key", "timeout", "chat_template_kwargs"),
+    *("model", "stream", "parallel_tool_calls", "priority", "cache_salt", "extra_key", "timeout", "chat_template_kwargs"),
 )
 
 

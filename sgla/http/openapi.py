@@ -1,0 +1,219 @@
+"""GET /openapi.json: the API's description, made of the table of routes and the structs that bodies are decoded into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sgla import __version__
+from sgla.http import (
+    admin,
+    anthropic,
+    control,
+    native,
+    openai_chat,
+    openai_text,
+    parsing,
+    responses,
+    tokens,
+)
+from sgla.http.anthropic_input import CountTokensRequest, MessagesRequest
+from sgla.http.middleware import ADMIN, OPEN
+from sgla.http.parsing import ParseCallRequest, SeparateRequest
+from sgla.http.responses_input import ResponsesRequest
+from sgla.http.schema import (
+    RANGES,
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    PauseRequest,
+    ProfileRequest,
+    TokenizeRequest,
+)
+from sgla.http.wire import json_response
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+REF = "#/components/schemas/{name}"
+OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """What one handler does. ``stream``: with ``stream: true`` it answers in events. ``query``: names of parameters."""
+
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    stream: bool = False
+    query: tuple[str, ...] = ()
+    media: str = JSON
+
+
+OPERATIONS: dict[Any, Operation] = {
+    openai_chat.chat_completions: Operation("OpenAI: answer a chat", ChatRequest, stream=True),
+    openai_text.completions: Operation("OpenAI: continue a text", CompletionRequest, stream=True),
+    responses.create: Operation("OpenAI: answer items, and keep the response", ResponsesRequest, stream=True),
+    responses.retrieve: Operation("OpenAI: a response that is kept"),
+    responses.delete: Operation("OpenAI: forget a response"),
+    responses.cancel: Operation("OpenAI: end a response in progress"),
+    responses.input_list: Operation("OpenAI: what a response was asked", query=("order",)),
+    anthropic.messages: Operation("Anthropic: answer messages", MessagesRequest, stream=True),
+    anthropic.count_tokens: Operation("Anthropic: the size of a prompt", CountTokensRequest),
+    admin.models: Operation("OpenAI: the names of the model"),
+    admin.model: Operation("OpenAI: one name of the model"),
+    native.generate: Operation("SGLang: continue texts or token ids", GenerateRequest, stream=True),
+    tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest),
+    tokens.detokenize: Operation("vLLM: token ids to text", DetokenizeRequest),
+    parsing.parse_function_call: Operation("SGLang: the tool calls in a text", ParseCallRequest),
+    parsing.separate_reasoning: Operation("SGLang: the reasoning in a text", SeparateRequest),
+    admin.tokenizer_info: Operation("vLLM: special tokens and chat template"),
+    admin.live: Operation("Whether the process should be left alone"),
+    admin.ready: Operation("Whether requests are accepted"),
+    admin.health_generate: Operation("SGLang: whether a token comes out of the engine"),
+    admin.version: Operation("The server's version"),
+    admin.model_info: Operation("SGLang: facts of the model"),
+    admin.server_info: Operation("SGLang: settings, facts and the scheduler's counters"),
+    admin.metrics: Operation("Prometheus metrics", media=TEXT),
+    admin.load: Operation("vLLM: how busy the server is"),
+    admin.get_load: Operation("SGLang: how busy the server is"),
+    control.flush_cache: Operation("SGLang, vLLM: empty the prefix cache"),
+    control.abort_request: Operation("SGLang: end requests", AbortRequest),
+    control.pause: Operation("SGLang, vLLM: stop generating", PauseRequest, query=("mode",)),
+    control.resume: Operation("SGLang, vLLM: go on generating"),
+    control.is_paused: Operation("vLLM: whether generating is stopped"),
+    control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
+    control.stop_profile: Operation("SGLang, vLLM: write the recording"),
+}
+
+
+TABLE: web.AppKey[Any] = web.AppKey("routes", dict)
+
+
+async def openapi_json(request: web.Request) -> web.Response:
+    return json_response(document(request.app[TABLE]))
+
+
+OPERATIONS[openapi_json] = Operation("This description")
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    """OpenAI's shape, on every route but Anthropic's."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    type: str
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+def document(routes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document. A handler of ``routes`` that ``OPERATIONS`` does not describe raises KeyError."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "sgla",
+            "version": __version__,
+            "description": "Unknown fields of a body are ignored and listed in the x-ignored-fields header.",
+        },
+        "paths": {
+            route: {
+                method.lower(): operation(route, method, OPERATIONS[handler])
+                for method, handler in methods.items()
+            }
+            for route, methods in routes.items()
+        },
+        "components": {
+            "schemas": schemas(entry.body for entry in OPERATIONS.values() if entry.body is not None),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
+    names = [("id", "path"), *((name, "query") for name in entry.query)]
+    result: dict[str, Any] = {
+        "operationId": f"{method.lower()}{route}".replace("/", "_").replace("{", "").replace("}", ""),
+        "summary": entry.summary,
+        "parameters": [
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for name, place in names
+            if place == "query" or "{id}" in route
+        ],
+        "responses": answers(route, entry),
+        "security": security(route),
+    }
+    if entry.body is not None:
+        content = {JSON: {"schema": reference(entry.body)}}
+        result["requestBody"] = {"required": entry.body not in OPTIONAL, "content": content}
+    return result
+
+
+def answers(route: str, entry: Operation) -> dict[str, Any]:
+    shape = {"type": "string"} if entry.media == TEXT else {}
+    content: dict[str, Any] = {entry.media: {"schema": shape}}
+    if entry.stream:
+        content[EVENTS] = {"schema": {"type": "string"}}
+    error = reference(AnthropicError if route.startswith(anthropic.PREFIX) else Error)
+    health = entry in (OPERATIONS[admin.ready], OPERATIONS[admin.live])
+    failed = {"description": "not accepting requests", "content": {JSON: {"schema": {}}}}
+    return {
+        "200": {"description": "done", "content": content},
+        **({"503": failed} if health else {}),
+        "default": {"description": "an error", "content": {JSON: {"schema": error}}},
+    }
+
+
+def security(route: str) -> list[dict[str, list[str]]]:
+    """Keys are needed only where the server was given some, hence the empty alternative."""
+    first = route.split("/")[1]
+    keyed: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
+    if first in OPEN and first not in ADMIN:
+        return []
+    return [*keyed, {}]
+
+
+def reference(struct: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": REF.format(name=struct.__name__)}
+
+
+def schemas(bodies: Iterable[type[msgspec.Struct]]) -> dict[str, Any]:
+    """JSON schemas of the structs, with the ranges that numbers are checked for."""
+    kinds = {body.__name__: body for body in bodies}
+    _, components = msgspec.json.schema_components([*kinds.values(), Error, AnthropicError], ref_template=REF)
+    for component in components.values():
+        for name, shape in component.get("properties", {}).items():
+            if name in RANGES:
+                for branch in shape.get("anyOf", [shape]):
+                    limit(branch, name)
+    return components
+
+
+def limit(shape: dict[str, Any], name: str) -> None:
+    """Write the range of a number, or of a list's numbers, into its schema."""
+    if shape.get("type") == "array":
+        limit(shape["items"], name)
+    elif shape.get("type") in ("integer", "number"):
+        allowed = RANGES[name]
+        shape["exclusiveMinimum" if allowed.open_low else "minimum"] = allowed.low
+        if allowed.high is not None:
+            shape["maximum"] = allowed.high

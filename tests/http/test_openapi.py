@@ -1,0 +1,115 @@
+"""/openapi.json: every route is described, and the server does what the description says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from http_fake import FakeIngress
+from http_site import Serve, Site
+
+from sgla.http.app import ROUTES
+from sgla.http.openapi import OPERATIONS, document
+from sgla.http.schema import RANGES
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    return document(ROUTES)
+
+
+def operations(described: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def test_every_route_is_described(described: dict[str, Any]) -> None:
+    handlers = {handler for methods in ROUTES.values() for handler in methods.values()}
+    assert handlers == OPERATIONS.keys()
+    assert described["paths"].keys() == ROUTES.keys()
+    assert len({operation["operationId"] for _, _, operation in operations(described)}) == sum(
+        map(len, ROUTES.values())
+    )
+
+
+def test_references_resolve_and_schemas_are_valid(described: dict[str, Any]) -> None:
+    shapes = described["components"]["schemas"]
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                assert value["$ref"].removeprefix("#/components/schemas/") in shapes
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(described)
+    for shape in shapes.values():
+        jsonschema_rs.meta.validate({**shape, "$schema": "https://json-schema.org/draft/2020-12/schema"})
+
+
+async def test_bodies_are_read_where_they_are_described(site: Site, described: dict[str, Any]) -> None:
+    """A body that no struct can be made of is refused by exactly the routes that are described to have one."""
+    for path, method, operation in operations(described):
+        if method not in ("post", "put"):
+            continue
+        url = path.replace("{id}", "x")
+        async with site.http.request(method, url, data=b"[]") as response:
+            assert (response.status == 400) == ("requestBody" in operation), path
+        if "requestBody" in operation:
+            async with site.http.request(method, url, data=b"") as response:
+                assert (response.status == 400) == operation["requestBody"]["required"], path
+
+
+async def test_streams_are_where_they_are_described(site: Site, described: dict[str, Any]) -> None:
+    bodies = {
+        "ChatRequest": {"messages": [{"role": "user", "content": "x"}]},
+        "CompletionRequest": {"prompt": "x"},
+        "ResponsesRequest": {"input": "x"},
+        "MessagesRequest": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+        "GenerateRequest": {"text": "x"},
+    }
+    streaming = 0
+    for path, method, operation in operations(described):
+        if "text/event-stream" not in operation["responses"]["200"]["content"]:
+            continue
+        name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        for stream, media in ((True, "text/event-stream"), (False, "application/json")):
+            body = {**bodies[name], "stream": stream}
+            async with site.http.request(method, path, json=body) as response:
+                assert (response.status, response.content_type) == (200, media), path
+        streaming += 1
+    assert streaming >= len(bodies)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "n"])
+async def test_ranges_are_those_that_are_checked(site: Site, described: dict[str, Any], name: str) -> None:
+    shape = described["components"]["schemas"]["CompletionRequest"]["properties"][name]
+    valid = jsonschema_rs.validator_for(shape).is_valid
+    allowed = RANGES[name]
+    for value in (allowed.low, allowed.low - 1, allowed.high, (allowed.high or 10) + 1):
+        if value is None:
+            continue
+        number = int(value) if name in ("seed", "n") else value
+        status, _ = await site.post("/v1/completions", {"prompt": "x", "max_tokens": 1, name: number})
+        assert (status == 200) == valid(number), number
+
+
+async def test_health_answers_503_as_described(serve: Serve, described: dict[str, Any]) -> None:
+    ingress = FakeIngress()
+    ingress.phase = "load"
+    site = await serve(ingress)
+    for path, _, operation in operations(described):
+        if "503" in operation["responses"] and path not in ("/", "/health/live"):
+            assert (await site.get(path))[0] == 503
+
+
+async def test_the_description_is_served(site: Site, described: dict[str, Any]) -> None:
+    status, reply = await site.get("/openapi.json")
+    assert status == 200
+    assert reply["paths"].keys() == described["paths"].keys()
