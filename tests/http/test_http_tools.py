@@ -1,0 +1,372 @@
+"""Tool calls and reasoning in chats, through the openai client; the fake engine writes what a model would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from http_fake import BOS, FakeIngress, FakeTemplate, FakeTokenizer
+from http_site import Serve, Site
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+
+from sgla.messages import Event, Job, Usage
+
+MESSAGES: Any = [{"role": "user", "content": "weather?"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+QWEN = "<tool_call><think></think>"
+ARGUMENTS = {"city": "Köln 😀", "days": 2}
+CALL = f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': ARGUMENTS}, ensure_ascii=False)}\n</tool_call>"
+SECOND = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+class Template(FakeTemplate):
+    def __init__(self, source: str, opens: bool) -> None:
+        self.source = source
+        self.opens = opens
+
+    def render(self, messages: Any, *args: Any, **kwargs: Any) -> str:
+        return super().render(messages, *args, **kwargs) + ("<think>\n" if self.opens else "")
+
+
+class Writer(FakeIngress):
+    """Writes ``text`` in pieces of ``size`` characters, one event each; a byte is a token."""
+
+    def __init__(self, text: str, source: str = QWEN, opens: bool = False, size: int = 3) -> None:
+        super().__init__()
+        self.template = Template(source, opens)
+        self.text = text
+        self.size = size
+        self.finish = "stop"
+
+    async def _run(self, job: Job) -> None:
+        prompt = self.prompt(job)
+        count = 0
+        for child in range(job.sampling.n):
+            for at in range(0, len(self.text), self.size):
+                part = self.text[at : at + self.size]
+                count += len(part.encode())
+                last = at + self.size >= len(self.text)
+                self.push(
+                    job.rid,
+                    Event(
+                        rid=job.rid,
+                        index=job.index_base + child,
+                        text=part,
+                        tokens=list(part.encode()),
+                        prompt_tokens=prompt if at == 0 else None,
+                        finish=self.finish if last else None,
+                        usage=Usage(len(prompt), count, 0),
+                    ),
+                )
+
+
+async def ask(site: Site, **options: Any) -> ChatCompletion:
+    return await site.client.chat.completions.create(
+        model="fake", messages=MESSAGES, **({"tools": TOOLS} | options)
+    )
+
+
+async def chunks_of(site: Site, **options: Any) -> list[Any]:
+    return [chunk async for chunk in await ask(site, stream=True, **options)]  # type: ignore[attr-defined]
+
+
+def put_together(chunks: list[Any]) -> dict[str, Any]:
+    """A message as the client's users build it up from deltas, which must come as OpenAI sends them."""
+    message: dict[str, Any] = {"content": None, "reasoning_content": None, "tool_calls": []}
+    finish = None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            assert finish is None
+            finish = choice.finish_reason
+            delta = choice.delta
+            if delta.content:
+                message["content"] = (message["content"] or "") + delta.content
+            if reasoning := getattr(delta, "reasoning_content", None):
+                assert delta.reasoning == reasoning
+                message["reasoning_content"] = (message["reasoning_content"] or "") + reasoning
+            for call in delta.tool_calls or []:
+                if call.id is not None:
+                    assert (call.index, call.type) == (len(message["tool_calls"]), "function")
+                    assert (call.function.arguments, bool(call.function.name)) == ("", True)
+                    message["tool_calls"].append({"id": call.id, "name": call.function.name, "arguments": ""})
+                else:
+                    assert (call.index, call.type) == (len(message["tool_calls"]) - 1, None)
+                    assert call.function.name is None
+                    message["tool_calls"][call.index]["arguments"] += call.function.arguments
+    return message | {"finish": finish}
+
+
+def taken_apart(message: ChatCompletionMessage, finish: str) -> dict[str, Any]:
+    calls = [
+        {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}  # type: ignore[union-attr]
+        for call in message.tool_calls or []
+    ]
+    reasoning = getattr(message, "reasoning_content", None)
+    assert getattr(message, "reasoning", None) == reasoning
+    return {"content": message.content, "reasoning_content": reasoning, "tool_calls": calls, "finish": finish}
+
+
+async def both(
+    serve: Serve, ingress: Callable[[], Writer], config: Any = None, **options: Any
+) -> dict[str, Any]:
+    """The message, which must be the same streamed and whole."""
+    site = await serve(ingress(), **(config or {}))
+    reply = await ask(site, **options)
+    whole = taken_apart(reply.choices[0].message, reply.choices[0].finish_reason)
+    streamed = put_together(await chunks_of(site, **options))
+    for message in (whole, streamed):
+        for call in message["tool_calls"]:
+            assert call.pop("id").startswith("call_")
+    assert streamed == whole
+    site.ingress.check()
+    return whole
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+async def test_calls(serve: Serve, size: int) -> None:
+    text = f"<think>\nLet me see.\n</think>\n\nOne moment.\n{CALL}\n{SECOND}"
+    message = await both(serve, lambda: Writer(text, size=size))
+    assert message == {
+        "content": "One moment.",
+        "reasoning_content": "Let me see.",
+        "tool_calls": [
+            {"name": "weather", "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)},
+            {"name": "time", "arguments": "{}"},
+        ],
+        "finish": "tool_calls",
+    }
+
+
+async def test_a_call_alone_has_no_content(serve: Serve) -> None:
+    message = await both(serve, lambda: Writer("\n" + CALL))
+    assert (message["content"], message["finish"]) == (None, "tool_calls")
+
+
+async def test_one_call_at_a_time(serve: Serve) -> None:
+    message = await both(serve, lambda: Writer(CALL + SECOND), parallel_tool_calls=False)
+    assert [call["name"] for call in message["tool_calls"]] == ["weather"]
+
+
+async def test_what_only_looks_like_a_call(serve: Serve) -> None:
+    text = "Write <tool_call>\nlike this\n</tool_call>"
+    message = await both(serve, lambda: Writer(text))
+    assert (message["content"], message["tool_calls"], message["finish"]) == (text, [], "stop")
+
+
+async def test_call_cut_off(serve: Serve) -> None:
+    site = await serve(Writer(CALL[:60]))
+    site.ingress.finish = "length"  # type: ignore[attr-defined]
+    message = put_together(await chunks_of(site))
+    assert message["finish"] == "length"
+    assert message["tool_calls"][0]["arguments"].startswith('{"city": "K')
+
+
+async def test_ids_of_calls_are_unique(serve: Serve) -> None:
+    site = await serve(Writer(CALL + SECOND))
+    replies = [await ask(site, n=2) for _ in range(2)]
+    ids = [
+        call.id for reply in replies for choice in reply.choices for call in choice.message.tool_calls or []
+    ]
+    assert len(set(ids)) == len(ids) == 8
+
+
+async def test_ids_as_the_family_has_them(serve: Serve) -> None:
+    kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.time:3<|tool_call_argument_begin|>{}"
+    site = await serve(Writer(kimi, source="<|tool_calls_section_begin|>"))
+    assert (await ask(site)).choices[0].message.tool_calls[0].id == "functions.time:3"  # type: ignore[index]
+    site = await serve(Writer('[TOOL_CALLS][{"name": "time", "arguments": {}}]', source="[TOOL_CALLS]"))
+    made = (await ask(site)).choices[0].message.tool_calls[0].id  # type: ignore[index]
+    assert len(made) == 9
+    assert made.isalnum()
+
+
+async def test_choices_stream_side_by_side(serve: Serve) -> None:
+    site = await serve(Writer(CALL))
+    chunks = await chunks_of(site, n=2)
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk.choices[0].index == index]
+        assert own[0].choices[0].delta.role == "assistant"
+        assert json.loads(put_together(own)["tool_calls"][0]["arguments"]) == ARGUMENTS
+
+
+async def test_first_chunks_byte_by_byte(serve: Serve) -> None:
+    site = await serve(Writer(SECOND, size=1000))
+    body = {"messages": MESSAGES, "tools": TOOLS, "stream": True}
+    payloads = [json.loads(p) for p in (await site.sse("/v1/chat/completions", body))[:-1]]
+    role, begin, arguments, end = (payload["choices"][0] for payload in payloads)
+    assert role["delta"] == {"role": "assistant", "content": ""}
+    call = begin["delta"]["tool_calls"][0]
+    assert call.keys() == {"index", "id", "type", "function"}
+    assert call["function"] == {"name": "time", "arguments": ""}
+    assert arguments["delta"] == {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}
+    assert (end["delta"], end["finish_reason"]) == ({}, "tool_calls")
+
+
+# reasoning ------------------------------------------------------------------------------------------------------------
+
+THOUGHT = "<think>\nHm, 42? 😀\n</think>\n\nYes."
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_reasoning(serve: Serve, opens: bool) -> None:
+    text = THOUGHT.removeprefix("<think>\n") if opens else THOUGHT
+    message = await both(serve, lambda: Writer(text, opens=opens), tools=openai.NOT_GIVEN)
+    assert (message["reasoning_content"], message["content"]) == ("Hm, 42? 😀", "Yes.")
+    assert message["finish"] == "stop"
+
+
+async def test_unclosed_reasoning_has_no_content(serve: Serve) -> None:
+    message = await both(serve, lambda: Writer("on and on", opens=True))
+    assert (message["reasoning_content"], message["content"]) == ("on and on", None)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+async def test_usage_counts_reasoning(serve: Serve, size: int) -> None:
+    site = await serve(Writer(THOUGHT, size=size))
+    expected = len(THOUGHT.removesuffix("\n\nYes.").encode())
+    usage = (await ask(site)).usage
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == expected
+    chunks = await chunks_of(site, stream_options={"include_usage": True})
+    assert chunks[-1].usage == usage
+
+
+async def test_reasoning_left_in_the_content(serve: Serve) -> None:
+    message = await both(serve, lambda: Writer(THOUGHT + SECOND), extra_body={"separate_reasoning": False})
+    assert (message["reasoning_content"], message["content"]) == (None, THOUGHT)
+    assert len(message["tool_calls"]) == 1
+
+
+async def test_reasoning_left_out(serve: Serve) -> None:
+    message = await both(serve, lambda: Writer(THOUGHT), extra_body={"include_reasoning": False})
+    assert (message["reasoning_content"], message["content"]) == (None, "Yes.")
+
+
+async def test_reasoning_in_one_piece(serve: Serve) -> None:
+    site = await serve(Writer(THOUGHT))
+    chunks = await chunks_of(site, extra_body={"stream_reasoning": False})
+    pieces = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
+    assert list(filter(None, pieces)) == ["Hm, 42? 😀"]
+    assert put_together(chunks)["content"] == "Yes."
+
+
+async def test_continued_reasoning(serve: Serve) -> None:
+    site = await serve(Writer("then 42\n</think>\n\nYes."))
+    history = [*MESSAGES, {"role": "assistant", "content": "<think>\nfirst this, "}]
+    reply = await site.client.chat.completions.create(
+        model="fake", messages=history, extra_body={"continue_final_message": True}
+    )
+    assert reply.choices[0].message.reasoning_content == "then 42"  # type: ignore[attr-defined]
+
+
+async def test_tokens_go_with_the_text(serve: Serve) -> None:
+    """Nothing is lost and nothing comes twice, whatever the parser holds back."""
+    site = await serve(Writer(THOUGHT + CALL, size=1))
+    chunks = await chunks_of(site, extra_body={"return_token_ids": True})
+    tokens = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []]
+    assert bytes(tokens).decode() == THOUGHT + CALL
+
+
+# settings and refusals ------------------------------------------------------------------------------------------------
+
+
+async def test_parsers_can_be_named_and_switched_off(serve: Serve) -> None:
+    text = "<think>hm</think>[TOOL_CALLS]time[ARGS]{}"
+    settings = {"tool_call_parser": "mistral", "reasoning_parser": "none"}
+    site = await serve(Writer(text), **settings)
+    message = (await ask(site)).choices[0].message
+    assert message.content == "<think>hm</think>"
+    assert message.tool_calls[0].function.name == "time"  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize(("source", "settings"), [("no tools", {}), (QWEN, {"tool_call_parser": "none"})])
+async def test_tools_whose_calls_could_not_be_read(serve: Serve, source: str, settings: Any) -> None:
+    site = await serve(Writer("hi", source=source), **settings)
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught:
+        await ask(site)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tools")
+    assert (await ask(site, tool_choice="none")).choices[0].message.content == "hi"
+
+
+async def test_calls_are_text_when_none_are_wanted(serve: Serve) -> None:
+    message = await both(serve, lambda: Writer(CALL), tool_choice="none")
+    assert (message["content"], message["tool_calls"], message["finish"]) == (CALL, [], "stop")
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ({}, r"tools\[0\] must be"),
+        ({"type": "function", "function": {}}, r"tools\[0\].function.name"),
+        (
+            {"type": "function", "function": {"name": "f", "parameters": []}},
+            r"tools\[0\].function.parameters",
+        ),
+    ],
+)
+async def test_wrong_tools(serve: Serve, tool: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        await ask(await serve(Writer("hi")), tools=[tool])
+
+
+async def test_special_tokens_that_are_tags_stay_in_the_text(serve: Serve) -> None:
+    class Tokenizer(FakeTokenizer):
+        def token_bytes(self, token: int) -> bytes:
+            return b"<tool_call>" if token == BOS else super().token_bytes(token)
+
+    async def skips(tokenizer: FakeTokenizer, **options: Any) -> bool:
+        ingress = Writer("hi")
+        ingress.tokenizer = tokenizer
+        await ask(await serve(ingress), **options)
+        return ingress.jobs[-1].sampling.skip_special_tokens
+
+    assert await skips(FakeTokenizer())
+    assert not await skips(Tokenizer())
+    assert await skips(Tokenizer(), tool_choice="none", extra_body={"separate_reasoning": False})
+
+
+# the parsers by themselves --------------------------------------------------------------------------------------------
+
+
+async def test_parse_function_call(serve: Serve) -> None:
+    site = await serve(Writer("hi"))
+    body = {"text": "So: " + CALL, "tools": TOOLS, "tool_call_parser": "qwen25"}
+    expected = {
+        "normal_text": "So:",
+        "calls": [
+            {"tool_index": 0, "name": "weather", "parameters": json.dumps(ARGUMENTS, ensure_ascii=False)}
+        ],
+    }
+    assert await site.post("/parse_function_call", body) == (200, expected)
+    del body["tool_call_parser"]
+    assert await site.post("/parse_function_call", body) == (200, expected)
+    status, reply = await site.post("/parse_function_call", body | {"tool_call_parser": "x"})
+    assert (status, reply["error"]["param"]) == (400, "tool_call_parser")
+
+
+async def test_separate_reasoning(serve: Serve) -> None:
+    site = await serve(Writer("hi"))
+    for text in ("<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"):
+        body = {"text": text, "reasoning_parser": "deepseek-r1"}
+        assert await site.post("/separate_reasoning", body) == (200, {"reasoning_text": "hm", "text": "yes"})
+    assert (await site.post("/separate_reasoning", {"text": "yes"}))[1] == {
+        "reasoning_text": "",
+        "text": "yes",
+    }
+    assert (await site.post("/separate_reasoning", {"text": "a", "reasoning_parser": "none"}))[0] == 400
