@@ -17,14 +17,15 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
 
     ``json_schema`` a JSON Schema; ``json_object`` nothing; ``regex`` a regular expression for the whole output; ``choice``
     a JSON list of strings; ``ebnf`` GBNF (``root ::= ...``) or Lark (``start: ...``); ``structural_tag`` the JSON object of
-    that ``type``. ``after``: the output is free until this text has been generated. ``whitespace``: a regular expression
-    for the space between JSON tokens ("" for none; None: up to ``grammar.source.SPACE``). ``param`` is the request field
-    that errors name.
+    that ``type``. ``after``: the output is free until one of these texts has been generated; with ``opener``, only if the
+    prompt ends with that, or the output begins with it. ``whitespace``: a regular expression for the space between JSON
+    tokens ("" for none; None: ``grammar.source.SPACE``). ``param`` is the request field that errors name.
     """
 
     kind: str
     text: str = ""
-    after: str = ""
+    after: tuple[str, ...] = ()
+    opener: str = ""
     whitespace: str | None = None
     param: str = "response_format"
 
@@ -130,7 +131,8 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     logprobs: int = -1  # -1 off, 0 chosen only, k top alternatives
     prompt_logprobs: int = -1
     grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of
-    grammar_after: str = ""  # Grammar.after
+    grammar_after: tuple[str, ...] = ()  # Grammar.after
+    grammar_opener: str = ""  # Grammar.opener; "" also where the prompt ends with it
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):

@@ -95,7 +95,7 @@ class Compiler:
         if grammar.kind not in CHECKED:
             return
         if grammar.after:
-            output = output.partition(grammar.after)[2]
+            output = answer_of(grammar, output)
         if not output or self.numbers["checking"] >= CHECKS or self._closed:
             return self._count("unchecked")
         self._add("checking", 1)
@@ -277,6 +277,14 @@ class Process:
     def kill(self) -> None:
         self._popen.kill()
         self._popen.wait()
+
+
+def answer_of(grammar: Grammar, output: str) -> str:
+    """The part of an output that the grammar is about."""
+    if grammar.opener and grammar.opener not in output and not any(end in output for end in grammar.after):
+        return output
+    ends = [(at, len(end)) for end in grammar.after if (at := output.find(end)) >= 0]
+    return output[sum(min(ends)) :] if ends else ""
 
 
 def _key(grammar: Grammar) -> Key:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,16 @@ class Matchers:
 
     def __init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
-        self._tokens: list[bytes] = []
+        self.tokens: list[bytes] = []
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._beginnings: dict[bytes, NDArray[np.intp]] = {}
         self._pending: dict[str, threading.Thread] = {}
 
     def control(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
         path = Path(args["path"])
         if verb == "vocabulary":
             vocabulary = Vocabulary.read(path)
-            self._tokenizer, self._tokens = load_tokenizer(vocabulary), vocabulary.tokens
+            self._tokenizer, self.tokens = load_tokenizer(vocabulary), vocabulary.tokens
             return {"ready": True}
         source = path.read_text()
         if source not in self._compiled and source not in self._pending:
@@ -59,12 +59,25 @@ class Matchers:
         self._compiled.move_to_end(source)
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
-        matcher = self._compiled[source].deep_copy()
-        return Constraint(matcher, self._encode, self._tokens, tokens, prompt_len, sampling)
+        free = FreePart(self, sampling) if sampling.grammar_after else None
+        return Constraint(self, self._compiled[source].deep_copy(), free, tokens, prompt_len, sampling)
 
-    def _encode(self, text: bytes) -> list[int]:
+    def encode(self, text: bytes) -> list[int]:
+        """Some tokens with these bytes."""
         assert self._tokenizer is not None
         return self._tokenizer.tokenize_bytes(text)
+
+    def beginning(self, text: bytes) -> NDArray[np.intp]:
+        """The token that is ``text``; without one, those that begin it or begin with it."""
+        found = self._beginnings.get(text)
+        if found is None:
+            ids = [i for i, token in enumerate(self.tokens) if token == text] or [
+                i for i, t in enumerate(self.tokens) if t and (text.startswith(t) or t.startswith(text))
+            ]
+            found = self._beginnings[text] = np.array(ids, np.intp)
+            while len(self._beginnings) > KEPT:
+                del self._beginnings[next(iter(self._beginnings))]
+        return found
 
     def _compile(self, source: str) -> None:
         assert self._tokenizer is not None
@@ -73,6 +86,43 @@ class Matchers:
         assert not matcher.is_error(), f"a grammar that the compiler accepted: {matcher.get_error()}"
         self._compiled[source] = matcher
         self._pending.pop(source, None)
+
+
+class FreePart:
+    """The beginning of an output, to which its grammar does not apply: see ``Grammar.after``."""
+
+    def __init__(self, matchers: Matchers, sampling: RowSampling) -> None:
+        self._matchers = matchers
+        self._ends = [end.encode() for end in sampling.grammar_after]
+        self._opener = sampling.grammar_opener.encode()  # what of it has not been generated
+        self._begun = not self._opener
+        self._text = b""
+
+    @property
+    def open(self) -> bool:
+        """Anything may come. Else the opener, or the rest of it, decides."""
+        return not self._opener
+
+    def allow(self, allowed: NDArray[np.bool_]) -> None:
+        """While it is not open: what opens it, beside what the grammar wants at its beginning."""
+        if self._begun:
+            allowed[:] = False
+        allowed[self._matchers.beginning(self._opener)] = True
+
+    def take(self, token: int) -> bytes | None:
+        """The text after the free part, ``b""`` mostly, where ``token`` ends it; None where it does not."""
+        data = self._matchers.tokens[token]
+        if self._opener:
+            if token not in self._matchers.beginning(self._opener):
+                return data
+            self._begun = True
+            self._opener, data = self._opener[len(data) :], data[len(self._opener) :]
+        self._text += data
+        found = [(at, at + len(end)) for end in self._ends if (at := self._text.find(end)) >= 0]
+        if not found:
+            self._text = self._text[-max(map(len, self._ends)) :]
+            return None
+        return self._text[min(found)[1] :].lstrip()
 
 
 class Constraint:
@@ -84,28 +134,29 @@ class Constraint:
 
     def __init__(
         self,
+        matchers: Matchers,
         matcher: LLMatcher,
-        encode: Callable[[bytes], list[int]],
-        table: list[bytes],
+        free: FreePart | None,
         tokens: NDArray[np.int32],
         prompt_len: int,
         sampling: RowSampling,
     ) -> None:
+        self._matchers = matchers
         self._matcher = matcher
-        self._encode = encode
-        self._table = table
+        self._free = free
         self._tokens = tokens
         self._seen = prompt_len  # tokens taken in
-        self._stops = [token for token in sampling.stop_ids if token < len(table)]
-        self._after = sampling.grammar_after.encode()
-        self._free: bytes | None = b"" if self._after else None  # the latest output while anything goes
+        self._size = len(matchers.tokens)
+        self._stops = [token for token in sampling.stop_ids if token < self._size]
         self._ended = False
-        self._words = np.empty((len(table) + 31) // 32, np.uint32)
+        self._words = np.empty((self._size + 31) // 32, np.uint32)
 
     def apply(self, logits: NDArray[np.float32], position: int) -> None:
         """Raises MatchFailed."""
-        self._catch_up(position)
-        if self._free is not None:
+        for token in self._tokens[self._seen : position].tolist():
+            self._take(token)
+        self._seen = position
+        if self._free is not None and self._free.open:
             return
         allowed = self._allowed()
         ids = np.flatnonzero(allowed)
@@ -118,43 +169,34 @@ class Constraint:
         if logits.max() == -np.inf:
             logits[ids] = 0  # another rule has forbidden what must come
 
-    def _catch_up(self, position: int) -> None:
-        for token in self._tokens[self._seen : position].tolist():
-            if self._free is not None:
-                self._look_out(token)
-            elif not self._ended:
-                self._take(token)
-        self._seen = position
-
     def _take(self, token: int) -> None:
+        if self._ended:
+            return
+        if self._free is not None:
+            rest = self._free.take(token)
+            if rest is None:
+                return
+            was_open, self._free = self._free.open, None
+            if was_open:
+                self._matcher.try_consume_tokens(self._matchers.encode(rest))
+                return
         if self._matcher.try_consume_tokens([token]) == 1:
             return
         if token not in self._stops:
             raise MatchFailed(f"the grammar cannot go on: {self._matcher.get_error() or 'unexpected token'}")
         self._ended = True
 
-    def _look_out(self, token: int) -> None:
-        """Begin when the text that ends the free part is complete; it may end inside of a token."""
-        assert self._free is not None
-        free = self._free + self._table[token]
-        at = free.find(self._after)
-        if at < 0:
-            self._free = free[-len(self._after) :]
-            return
-        self._free = None
-        rest = free[at + len(self._after) :].lstrip()
-        if rest:
-            self._matcher.try_consume_tokens(self._encode(rest))
-
     def _allowed(self) -> NDArray[np.bool_]:
         if self._ended:
-            allowed = np.zeros(len(self._table), bool)
+            allowed = np.zeros(self._size, bool)
         else:
             self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
             if self._matcher.is_error():
                 raise MatchFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
-            bits = np.unpackbits(self._words.view(np.uint8), bitorder="little", count=len(self._table))
+            bits = np.unpackbits(self._words.view(np.uint8), bitorder="little", count=self._size)
             allowed = bits.view(bool)
         if self._ended or self._matcher.is_accepting():
             allowed[self._stops] = True
+        if self._free is not None:
+            self._free.allow(allowed)
         return allowed

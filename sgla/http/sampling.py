@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgla.errors import InvalidField
+from sgla.http.grammar import grammar_of
 from sgla.http.schema import MAX_STOP_CHARS, MAX_STOPS, RANGES, TOKENS, SamplingFields
 from sgla.messages import SamplingParams
 
@@ -49,6 +50,7 @@ def sampling_params(
         include_stop_str_in_output=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(fields),
     )
 
 

@@ -29,20 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "functions": _EMPTY,
     "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": _EMPTY,
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": _EMPTY,
-    "guided_grammar": (None,),
-    "guided_json_object": _OFF,
-    "guided_decoding_backend": (None,),
-    "guided_whitespace_pattern": (None,),
-    "structural_tag": (None,),
-    "grammar": _EMPTY,
-    "regex": (None,),
-    "ebnf": (None,),
-    "json_schema": (None,),
     "stop_regex": _EMPTY,
     "suffix": (None, ""),
     "use_beam_search": _OFF,
@@ -106,6 +92,7 @@ IGNORED = frozenset(
         "parallel_tool_calls",
         "separate_reasoning",
         "stream_interval",
+        "guided_decoding_backend",
         "log_metrics",
         "background",
         "container",
@@ -188,6 +175,19 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class RequestFields(msgspec.Struct, kw_only=True):

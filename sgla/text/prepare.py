@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit
@@ -14,6 +14,19 @@ from sgla.text.tokenizer import Tokenizer
 MASK64 = (1 << 64) - 1
 MASK63 = (1 << 63) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+
+
+TAIL = 16  # tokens at a prompt's end in which the opener of a free part is looked for
+
+
+class Free(NamedTuple):
+    """``RowSampling.grammar_after`` and ``grammar_opener``."""
+
+    after: tuple[str, ...]
+    opener: str
+
+
+NOT_FREE = Free((), "")
 
 
 class Limits(Protocol):
@@ -46,6 +59,7 @@ class Preparer:
         stop_ids = self._stop_ids(job.sampling)
         self._check_bias(job.sampling)
         source = self._grammar(job.sampling.grammar)
+        free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
         return [
             Submit(
@@ -55,7 +69,7 @@ class Preparer:
                 tokens=tokens,
                 max_new=max_new,
                 stop_ids=stop_ids,
-                sampling=row_sampling(job.sampling, choice_seed(seed, choice), stop_ids, source),
+                sampling=row_sampling(job.sampling, choice_seed(seed, choice), stop_ids, source, free),
                 priority=job.priority,
                 deadline=job.deadline,
                 namespace=job.namespace,
@@ -165,7 +179,11 @@ def prepare(
 
 
 def row_sampling(
-    sampling: SamplingParams, seed: int, stop_ids: frozenset[int], grammar: str = ""
+    sampling: SamplingParams,
+    seed: int,
+    stop_ids: frozenset[int],
+    grammar: str = "",
+    free: Free = NOT_FREE,
 ) -> RowSampling:
     """What the worker needs of ``sampling``; ``grammar`` is its compiled one."""
     return RowSampling(
@@ -183,8 +201,22 @@ def row_sampling(
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
         grammar=grammar,
-        grammar_after=sampling.grammar.after if sampling.grammar else "",
+        grammar_after=free.after,
+        grammar_opener=free.opener,
     )
+
+
+def free_part(grammar: Grammar | None, prompt: list[int], tokenizer: Tokenizer) -> Free:
+    """What of an output after ``prompt`` is free; see ``Grammar.after``."""
+    if grammar is None or not grammar.after:
+        return NOT_FREE
+    if grammar.opener:
+        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
+        if tail.endswith(grammar.opener.rstrip()):
+            return Free(grammar.after, "")
+        if tail.endswith(grammar.after):
+            return NOT_FREE
+    return Free(grammar.after, grammar.opener)
 
 
 def choice_seed(seed: int, choice: int) -> int:
