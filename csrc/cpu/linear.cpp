@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr int64_t DIRECT_ROWS = 24;  // up to here weights are converted in registers, each time they are used
 constexpr int64_t PLAIN_ROWS = 2;    // up to here x is read where it lies
 constexpr int64_t TASK_ROWS = 192;
 constexpr int64_t TASK_PANELS = 4;
@@ -128,6 +127,14 @@ struct Output {
   }
 };
 
+// Whether converting weights in registers, each time they are used, beats converting them once into L2: the more work a
+// conversion is, the fewer rows.
+bool is_direct(const Linear& l) {
+  if (l.rows <= MAX_MR) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
+  int64_t limit = l.kind == INT4 ? MAX_MR : l.kind == INT8 ? 24 : 48;
+  return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;
+}
+
 // Many rows: a block of the panels is converted once; then a register block's rows of x stay in the L1 cache while the
 // panels stream out of L2.
 void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, int64_t count, int64_t rows, const Output& out) {
@@ -218,9 +225,8 @@ struct Finish {
 
 void run_direct(Context& c, const Linear& l) {
   Scratch s(c);
-  bool pack = l.rows > PLAIN_ROWS && packed_bytes(l, l.rows) <= X_BYTES;
-  if (pack) pack_x(l, 0, l.rows, s.x);
-  const float* packed = pack ? s.x : nullptr;
+  const float* packed = l.rows > PLAIN_ROWS ? s.x : nullptr;
+  if (packed) pack_x(l, 0, l.rows, s.x);
   float *tile = s.tiles, *up = l.act == NONE ? nullptr : tile + TASK_ROWS * PANEL;
   int64_t even = l.panels / (4 * c.threads), chunk = std::max<int64_t>(1, std::min(CHUNK_BYTES / l.stride, even));
   spread(c, 0, (l.panels + chunk - 1) / chunk, [&](int64_t b) {
@@ -270,7 +276,7 @@ void run_blocked(Context& c, const Linear& l) {
 
 void run_linear(Context& c, const Instr& i) {
   Linear l(c, i);
-  if (l.rows <= DIRECT_ROWS)
+  if (is_direct(l))
     run_direct(c, l);
   else
     run_blocked(c, l);
