@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from sgla.quant import Weight
 
 
+WIDE = 8 << 20  # elements of a weight
+
+
 class Attend(Protocol):
     """Attention over the pages: ``ops.attention``."""
 
@@ -58,6 +61,12 @@ class LazyLinear:
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def fusable(self) -> bool:
+        """Whether our kernel beats a separate norm and cuBLAS: beyond 8 rows only where the weight is small."""
+        rows = self.x.x.shape[0] if isinstance(self.x, LazyNorm) else self.x.shape[0]
+        return rows <= 8 or not isinstance(self.x, LazyNorm) or self.weight.numel() <= WIDE
+
     def run(self, epilogue: int = skinny_gemm.STORE, out: Tensor | None = None) -> Tensor:
         x = self.x
         if isinstance(x, LazyNorm):
@@ -67,7 +76,10 @@ class LazyLinear:
         return skinny_gemm.linear(x, self.weight, bias=self.bias, epilogue=epilogue, out=out)
 
     def force(self) -> Tensor:
-        return self.run()
+        if self.fusable:
+            return self.run()
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return F.linear(force(self.x), self.weight, bias)
 
 
 def force(x: Any) -> Tensor:
@@ -135,9 +147,12 @@ class GpuOps:
 
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
         dense = w.kind == "bf16"
-        if self._fuse and dense and w.k % 64 == 0 and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16):
+        if self._fuse and dense and w.k % 64 == 0 and w.n >= 64 and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16):
             lazy = LazyLinear(x, w.data, bias)
-            return lazy.run(skinny_gemm.FLOAT32, self._out) if self._float32 else lazy
+            if not self._float32:
+                return lazy
+            if lazy.fusable:
+                return lazy.run(skinny_gemm.FLOAT32, self._out)
         x = force(x)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
         if self._float32 and weight.dtype == torch.bfloat16:
@@ -165,7 +180,7 @@ class GpuOps:
         return self.attend(q, kv, batch, scale, window, softcap)
 
     def act_mul(self, x: Any, kind: Activation) -> Tensor:
-        if isinstance(x, LazyLinear) and x.bias is None:
+        if isinstance(x, LazyLinear) and x.bias is None and x.fusable:
             return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
         return elementwise.act_mul(force(x), kind)
 

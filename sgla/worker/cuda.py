@@ -22,6 +22,7 @@ from sgla.errors import ConfigError, UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
+from sgla.layers.linear import split_heads
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, Facts, Progress, StepPlan, StepResult
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
@@ -30,7 +31,6 @@ from sgla.worker.device_state import DeviceTables
 from sgla.worker.graphs import DecodeGraphs, ShortPrefillGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
-from sgla.worker.runner import kv_of
 from sgla.worker.state import column
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
@@ -101,11 +101,11 @@ class CudaRunner:
         spec = ModelSpec.from_config(source.config)
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         self.context_len = min(config.context_length or spec.context_len, spec.context_len)
-        kv = kv_of(spec, Shard())
+        _, kv_heads = split_heads(spec.heads, spec.kv_heads, Shard())
         shape = attention.Shape(
             heads=spec.heads,
-            kv_heads=kv.kv_heads,
-            head_dim=kv.head_dim,
+            kv_heads=len(kv_heads),
+            head_dim=spec.head_dim,
             page_size=config.page_size,
             dtype=self.dtype,
             windows=frozenset(spec.windows),

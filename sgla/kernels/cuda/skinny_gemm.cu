@@ -5,8 +5,8 @@
 // reduction. The first loads are issued before the wait for the previous kernel, and two kernels' blocks fit on a
 // multiprocessor, so the memory stays busy across kernel boundaries too. Weights are the wide side of the tensor-core
 // instruction, the few rows of x the narrow one; the order of k inside a fragment is free as long as both agree, so a lane
-// reads 16 contiguous bytes of each. RMSNorm is fused: x is multiplied by the norm weight on the fly and the row's scale,
-// summed along the way, is applied to the result.
+// reads 16 contiguous bytes of each. RMSNorm is fused: x is multiplied by the norm weight on the fly (or once, into shared
+// memory: STAGED) and the row's scale, summed along the way, is applied to the result.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -23,6 +23,9 @@
 #endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
+#endif
+#ifndef STAGED  // 1: x (times the norm weight) is kept in shared memory, for very few rows
+#define STAGED 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
@@ -69,30 +72,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + COLS - 1) / COLS, chunks = p.k / CHUNK_K;
   const int first = int((long long)tiles * blockIdx.x / gridDim.x), last = int((long long)tiles * (blockIdx.x + 1) / gridDim.x);
-  const u32 ring = smem_addr(smem) + warp * (STAGES * CHUNK_BYTES);
+  const u32 ring = smem_addr(smem) + warp * (STAGES * CHUNK_BYTES), staged = smem_addr(smem) + WARPS * STAGES * CHUNK_BYTES;
 
+  // Row `lane / ROW_CHUNKS` of a tile, and how far the rows of this lane's other loads are. The last tile is moved back so
+  // that all its rows exist.
+  const int my_row = lane / ROW_CHUNKS, piece = lane % ROW_CHUNKS;
+  auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   int in_tile = first, in_chunk = warp;
   if (in_chunk >= chunks) in_tile = last;  // this warp has nothing to add
+  const bf16* in = p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * 8;
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * CHUNK_BYTES;
 #pragma unroll
       for (int j = 0; j < 4 * MT; ++j) {
-        const int i = j * 32 + lane, row = i / ROW_CHUNKS, piece = i % ROW_CHUNKS;  // row: of MT tiles, one after the other
-        int col, up = 0;
-        if (GATED) {
-          col = in_tile * COLS + row / 16 * 8 + row % 8;
-          up = row % 16 >= 8 ? p.n : 0;
-        } else {
-          col = in_tile * COLS + row;
-        }
-        const bf16* from = p.w + (long long)(min(col, p.n - 1) + up) * p.k + in_chunk * CHUNK_K + piece * 8;
-        cp_async16(to + row * (CHUNK_K * 2) + ((piece ^ ((row & 1) << 2)) * 16), from, 16);
+        constexpr int STEP = 32 / ROW_CHUNKS;  // rows between two loads
+        const int row = j * STEP;
+        const long long off = GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0) : (long long)row * p.k;
+        cp_async16(to + (row + my_row) * (CHUNK_K * 2) + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off, 16);
       }
       in_chunk += WARPS;
+      in += WARPS * CHUNK_K;
       if (in_chunk >= chunks) {
         in_chunk = warp;
         ++in_tile;
+        in = p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * 8;
       }
     }
     cp_async_commit();
@@ -104,13 +108,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 
   int stage = 0;
   float square[NT] = {};
+  if (STAGED) {
+    for (int row = 0; row < p.m; ++row) {
+      float sum = 0.f;
+      for (int k = threadIdx.x * 8; k < p.k; k += THREADS * 8) {
+        uint4 v = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+        if (NORM) {
+          const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k), n1 = *reinterpret_cast<const float4*>(p.norm + k + 4);
+          sum += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
+          v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
+        }
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(staged + (row * p.k + k) * 2), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+      }
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      if (NORM && lane == 0) red_square[warp][row] = sum;
+    }
+    __syncthreads();
+  }
   for (int tile = first; tile < last; ++tile) {
     float kept[PER_THREAD];  // what ADD adds to
     if (EPILOGUE == 1) {
 #pragma unroll
       for (int i = 0; i < PER_THREAD; ++i) {
-        const int e = i * THREADS + threadIdx.x, row = e / COLS, n = tile * COLS + e % COLS;
-        kept[i] = e < OUTPUTS && row < p.m && n < p.n ? bf2f(static_cast<const bf16*>(p.out)[(long long)row * p.out_stride + n]) : 0.f;
+        const int e = i * THREADS + threadIdx.x, row = e / COLS, n = first_column(tile) + e % COLS;
+        kept[i] = e < OUTPUTS && row < p.m ? bf2f(static_cast<const bf16*>(p.out)[(long long)row * p.out_stride + n]) : 0.f;
       }
     }
     float acc[MT][NT][4] = {};
@@ -123,7 +145,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         for (int j = 0; j < NT; ++j) {
           const int row = j * 8 + g;
           b[h][j] = {};
-          if (row < p.m) b[h][j] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + chunk * CHUNK_K + h * 32 + t * 8);
+          const int k = chunk * CHUNK_K + h * 32 + t * 8;
+          if (row < p.m && STAGED) b[h][j] = lds128(staged + (row * p.k + k) * 2);
+          if (row < p.m && !STAGED) b[h][j] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         }
       cp_async_wait<STAGES - 2>();
       __syncwarp();
@@ -132,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       stage = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
-        if (NORM) {
+        if (NORM && !STAGED) {
           const float* norm = p.norm + chunk * CHUNK_K + h * 32 + t * 8;
           const float4 n0 = *reinterpret_cast<const float4*>(norm), n1 = *reinterpret_cast<const float4*>(norm + 4);
 #pragma unroll
@@ -142,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
             v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
           }
         }
-        const u32 piece = ((h * 4 + t) ^ ((g & 1) << 2)) * 16;
+        const u32 at_piece = ((h * 4 + t) ^ ((g & 1) << 2)) * 16;
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-          const u32 at = from + (i * (HALF ? 8 : 16) + g) * (CHUNK_K * 2) + piece;
+          const u32 at = from + (i * (HALF ? 8 : 16) + g) * (CHUNK_K * 2) + at_piece;
           const uint4 lo = lds128(at);
           uint4 hi = {};
           if (!HALF) hi = lds128(at + 8 * (CHUNK_K * 2));
@@ -166,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       for (int i = 0; i < MT; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) red[buffer][warp][j * 8 + t * 2 + (e & 1)][i * 16 + g + (e >= 2 ? 8 : 0)] = acc[i][j][e];
-      if (NORM && tile == first) {
+      if (NORM && !STAGED && tile == first) {
         square[j] += __shfl_xor_sync(~0u, square[j], 1);
         square[j] += __shfl_xor_sync(~0u, square[j], 2);
         if (t == 0) red_square[warp][j * 8 + g] = square[j];
@@ -175,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
     __syncthreads();  // one a tile: the other buffer's readers passed the one before
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
-      const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = tile * COLS + col;
-      if (e >= OUTPUTS || row >= p.m || n >= p.n) continue;
+      const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;
+      if (e >= OUTPUTS || row >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
       const int at = HALF || GATED ? col / 8 * 16 + col % 8 : col;
       float y = 0.f, up = 0.f, s = 0.f;
 #pragma unroll

@@ -33,11 +33,15 @@ class Config(NamedTuple):
     per_sm: int
 
 
+STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
+
+
 @cache
-def _kernel(groups: int, config: Config, norm: bool, epilogue: int) -> Kernel:
+def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
-    defines |= {"NORM": int(norm), "EPILOGUE": epilogue}
-    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, 8 * config.stages * 2048 * config.tiles)
+    defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": int(staged)}
+    shared = 8 * config.stages * 2048 * config.tiles + (STAGED_BYTES if staged else 0)
+    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared)
 
 
 @cache
@@ -48,10 +52,12 @@ def _processors() -> int:
 def choose(m: int, n: int, k: int, gated: bool) -> Config:
     """For ``n`` output columns: narrow tiles where wide ones would leave multiprocessors idle."""
     if m > 8:
-        return Config(2, False, 3, 1)
+        return Config(2, False, 3, 2)
     if n <= 2048 and not gated and k % 128 == 0:
-        return Config(1, True, 6, 1)
-    return Config(1, False, 6, 1)
+        return Config(1, True, 5, 2)
+    if n >= 100_000:
+        return Config(2, False, 4, 1)
+    return Config(2, False, 3, 2) if gated or (n >= 4096 and k < 8192) else Config(1, False, 5, 2)
 
 
 def linear(
@@ -76,7 +82,8 @@ def linear(
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
     config = config or choose(m, n, k, gated)
-    kernel = _kernel(-(-m // 8), config, norm is not None, epilogue)
+    staged = norm is not None and m * k * 2 <= STAGED_BYTES
+    kernel = _kernel(-(-m // 8), config, norm is not None, epilogue, staged)
     params = _Params(
         x.data_ptr(), weight.data_ptr(), norm.data_ptr() if norm is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0), eps,
