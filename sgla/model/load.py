@@ -89,23 +89,22 @@ def _fill(
     on_progress: OnProgress,
 ) -> None:
     """Fill every slot from the tensors, a few at a time in threads; then complain about all that did not fit."""
-    jobs, unexpected, misshapen = {}, [], []
+    jobs: dict[str, SourceTensor] = {}
+    unexpected: list[str] = []
+    misshapen: list[str] = []
     for raw, tensor in tensors:
         name = _canonical(raw)
         if name in table:
-            if tuple(tensor.shape) == table[name].shape:
-                jobs[name] = tensor
-            else:
-                misshapen.append(f"{raw} has shape {list(tensor.shape)}, expected {list(table[name].shape)}")
+            jobs[name] = tensor
+            if tuple(tensor.shape) != table[name].shape:
+                wanted = list(table[name].shape)
+                misshapen.append(f"{raw} has shape {list(tensor.shape)}, expected {wanted}")
         elif not (
             _BUFFERS.match(name) or raw.startswith(ignored) or (spec.tied and name == "lm_head.weight")
         ):
             unexpected.append(raw)
-    missing = [
-        name for name in table if name not in jobs and not any(m.startswith(f"{name} ") for m in misshapen)
-    ]
     complaints = (
-        _complain("missing", missing)
+        _complain("missing", [name for name in table if name not in jobs])
         + _complain("unexpected", unexpected)
         + _complain("misshapen", misshapen)
     )

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.ops import KVLayer
+from sgla.kernels.program import Limits
 from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
+from sgla.worker.forward import make_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,13 +70,14 @@ class Row:
 class Eager:
     """Greedy decoding of several sequences together; each step takes at most ``budget`` tokens, so prefill is chunked.
 
-    Pages are handed out in a scattered order, so that reading a wrong one shows.
+    Pages are handed out in a scattered order, so that reading a wrong one shows. ``native``: through the CPU program.
     """
 
     model: CausalLM
-    budget: int = 1 << 30
+    budget: int = 1024
     page_size: int = 4
     dtype: torch.dtype = torch.float32
+    native: bool = False
 
     def generate(self, prompts: list[list[int]], new: int) -> list[Row]:
         rows = [Row(list(prompt)) for prompt in prompts]
@@ -102,6 +105,8 @@ class Eager:
             for _ in range(layers)
         ]
 
+        self.forward = make_forward(self.model, self.kv, Limits(self.budget, slots), 1, self.native)
+
     def _step(self, rows: list[Row], pending: list[int]) -> None:
         spans, left = [], self.budget
         for slot in pending:
@@ -110,8 +115,7 @@ class Eager:
                 spans.append((slot, rows[slot].done, rows[slot].done + take))
                 left -= take
         batch = self.batch(rows, spans)
-        hidden = self.model.forward(batch, self.kv)
-        logprobs, chosen = self.model.logits(hidden[batch.sample_rows.long()]).log_softmax(-1).max(-1)
+        logprobs, chosen = self.forward(batch).log_softmax(-1).max(-1)
         for (slot, _, end), logprob, token in zip(spans, logprobs.tolist(), chosen.tolist()):
             row = rows[slot]
             row.done = end

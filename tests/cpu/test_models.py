@@ -76,6 +76,8 @@ def test_greedy_equals_transformers(layout: str, tmp_path: Path) -> None:
     model = load_model(open_source(tmp_path))
     rows = Eager(model, budget=150).generate(random_prompts(LENGTHS), NEW)
     check_against_hf(rows, NEW, hf)
+    native = Eager(model, budget=150, native=True).generate(random_prompts(LENGTHS), NEW)
+    check_against_hf(native, NEW, hf)
     assert len({tuple(row.tokens[-NEW:]) for row in rows}) == len(rows)
     assert sum(len(set(row.tokens[-NEW:])) for row in rows) > 12 * len(rows)  # no parrot would pass
 
