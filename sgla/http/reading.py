@@ -13,7 +13,8 @@ from sgla.http.collect import Choice
 from sgla.http.parts import PlainReader, Reader
 from sgla.http.schema import ChatRequest, unsupported
 from sgla.http.server import Server
-from sgla.messages import Event, SamplingParams
+from sgla.messages import Event, Grammar, SamplingParams
+from sgla.text.reasoning.harmony import FINAL
 from sgla.text.reasoning.think import Think
 from sgla.text.tools.cursor import ARGUMENTS, CALL, REASONING, Piece
 from sgla.text.tools.families import Dialect, choose
@@ -40,12 +41,24 @@ class Reading:
         self.active = self.tools is not None or (self.separate and self.dialect.reasoning is not None)
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """Special tokens must stay in the text where they are the tags to be read."""
+        """Special tokens must stay in the text where they are the tags to be read. A grammar is for the answer alone."""
+        if sampling.grammar is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=self.after_reasoning(sampling.grammar))
         if not self.active or not sampling.skip_special_tokens:
             return sampling
         if self.dialect.tags.isdisjoint(special_texts(self.tokenizer)):
             return sampling
         return msgspec.structs.replace(sampling, skip_special_tokens=False)
+
+    def after_reasoning(self, grammar: Grammar) -> Grammar:
+        """``grammar`` for the part of the output that is no reasoning."""
+        think, fields = self.dialect.think, self.fields
+        if self.dialect.harmony:
+            return msgspec.structs.replace(grammar, after=() if fields.continue_final_message else FINAL)
+        if think is None:
+            return grammar
+        opened = fields.continue_final_message and opened_within(fields.messages[-1], think)
+        return msgspec.structs.replace(grammar, after=(think.close,), opener="" if opened else think.open)
 
     def reader(self) -> Reader:
         return ChatReader(self) if self.active else PlainReader()

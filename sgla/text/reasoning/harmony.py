@@ -15,6 +15,8 @@ from sgla.text.tools.values import LITERALS, members
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
 TAGS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+# What the answer comes after; the second and third are for models that announce JSON.
+FINAL = tuple(f"{CHANNEL}final{form}{MESSAGE}" for form in ("", f" {CONSTRAIN}json", f" {CONSTRAIN}JSON"))
 CHANNELS = tags("analysis", "commentary", "final")
 RECIPIENT = re.compile(r"[^\s<]*")
 
