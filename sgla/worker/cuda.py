@@ -28,7 +28,7 @@ from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.device import DeviceSampler, Scored, score, to_host
 from sgla.worker.device_state import DeviceTables
-from sgla.worker.graphs import DecodeGraphs, ShortPrefillGraphs
+from sgla.worker.graphs import Capture, DecodeGraphs, ShortPrefillGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
 from sgla.worker.state import column
@@ -81,9 +81,9 @@ class CudaRunner:
             sized = clock.now()
             report(Progress(phase="warmup", message="graphs"))
             if self._captures:
-                pool = torch.cuda.graph_pool_handle()
-                self.graphs.capture(pool)
-                self.short.capture(pool)
+                capture = Capture()
+                self.graphs.capture(capture)
+                self.short.capture(capture)
                 torch.cuda.synchronize()
         self.facts.timings |= {
             "weights": loaded - begun,

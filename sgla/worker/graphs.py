@@ -29,17 +29,22 @@ def sizes_up_to(limit: int) -> list[int]:
     return [size for size in sizes if size < limit] + [limit]
 
 
-def capture(body: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """Run ``body`` once, which compiles what is not compiled yet and lets libraries allocate, then capture it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        body()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+class Capture:
+    """Captures graphs into one memory pool on one stream: memory that one of them has freed serves the next."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def __call__(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Run ``body`` once, which compiles what is not compiled yet and lets libraries allocate, then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             body()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                body()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph
 
 
 class DecodeGraphs:
@@ -62,12 +67,12 @@ class DecodeGraphs:
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
 
-    def capture(self, pool: Any) -> None:
+    def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large."""
         self.columns[0].fill_(self._runner.slots)
         self.columns[1].fill_(-1)
         for size in reversed(self.sizes):
-            self._graphs[size] = capture(lambda size=size: self._forward(size), pool)  # type: ignore[misc]
+            self._graphs[size] = capture(lambda size=size: self._forward(size))  # type: ignore[misc]
 
     def _forward(self, size: int) -> None:
         """The step of ``size`` rows described by ``columns``."""
@@ -153,12 +158,12 @@ class ShortPrefillGraphs:
     def takes(self, q_lens: Any) -> bool:
         return len(q_lens) <= REAL and int(q_lens.sum()) <= self.limit
 
-    def capture(self, pool: Any) -> None:
-        """After the decode graphs, in their memory pool."""
+    def capture(self, capture: Capture) -> None:
+        """After the decode graphs."""
         none = np.zeros(0, np.int32)
         self._fill(none, none, none, none, self.limit)
         for size in reversed(self.sizes):
-            self._graphs[size] = capture(lambda size=size: self._forward(size), pool)  # type: ignore[misc]
+            self._graphs[size] = capture(lambda size=size: self._forward(size))  # type: ignore[misc]
 
     def _fill(self, slots: Any, starts: Any, q_lens: Any, sampled: Any, size: int) -> Tensor:
         """Put the step into the next pinned buffer. ``sampled``: rows that sample."""
