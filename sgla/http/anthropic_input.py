@@ -169,7 +169,9 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
 
 
 def response_format(form: OutputFormat) -> dict[str, Any]:
-    raise unsupported("output_config.format")
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema}}
+    }
 
 
 def template_kwargs(fields: CountTokensRequest) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     app[SERVER] = Server(ingress, config, metrics)
     app[openapi.TABLE] = ROUTES
     app[GATE] = Gate(config.api_key, config.admin_api_key)
-    app.router.add_route("*", "/{path:.*}", dispatch)
+    app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
     app.on_response_prepare.append(add_headers)
     return app
 

@@ -75,7 +75,16 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 RESPONSES = Schema(ResponsesRequest)
 PASSED = (
     *SamplingFields.__struct_fields__,
-    *("model", "stream", "parallel_tool_calls", "priority", "cache_salt", "extra_key", "timeout", "chat_template_kwargs"),
+    *(
+        "model",
+        "stream",
+        "parallel_tool_calls",
+        "priority",
+        "cache_salt",
+        "extra_key",
+        "timeout",
+        "chat_template_kwargs",
+    ),
 )
 
 
@@ -120,9 +129,14 @@ def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
 
 
 def response_format(form: dict[str, Any]) -> dict[str, Any]:
-    if form.get("type") != "text":
-        raise unsupported("text", f" with format of type {str(form.get('type'))[:40]!r}")
-    return {}
+    kind = form.get("type")
+    if kind == "json_schema":
+        names = ("name", "description", "schema", "strict")
+        inner = {name: form[name] for name in names if form.get(name) is not None}
+        return {"response_format": {"type": kind, "json_schema": inner}}
+    if kind not in ("text", "json_object"):
+        raise InvalidField("text.format.type must be text, json_object or json_schema", param="text")
+    return {"response_format": {"type": kind}}
 
 
 # tools ----------------------------------------------------------------------------------------------------------------

@@ -177,6 +177,37 @@ class FakeIngress:
         assert not self.open_jobs
 
 
+class ScriptedIngress(FakeIngress):
+    """A model with the chat template ``source`` that answers everything with ``script``, ``cut`` characters a step."""
+
+    def __init__(self, script: str, source: str, cut: int = 3) -> None:
+        super().__init__()
+        self.template.source = source
+        self.script = script
+        self.cut = cut
+
+    async def _run(self, job: Job) -> None:
+        await asyncio.sleep(0)
+        prompt = self.prompt(job)
+        made = 0
+        for start in range(0, len(self.script), self.cut):
+            text = self.script[start : start + self.cut]
+            tokens = list(text.encode())
+            made += len(tokens)
+            last = start + self.cut >= len(self.script)
+            event = Event(
+                rid=job.rid,
+                index=job.index_base,
+                text=text,
+                tokens=tokens,
+                prompt_tokens=prompt if start == 0 else None,
+                finish="stop" if last else None,
+                usage=Usage(len(prompt), made, 0),
+            )
+            self.push(job.rid, event)
+            await asyncio.sleep(0)
+
+
 def token_at(job: Job, prompt: list[int], child: int, step: int) -> int:
     """The token of a choice at a position: a function of the prompt, the seed and the choice."""
     seed = 0 if job.sampling.temperature == 0 else (job.sampling.seed or 0) * 1000 + child + 1

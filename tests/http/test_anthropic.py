@@ -8,7 +8,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from http_fake import FakeIngress, expected_text
+from http_fake import FakeIngress, ScriptedIngress, expected_text
 from http_site import Serve, Site
 
 from sgla.errors import BadRequest
@@ -183,6 +183,55 @@ async def test_tools_of_anthropics_own_are_told_as_ignored(site: Site) -> None:
     assert site.ingress.jobs[0].tools is None
 
 
+HERMES = "<think></think> <tool_call>"  # enough of a chat template to know the family by
+SPOKEN = (
+    "<think>Which city?</think>I look.\n<tool_call>\n"
+    '{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "time", "arguments": {}}\n</tool_call>'
+)
+TOOLS: Any = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "time")]
+
+
+@pytest.mark.parametrize("cut", [1, 4, 1000])
+async def test_thinking_and_tool_use(serve: Serve, cut: int) -> None:
+    site = await serve(ScriptedIngress(SPOKEN, HERMES, cut))
+    asked: dict[str, Any] = {
+        "model": "fake",
+        "messages": USER,
+        "max_tokens": 500,
+        "tools": TOOLS,
+        "thinking": {"type": "adaptive"},
+    }
+    async with make_client(site) as client:
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        for message in (whole, streamed):
+            thinking, text, first, second = message.content
+            assert (thinking.type, thinking.thinking) == ("thinking", "Which city?")
+            assert (text.type, text.text) == ("text", "I look.")
+            assert (first.name, first.input) == ("weather", {"city": "K\u00f6ln"})
+            assert (second.name, second.input) == ("time", {})
+            assert first.id.startswith("toolu_")
+            assert first.id != second.id
+            assert message.stop_reason == "tool_use"
+        results: Any = [{"type": "tool_result", "tool_use_id": first.id, "content": "rain"}]
+        turns = [*USER, {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
+        assert await client.messages.create(**{**asked, "messages": turns})
+    assert [message["role"] for message in site.ingress.jobs[-1].messages] == ["user", "assistant", "tool"]
+    assert site.ingress.jobs[-1].template_kwargs["enable_thinking"] is True
+
+
+async def test_one_tool_at_a_time(serve: Serve) -> None:
+    site = await serve(ScriptedIngress(SPOKEN, HERMES))
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    async with make_client(site) as client:
+        message = await client.messages.create(
+            model="fake", messages=USER, max_tokens=500, tools=TOOLS, tool_choice=choice
+        )
+    assert [block.name for block in message.content if block.type == "tool_use"] == ["weather"]
+
+
 # the translation ------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +323,14 @@ def test_a_tool_turn_becomes_a_chat() -> None:
 )
 def test_tool_choice(choice: dict[str, Any], expected: Any) -> None:
     assert translated(tool_choice=choice).tool_choice == expected
+
+
+@pytest.mark.parametrize("where", ["output_config", "output_format"])
+def test_output_formats(where: str) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    chat = translated(**{where: {"format": form, "effort": "low"} if where == "output_config" else form})
+    assert chat.response_format["json_schema"]["schema"] == {"type": "object"}
+    assert chat.reasoning_effort == ("low" if where == "output_config" else None)
 
 
 def test_prefill_and_documents() -> None:

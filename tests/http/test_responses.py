@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from http_fake import FakeIngress, expected_text
+from http_fake import FakeIngress, ScriptedIngress, expected_text
 from http_site import Serve, Site
 
 from sgla import clock
@@ -208,6 +208,51 @@ async def test_an_error_after_the_headers_is_an_event(serve: Serve) -> None:
     assert (events[-1].response.error.code, events[-1].response.error.message) == ("server_error", "gone")
 
 
+HERMES = "<think></think> <tool_call>"  # enough of a chat template to know the family by
+SPOKEN = (
+    "<think>What is there?</think>I look.\n<tool_call>\n"
+    '{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "patch", "arguments": {"input": "*** x\\n"}}\n</tool_call>'
+)
+TOOLS: Any = [
+    {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False},
+    {"type": "custom", "name": "patch"},
+]
+
+
+@pytest.mark.parametrize("cut", [1, 4, 1000])
+async def test_an_agents_loop(serve: Serve, cut: int) -> None:
+    site = await serve(ScriptedIngress(SPOKEN, HERMES, cut))
+    asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "include": ["reasoning.encrypted_content"]}
+    history: list[Any] = [{"role": "user", "content": "fix it"}]
+    whole = await site.client.responses.create(input=history, store=False, **asked)
+    stream = await site.client.responses.create(input=history, store=False, stream=True, **asked)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    for response in (whole, events[-1].response):
+        reasoning, message, call, custom = response.output
+        assert reasoning.content[0].text == "What is there?"
+        assert message.content[0].text == "I look."
+        assert (call.type, call.name, json.loads(call.arguments)) == (
+            "function_call",
+            "shell",
+            {"command": "ls"},
+        )
+        assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "patch", "*** x\n")
+        assert response.usage.output_tokens_details.reasoning_tokens > 0
+        assert response.status == "completed"
+    history += [item.model_dump(exclude_none=True) for item in events[-1].response.output]
+    history += [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "a.py"},
+        {"type": "custom_tool_call_output", "call_id": custom.call_id, "output": "ok"},
+    ]
+    await site.client.responses.create(input=history, store=False, **asked)
+    user, assistant, *results = site.ingress.jobs[-1].messages
+    assert assistant["reasoning_content"] == "What is there?"
+    assert [call["function"]["name"] for call in assistant["tool_calls"]] == ["shell", "patch"]
+    assert [result["tool_call_id"] for result in results] == [call["id"] for call in assistant["tool_calls"]]
+
+
 # the translation ------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +331,14 @@ def test_a_coding_agents_turn_becomes_a_chat() -> None:
     assert chat.tools[1]["function"]["parameters"]["required"] == ["input"]
     assert chat.tool_choice == {"type": "function", "function": {"name": "shell"}}
     assert chat.reasoning_effort == "high"
+
+
+def test_formats_of_text() -> None:
+    schema = {"type": "object", "properties": {}}
+    chat = translated(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
+    inner = {"name": "n", "schema": schema, "strict": True}
+    assert chat.response_format == {"type": "json_schema", "json_schema": inner}
+    assert translated(text={"format": {"type": "json_object"}}).response_format == {"type": "json_object"}
 
 
 def test_allowed_tools() -> None:
