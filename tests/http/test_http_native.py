@@ -114,7 +114,6 @@ async def test_prompt_only(site: Site) -> None:
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "sampling_params": {"top_p": 2}}, "top_p"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
-        ({"text": "a", "sampling_params": {"regex": "a+"}}, "regex"),
         ({"text": "a", "sampling_params": [{"temperature": "hot"}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
         ({"text": "a", "image_data": "x"}, "image_data"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def system() -> list[Any]:
 
 
 def test_the_second_turn_hits_the_prefix_cache(client: anthropic.Anthropic) -> None:
-    asked: dict[str, Any] = {"model": "claude-sonnet-4-5", "max_tokens": 24, "extra_body": {"temperature": 0}}
+    asked: dict[str, Any] = {"model": "claude-of-any-kind", "max_tokens": 24, "extra_body": {"temperature": 0}}
     turns: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "List the files."}]}]
     first = client.messages.create(**asked, messages=turns, system=system())
     turns += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "Read one."}]
@@ -73,3 +74,19 @@ def test_a_long_answer_ends_with_the_context(client: anthropic.Anthropic) -> Non
     used = message.usage
     assert message.stop_reason == "model_context_window_exceeded"
     assert used.input_tokens + (used.cache_read_input_tokens or 0) + used.output_tokens == 4096
+
+
+def test_the_format_of_an_answer(client: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    message = client.messages.create(
+        model="",
+        max_tokens=200,
+        messages=[{"role": "user", "content": "How large?"}],
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    assert json.loads(message.content[0].text)["size"] in ("small", "large")
