@@ -191,16 +191,28 @@ void run_gather(Context& c, const Instr& i) {
 
 namespace {
 
-int32_t argmax_row(const float* x, int64_t n) {
-  float best = x[0];
+float largest(const float* x, int64_t n) {
+  vf m[4];
+  UNROLL for (int v = 0; v < 4; v++) m[v] = splat(-INFINITY);
   int64_t j = 0;
-  vf m = splat(-INFINITY);
-  for (; j + LANES <= n; j += LANES) m = vmax(m, load(x + j));
-  if (j) best = max_of(m);
+  for (; j + 4 * LANES <= n; j += 4 * LANES)
+    UNROLL for (int v = 0; v < 4; v++) m[v] = vmax(load(x + j + v * LANES), m[v]);
+  float best = max_of(vmax(vmax(m[0], m[1]), vmax(m[2], m[3])));
   for (; j < n; j++) best = x[j] > best ? x[j] : best;
-  for (int64_t a = 0; a < n; a++)
-    if (x[a] == best) return (int32_t)a;
-  return 0;
+  return best;
+}
+
+// The first of equals. Maxima of chunks first, so that only one chunk is searched value by value.
+int32_t argmax_row(const float* x, int64_t n) {
+  constexpr int64_t CHUNK = 1024;
+  float best = -INFINITY;
+  int64_t place = 0;
+  for (int64_t j = 0; j < n; j += CHUNK) {
+    float m = largest(x + j, n - j < CHUNK ? n - j : CHUNK);
+    if (m > best) best = m, place = j;
+  }
+  while (place < n && x[place] != best) place++;
+  return place < n ? (int32_t)place : 0;
 }
 
 }  // namespace
