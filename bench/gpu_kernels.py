@@ -85,10 +85,7 @@ def bench_decode() -> None:
                 attend = attention.choose(name, shape, 0.088)[0].decode
                 variants: list[tuple[str, Callable[[], None]]] = [(attend.name, lambda: None)]
                 if name == "auto":
-                    variants = [
-                        (f"b{b} s{s} m{m}", (b, s, m))
-                        for b, s, m in ((2, 3, 8), (2, 3, 4))
-                    ]
+                    variants = [(f"b{b} s{s} m{m}", (b, s, m)) for b, s, m in ((2, 3, 8), (2, 3, 4))]
                 for label, settings in variants:
                     if name == "auto":
                         kernel = decode_attention.DecodeAttention(

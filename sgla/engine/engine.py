@@ -64,7 +64,9 @@ class Engine:
     Use it as a context manager or call ``shutdown``.
     """
 
-    def __init__(self, model: str = "demo", *, on_progress: Callable[[Progress], None] | None = None, **config: Any) -> None:
+    def __init__(
+        self, model: str = "demo", *, on_progress: Callable[[Progress], None] | None = None, **config: Any
+    ) -> None:
         self.config = msgspec.convert({"model": model, **config}, Config)
         self._counter = itertools.count()
         self._loop = new_loop()
@@ -86,13 +88,19 @@ class Engine:
         """
         return self._call(self._generate(prompts, sampling))
 
-    def chat(self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any) -> Output:
+    def chat(
+        self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Output:
         """Answer a conversation through the model's chat template."""
         job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
         return unwrap(self._call(self._collect(job)))
 
     def stream(
-        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Messages | None = None
+        self,
+        prompt: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Messages | None = None,
     ) -> Iterator[Event]:
         """Yield events as they come. Leaving the loop early cancels the request."""
         job = self._job(sampling, **self._input(prompt, messages), stream=True)
@@ -109,13 +117,19 @@ class Engine:
         """``generate`` for asyncio code."""
         return await self._acall(self._generate(prompts, sampling))
 
-    async def achat(self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any) -> Output:
+    async def achat(
+        self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Output:
         """``chat`` for asyncio code."""
         job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
         return unwrap(await self._acall(self._collect(job)))
 
     async def astream(
-        self, prompt: Prompt | None = None, sampling: SamplingParams | None = None, *, messages: Messages | None = None
+        self,
+        prompt: Prompt | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        messages: Messages | None = None,
     ) -> AsyncIterator[Event]:
         """``stream`` for asyncio code."""
         job = self._job(sampling, **self._input(prompt, messages), stream=True)

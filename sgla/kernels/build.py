@@ -36,7 +36,9 @@ _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 LEVELS = [  # best first
     # Twice the rate of float32 on Zen 4; on Intel's CPUs with AMX (Sapphire Rapids) the float32 kernels are faster.
-    Level("avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"], _V4 | {"avx512_bf16"}, frozenset({"amx_tile"})),
+    Level(
+        "avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"], _V4 | {"avx512_bf16"}, frozenset({"amx_tile"})
+    ),
     Level("avx512", ["-march=x86-64-v4"], _V4),
     Level("avx2", ["-march=x86-64-v3"], _V3),
     Level("generic", [], frozenset()),

@@ -147,7 +147,13 @@ class GpuOps:
 
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
         dense = w.kind == "bf16"
-        if self._fuse and dense and w.k % 64 == 0 and w.n >= 64 and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16):
+        if (
+            self._fuse
+            and dense
+            and w.k % 64 == 0
+            and w.n >= 64
+            and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16)
+        ):
             lazy = LazyLinear(x, w.data, bias)
             if not self._float32:
                 return lazy

@@ -263,7 +263,9 @@ class Metrics(Collector):
         yield self._counter("num_grammar_cache_hit", "Grammars found compiled", counts["cached"])
         yield self._counter("num_grammar_timeout", "Grammars that took too long to compile", counts["late"])
         yield self._counter("num_grammar_refused", "Grammars refused", counts["refused"])
-        yield self._gauge("num_grammar_queue_reqs", "Requests waiting for the compiler", compiler.numbers["waiting"])
+        yield self._gauge(
+            "num_grammar_queue_reqs", "Requests waiting for the compiler", compiler.numbers["waiting"]
+        )
         results = {(result,): counts[result] for result in ("valid", "invalid", "unchecked")}
         yield self._counter("grammar_outputs", "Finished JSON, checked once more", results, ["result"])
         for seconds in compiler.drain_seconds():

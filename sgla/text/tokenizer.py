@@ -107,7 +107,9 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """Of a model with ``size`` logits. Raises UnsupportedField for a tokenizer that knows no end of a text."""
     ends = sorted(token for token in tokenizer.eos_ids if token < size)
     if not ends:
-        raise UnsupportedField("the model's tokenizer has no token that ends an output, which a grammar needs")
+        raise UnsupportedField(
+            "the model's tokenizer has no token that ends an output, which a grammar needs"
+        )
     # Not ``byte_table``, which would keep all of it.
     make = _Bytes(tokenizer.backend, tokenizer.decoding, frozenset()).make
     special = sorted({token for token in tokenizer.special_ids if token < size}.union(ends))

@@ -104,7 +104,12 @@ def check_error(body: Any) -> dict[str, Any]:
         (CHAT, HI | {"modalities": ["text", "audio"]}, "modalities", "not supported"),
         (CHAT, HI | {"response_format": {"type": "xml"}}, "response_format", "got 'xml'"),
         (CHAT, HI | {"response_format": {"type": "json_schema"}}, "response_format", "a JSON Schema"),
-        (CHAT, HI | {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
+        (
+            CHAT,
+            HI | {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs",
+            "json and regex",
+        ),
         (CHAT, HI | {"structured_outputs": {"xml": 1}}, "structured_outputs", "with 'xml'"),
         (CHAT, HI | {"regex": "a", "guided_choice": ["b"]}, "regex", "exclude each other"),
         (TEXT, {}, "prompt", "prompt is required"),

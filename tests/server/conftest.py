@@ -41,7 +41,12 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -54,7 +59,10 @@ def write_weights(folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.15)
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        folder / "model.safetensors",
+    )
 
 
 @pytest.fixture(scope="session")

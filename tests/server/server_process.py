@@ -41,7 +41,9 @@ class ServerProcess:
         for line in self.process.stdout:
             self.lines.append(line)
             if "listening on http://" in line:
-                self.port = int(line.split("listening on http://")[1].split("/")[0].split()[0].rsplit(":", 1)[1])
+                self.port = int(
+                    line.split("listening on http://")[1].split("/")[0].split()[0].rsplit(":", 1)[1]
+                )
                 self._listening.set()
         self._listening.set()
 

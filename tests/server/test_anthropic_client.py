@@ -37,7 +37,11 @@ def system() -> list[Any]:
 
 
 def test_the_second_turn_hits_the_prefix_cache(client: anthropic.Anthropic) -> None:
-    asked: dict[str, Any] = {"model": "claude-of-any-kind", "max_tokens": 24, "extra_body": {"temperature": 0}}
+    asked: dict[str, Any] = {
+        "model": "claude-of-any-kind",
+        "max_tokens": 24,
+        "extra_body": {"temperature": 0},
+    }
     turns: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "List the files."}]}]
     first = client.messages.create(**asked, messages=turns, system=system())
     turns += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "Read one."}]

@@ -55,7 +55,9 @@ def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, stre
     before = shm_files()
     with serving("--model", str(tiny_model), "--context-length", "4096") as server:
         answers: list[Any] = []
-        threads = [in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": streaming}) for _ in range(4)]
+        threads = [
+            in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": streaming}) for _ in range(4)
+        ]
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 4)
         family = server.family()
         killed = time.monotonic()

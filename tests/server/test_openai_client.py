@@ -51,7 +51,10 @@ def test_chat_stream_equals_chat(client: openai.OpenAI) -> None:
         )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == whole.choices[0].message.content
+    )
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
@@ -127,7 +130,9 @@ def test_errors_are_typed(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "json_object"})
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, response_format={"type": "json_object"}
+        )
     assert unsupported.value.code == "unsupported_parameter"
 
 
@@ -152,5 +157,7 @@ def test_http_equals_engine(tiny_model: Path, client: openai.OpenAI) -> None:
         outputs = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
         streamed = list(engine.stream(prompts[0], SamplingParams(max_tokens=20, temperature=0)))
     assert [output.text for output in outputs] == [choice.text for choice in over_http.choices]
-    assert [output.tokens for output in outputs] == [choice.model_extra["token_ids"] for choice in over_http.choices]
+    assert [output.tokens for output in outputs] == [
+        choice.model_extra["token_ids"] for choice in over_http.choices
+    ]
     assert "".join(event.text for event in streamed) == outputs[0].text
