@@ -110,9 +110,13 @@ def usage_object(usage: Usage) -> dict[str, int]:
 
 
 class Blocks:
-    """Pieces -> content blocks, and the events that build them up at the client. At most one block is open."""
+    """Pieces -> content blocks, and the events that build them up at the client. At most one block is open.
 
-    def __init__(self) -> None:
+    ``silent``: thinking blocks come without their text.
+    """
+
+    def __init__(self, silent: bool = False) -> None:
+        self._silent = silent
         self.content: list[dict[str, Any]] = []
         self.called = False
         self._kind: str | None = None  # of the open block
@@ -123,6 +127,8 @@ class Blocks:
         for kind, text, call_id in pieces:
             if kind == CONTENT:
                 events += self._text("text", {"type": "text_delta", "text": text})
+            elif kind == REASONING and self._silent:
+                events += self._text("thinking", None)
             elif kind == REASONING:
                 events += self._text("thinking", {"type": "thinking_delta", "thinking": text})
             elif kind == CALL:
@@ -150,11 +156,10 @@ class Blocks:
             block["input"] = call_input(text)
         return [*events, {"type": "content_block_stop", "index": len(self.content) - 1}]
 
-    def _text(self, kind: str, delta: dict[str, str]) -> list[dict[str, Any]]:
-        text = delta[kind]
-        if self._kind == kind:
-            return [self._delta(delta, text)]
-        return [*self.close(), self._open(kind, STARTS[kind]), self._delta(delta, text)]
+    def _text(self, kind: str, delta: dict[str, str] | None) -> list[dict[str, Any]]:
+        """A piece of a block of text, without an event of its own for None."""
+        opened = [] if self._kind == kind else [*self.close(), self._open(kind, STARTS[kind])]
+        return opened if delta is None else [*opened, self._delta(delta, delta[kind])]
 
     def _open(self, kind: str, block: dict[str, Any]) -> dict[str, Any]:
         self._kind = kind
@@ -198,7 +203,7 @@ class Answer:
         self._model = model
         self._max_tokens = fields.max_tokens
         self._reader = reader
-        self._blocks = Blocks()
+        self._blocks = Blocks(silent=fields.thinking is not None and fields.thinking.display == "omitted")
 
     def head(self, usage: Usage) -> dict[str, Any]:
         """The message before its first block."""

@@ -222,6 +222,20 @@ async def test_thinking_and_tool_use(serve: Serve, cut: int) -> None:
     assert site.ingress.jobs[-1].template_kwargs["enable_thinking"] is True
 
 
+async def test_thinking_that_is_not_shown(serve: Serve) -> None:
+    site = await serve(ScriptedIngress(SPOKEN, HERMES))
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    asked: dict[str, Any] = {"model": "fake", "messages": USER, "max_tokens": 2000, "thinking": thinking}
+    async with make_client(site) as client:
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        assert (message.content[0].type, message.content[0].thinking) == ("thinking", "")
+        assert message.content[0].signature
+        assert message.content[1].text.startswith("I look.")
+
+
 async def test_one_tool_at_a_time(serve: Serve) -> None:
     site = await serve(ScriptedIngress(SPOKEN, HERMES))
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}

@@ -73,6 +73,15 @@ async def test_stream_equals_whole(site: Site) -> None:
     assert (await site.client.responses.retrieve(final.id)) == final
 
 
+async def test_the_clients_own_stream_helper(site: Site) -> None:
+    async with site.client.responses.stream(
+        model="fake", input="x", max_output_tokens=5, extra_body={"stop": "x"}
+    ) as stream:
+        snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert snapshots[-1] == final.output_text == answer(site, 5)
+
+
 async def test_the_conversation_goes_on(site: Site) -> None:
     first = await site.client.responses.create(
         model="fake", input="one", max_output_tokens=3, instructions="a"
