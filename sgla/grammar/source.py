@@ -7,16 +7,15 @@ import re
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
 
 from sgla.grammar.errors import GrammarError
+from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
 from sgla.grammar.schema import adapt, object_schema, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import Grammar
 
 SPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens: room for indentation, but no end of it for a model that has lost its way
 MAX_TEXT = 1 << 18  # characters of a grammar, as given and as compiled: a plan to the workers carries it
-MAX_CHOICES = 10_000
 
 _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 
@@ -47,7 +46,7 @@ def _make(grammar: Grammar, special: dict[str, int]) -> str:
                 {"type": "object"}, overrides=json_options(grammar.whitespace)
             )
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            return LLMatcher.grammar_from_regex(as_in_python(grammar.text))
         case "choice":
             return LLMatcher.grammar_from_lark(choice_lark(parse(grammar.text)))
         case "ebnf":
@@ -69,27 +68,6 @@ def json_options(whitespace: str | None) -> Any:
     if whitespace == "":
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": SPACE if whitespace is None else whitespace}
-
-
-def choice_lark(choices: Any) -> str:
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
-        raise GrammarError("a choice is a list of at least one string")
-    if len(choices) > MAX_CHOICES:
-        raise GrammarError(f"a choice may list at most {MAX_CHOICES} strings, got {len(choices)}")
-    # One terminal: as alternatives of a rule they would be parsed side by side, which has a limit.
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
-
-
-def ebnf_lark(text: str) -> str:
-    """GBNF is translated; Lark stays as it is."""
-    if "::=" not in text:
-        return text
-    try:
-        return any_to_lark(text)
-    except RecursionError:
-        raise
-    except Exception as error:  # the translator raises plain Exception, too
-        raise GrammarError(f"the EBNF cannot be read: {error}") from error
 
 
 # What the compiler's message begins with -> the keyword that it is about.

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
 
 from sgla.grammar.errors import GrammarError
+from sgla.grammar.notations import as_in_python, ebnf_lark
 from sgla.grammar.schema import adapt, object_schema
 
 Json = Any
@@ -109,19 +109,13 @@ class _Writer:
 
     def _regex(self, spec: dict[str, Json]) -> str:
         name = f"REGEX{len(self._rules)}"
-        self._rules.append(f"{name}: /{regex_to_lark(_text(spec, 'pattern'), '')}/")
+        self._rules.append(f"{name}: /{regex_to_lark(as_in_python(_text(spec, 'pattern')), '')}/")
         return name
 
     def _grammar(self, spec: dict[str, Json]) -> str:
         text = _text(spec, "grammar")
         name = f"g{len(self._grammars)}"
-        try:
-            lark = any_to_lark(text) if "::=" in text else text
-        except RecursionError:
-            raise
-        except Exception as error:  # see source.ebnf_lark
-            raise GrammarError(f"structural tag: the grammar cannot be read: {error}") from error
-        self._grammars.append({"name": name, "lark_grammar": lark})
+        self._grammars.append({"name": name, "lark_grammar": ebnf_lark(text)})
         return f"@{name}"
 
     def _any_text(self, spec: dict[str, Json]) -> str:

@@ -1,0 +1,330 @@
+"""Outputs of a random-weight model, through the whole engine: each is what its grammar asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from schemas import CASES, REFUSED
+
+from sgla import Engine
+from sgla.engine import Output
+from sgla.errors import SglaError
+from sgla.messages import Grammar, SamplingParams
+
+Start = Callable[..., Engine]
+
+
+def json_schema(schema: Any, **more: Any) -> Grammar:
+    return Grammar(kind="json_schema", text=json.dumps(schema), **more)
+
+
+def bias(engine: Engine) -> dict[int, float]:
+    """Towards the end: a random model opens more than it closes, and likes space."""
+    table = {engine.tokenizer.token_bytes(i): i for i in range(engine.tokenizer.vocab_size)}
+    likes = {
+        b'"': 4.0,
+        b"}": 5.0,
+        b"]": 5.0,
+        b"<|end|>": 5.0,
+        b" ": -3.0,
+        b"\n": -4.0,
+        b"\t": -4.0,
+        b"\r": -4.0,
+    }
+    return {table[token]: value for token, value in likes.items()}
+
+
+def params(engine: Engine, grammar: Grammar | None, **changes: Any) -> SamplingParams:
+    settings: dict[str, Any] = {"max_tokens": 300, "logit_bias": bias(engine), "grammar": grammar, "seed": 5}
+    return SamplingParams(**settings | changes)
+
+
+def outputs(engine: Engine, grammars: list[Grammar], **changes: Any) -> list[Output]:
+    return engine.generate(
+        [f"prompt {i}" for i in range(len(grammars))],
+        [params(engine, g, seed=i, **changes) for i, g in enumerate(grammars)],
+    )
+
+
+def refusal(engine: Engine, grammar: Grammar, **changes: Any) -> SglaError:
+    with pytest.raises(SglaError) as caught:
+        engine.generate("x", params(engine, grammar, **changes))
+    assert (caught.value.status, caught.value.param) == (400, grammar.param)
+    return caught.value
+
+
+def test_every_document_fits_its_schema(engine: Engine) -> None:
+    names = list(CASES)
+    made = outputs(engine, [json_schema(CASES[name]) for name in names])
+    finished = [(name, out) for name, out in zip(names, made) if out.finish == "stop"]
+    for name, out in finished:
+        validator = jsonschema_rs.validator_for(CASES[name], validate_formats=True)
+        document = json.loads(out.text)
+        assert validator.is_valid(document), (
+            name,
+            out.text,
+            [e.message for e in validator.iter_errors(document)],
+        )
+    assert {out.finish for out in made} <= {"stop", "length"}
+    assert len(finished) > 0.97 * len(made)
+    counts = engine._system.metrics.compiler.counts  # type: ignore[union-attr]
+    assert counts["invalid"] == 0
+
+
+@pytest.mark.parametrize(("schema", "keyword"), REFUSED, ids=[keyword for _, keyword in REFUSED])
+def test_a_refusal_names_the_keyword(engine: Engine, schema: Any, keyword: str) -> None:
+    error = refusal(engine, json_schema(schema))
+    assert f"'{keyword}'" in error.message
+    assert error.code == "unsupported_parameter"
+
+
+def test_json_object(engine: Engine) -> None:
+    made = outputs(engine, [Grammar(kind="json_object")] * 20)
+    assert all(isinstance(json.loads(out.text), dict) for out in made if out.finish == "stop")
+    assert sum(out.finish == "stop" for out in made) > 10
+
+
+def test_no_whitespace_where_none_is_wanted(engine: Engine) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 5}
+    for out in outputs(engine, [json_schema(schema, whitespace="")] * 8, logit_bias={}):
+        assert re.fullmatch(r"\S+", out.text)
+        assert 3 <= len(json.loads(out.text)) <= 5
+
+
+REGEXES = [
+    r"[a-c]{3}-\d{2}",
+    r"(yes|no)( (yes|no)){0,3}",
+    r"^\w{1,3}@[a-z]{2,4}\.com$",
+    r"(?i)hello",
+    r"[^a-zA-Z0-9\s]{4}",
+    r"a?b?c?",
+    r"(é|日|😀){1,3}",
+    r"https?://[a-z]{1,5}(/[a-z]{0,3}){0,2}",
+    r"\x41\n\tB",
+]
+
+
+@pytest.mark.parametrize("pattern", REGEXES)
+def test_regex_matches_in_full(engine: Engine, pattern: str) -> None:
+    for out in outputs(engine, [Grammar(kind="regex", text=pattern)] * 4):
+        assert out.finish == "stop"
+        assert re.fullmatch(pattern, out.text), out.text
+
+
+def test_choice_is_one_of_the_list(engine: Engine) -> None:
+    choices = ["yes", "yes please", "no", 'say "no"\n', "日本", "a/b", "<tool>"]
+    made = outputs(engine, [Grammar(kind="choice", text=json.dumps(choices))] * 24, logit_bias={})
+    assert {out.text for out in made} <= set(choices)
+    assert len({out.text for out in made}) > 2
+    assert {out.finish for out in made} == {"stop"}
+
+
+GBNF = r"""
+root ::= term (op term){0,2}  # sums and products
+term ::= [0-9]{1,2} | "(" root ")"
+op ::= " + " | " * "
+"""
+LARK = """
+start: NAME "=" value
+value: NUMBER | "[" NUMBER ("," NUMBER)* "]"
+NAME: /[a-z]{1,4}/
+NUMBER: /[0-9]{1,2}/
+"""
+
+
+def test_ebnf_in_both_notations(engine: Engine) -> None:
+    made = outputs(engine, [Grammar(kind="ebnf", text=GBNF)] * 8, logit_bias={})
+    for out in made:
+        if out.finish == "stop":
+            assert re.fullmatch(r"[0-9()+* ]+", out.text)
+            assert out.text.count("(") == out.text.count(")")
+    for out in outputs(engine, [Grammar(kind="ebnf", text=LARK)] * 8):
+        assert (
+            re.fullmatch(r"[a-z]{1,4}=(\d{1,2}|\[\d{1,2}(,\d{1,2})*\])", out.text) or out.finish == "length"
+        )
+    assert any(out.finish == "stop" for out in made)
+
+
+def test_structural_tag(engine: Engine) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "sequence",
+            "elements": [
+                {
+                    "type": "tag",
+                    "begin": "<tool>",
+                    "content": {"type": "json_schema", "json_schema": {"type": "boolean"}},
+                    "end": "</f>",
+                },
+                {"type": "const_string", "value": "!"},
+            ],
+        },
+    }
+    grammar = Grammar(kind="structural_tag", text=json.dumps(tag))
+    for out in outputs(engine, [grammar] * 4, skip_special_tokens=False):
+        assert re.fullmatch(r"<tool>(true|false)</f>!", out.text)
+        special = engine.tokenizer.backend.token_to_id("<tool>")
+        assert out.tokens[0] == special  # the token, not its letters
+
+
+WRONG = [
+    ("json_schema", "{", "not valid JSON"),
+    ("json_schema", "[]", "object or a boolean"),
+    ("json_schema", '{"type": "strin"}', "strin"),
+    ("json_schema", "false", "no document"),
+    ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', ""),
+    ("regex", "(a", "unclosed"),
+    ("regex", r"(a)\1", "backreference"),
+    ("regex", "(?=a)b", "look"),
+    ("choice", "[]", "at least one"),
+    ("choice", '["a", 1]', "list of"),
+    ("ebnf", "root ::= missing", "missing"),
+    ("ebnf", "nonsense", ""),
+    ("structural_tag", "{}", "structures"),
+    ("structural_tag", '{"format": {"type": "odd"}}', "odd"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "words"), WRONG)
+def test_what_is_wrong_is_said(engine: Engine, kind: str, text: str, words: str) -> None:
+    error = refusal(engine, Grammar(kind=kind, text=text, param="structured_outputs"))
+    assert words in error.message
+    assert error.message.startswith("structured_outputs: ")
+
+
+def test_the_end_is_forced_whatever_else_is_asked(engine: Engine) -> None:
+    grammar = Grammar(kind="regex", text="ab")
+    end = engine.tokenizer.eos_id
+    for changes in ({"ignore_eos": True}, {"logit_bias": {end: -100.0}}, {"temperature": 0.0}):
+        out = engine.generate("x", params(engine, grammar, **changes))
+        assert (out.text, out.finish, out.matched) == ("ab", "stop", end)
+    out = engine.generate("x", params(engine, grammar, min_tokens=6))
+    assert (out.text, out.finish, len(out.tokens)) == ("ab", "stop", 7)
+
+
+def test_other_stop_tokens_end_a_complete_output(engine: Engine) -> None:
+    stop = engine.tokenizer.backend.token_to_id("<|pad|>")
+    grammar = Grammar(kind="regex", text="(ab)+")
+    out = engine.generate("x", params(engine, grammar, stop_token_ids=[stop], logit_bias={stop: 50.0}))
+    assert (out.text, out.finish, out.matched) == ("ab", "stop", stop)
+
+
+def test_stop_strings_and_length_go_on_working(engine: Engine) -> None:
+    grammar = Grammar(kind="regex", text="abc{2}d")
+    out = engine.generate("x", params(engine, grammar, stop=["cc"]))
+    assert (out.text, out.finish, out.matched) == ("ab", "stop", "cc")
+    out = engine.generate("x", params(engine, grammar, max_tokens=1))
+    assert out.finish == "length"
+    assert "abccd".startswith(out.text)
+
+
+def test_choices_of_one_request_each_fit(engine: Engine) -> None:
+    grammar = Grammar(kind="regex", text="[a-z]{8}")
+    made = engine.generate("x", params(engine, grammar, n=6))
+    assert all(re.fullmatch("[a-z]{8}", out.text) for out in made)
+    assert len({out.text for out in made}) > 1
+
+
+def test_logprobs_are_the_models_own(engine: Engine) -> None:
+    grammar = Grammar(kind="regex", text="[xyz]{4}")
+    out = engine.generate("x", params(engine, grammar, logprobs=2))
+    free = engine.generate("x", params(engine, None, logprobs=2, max_tokens=1))
+    assert out.logprobs is not None
+    assert free.logprobs is not None
+    assert dict(out.logprobs[0].top) == pytest.approx(dict(free.logprobs[0].top))
+
+
+MIXED = [
+    *(json_schema(schema) for schema in list(CASES.values())[5:60:6]),
+    *(Grammar(kind="regex", text=pattern) for pattern in REGEXES[:4]),
+    Grammar(kind="choice", text='["yes", "no", "red"]'),
+]
+
+
+def texts(engine: Engine, many: bool, **changes: Any) -> list[tuple[list[int], str | None]]:
+    """Half of the batch has a grammar."""
+    asked = [
+        params(engine, g, seed=i, max_tokens=60, **changes)
+        for i, g in enumerate([*MIXED, *[None] * len(MIXED)])
+    ]
+    prompts = [f"prompt {i}" for i in range(len(asked))]
+    made = (
+        engine.generate(prompts, asked) if many else [engine.generate(p, a) for p, a in zip(prompts, asked)]
+    )
+    return [(out.tokens, out.finish) for out in made]
+
+
+def test_alone_is_as_in_a_batch(engine: Engine) -> None:
+    assert texts(engine, many=True) == texts(engine, many=False)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_depth_of_the_pipeline_changes_nothing(engine: Engine, start: Start, depth: int) -> None:
+    assert texts(start(depth=depth), many=True) == texts(engine, many=True)
+
+
+def test_preempted_outputs_go_on_where_they_were(engine: Engine, start: Start) -> None:
+    small = start(kv_cache_bytes=40 << 10, context_length=256)
+    before = small.stats().preemptions
+    changes = {"logit_bias": {}}
+    assert texts(small, many=True, **changes) == texts(engine, many=True, **changes)
+    assert small.stats().preemptions > before
+
+
+def test_two_ranks(start: Start) -> None:
+    """Rank 0 samples, and alone knows of grammars."""
+    two = start(executor="procs", tp=2)
+    made = outputs(
+        two, [Grammar(kind="regex", text="[0-9]{4}-x"), Grammar(kind="choice", text='["a", "b"]')] * 3
+    )
+    assert all(re.fullmatch("[0-9]{4}-x|a|b", out.text) for out in made)
+    assert refusal(two, Grammar(kind="regex", text="(")).status == 400
+
+
+def test_a_free_part_first(engine: Engine) -> None:
+    close = engine.tokenizer.backend.token_to_id("</think>")
+    grammar = Grammar(kind="regex", text="[0-9]{5}", after=("</think>",))
+    changes = {"skip_special_tokens": False, "logit_bias": bias(engine) | {close: 4.0}, "ignore_eos": True}
+    for seed in range(6):
+        out = engine.generate("x", params(engine, grammar, seed=seed, **changes))
+        if "</think>" in out.text:
+            assert re.fullmatch(r"(?s).*?</think>\d{5}", out.text)
+
+
+def test_a_free_part_is_optional_where_an_opener_says_so(engine: Engine) -> None:
+    ids = {text: engine.tokenizer.backend.token_to_id(text) for text in ("<think>", "</think>")}
+    grammar = Grammar(kind="regex", text="[0-9]{3}", after=("</think>",), opener="<think>")
+    seen = set()
+    for like in (60.0, -100.0):
+        likes = {ids["<think>"]: like, ids["</think>"]: 2.0}
+        out = engine.generate(
+            "x", params(engine, grammar, skip_special_tokens=False, logit_bias=likes, ignore_eos=True)
+        )
+        thought = out.text.startswith("<think>")
+        seen.add(thought)
+        pattern = r"(?s)<think>.*?</think>\d{3}" if thought else r"\d{3}"
+        assert re.fullmatch(pattern, out.text) or out.finish == "length"
+    assert seen == {True, False}
+
+
+def test_the_prompt_may_have_opened_or_closed_the_free_part(engine: Engine) -> None:
+    grammar = Grammar(kind="regex", text="[0-9]{3}", after=("</think>",), opener="<think>")
+    closed = engine.generate("<think>\n\n</think>\n", params(engine, grammar, logit_bias={}))
+    assert re.fullmatch(r"\d{3}", closed.text)
+    opened = engine.generate(
+        "<think>\n",
+        params(engine, grammar, logit_bias={}, max_tokens=20, ignore_eos=True, skip_special_tokens=False),
+    )
+    assert not re.match(r"\d{3}", opened.text)
+
+
+def test_streams_carry_the_same_text(engine: Engine) -> None:
+    grammar = json_schema(CASES["object0-property"])
+    whole = engine.generate("x", params(engine, grammar))
+    assert "".join(event.text for event in engine.stream("x", params(engine, grammar))) == whole.text
