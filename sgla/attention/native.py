@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Shape
 from sgla.kernels.cuda import decode_attention
+from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.ops import KVLayer
 
 TILE = decode_attention.TILE
@@ -25,9 +26,17 @@ class NativeDecode:
         return decode_attention.supported(shape.dtype, shape.head_dim, shape.group, shape.page_size)
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        projection: Projection | None = None,
     ) -> Tensor:
+        """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
         n = batch.decode_rows
         return self._kernel(
-            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap
+            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap, projection,
         )  # fmt: skip

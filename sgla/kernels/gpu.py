@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.ops import Activation, KVLayer
 from sgla.kernels.triton import elementwise
 
@@ -38,6 +39,21 @@ class Attend(Protocol):
 
     def __call__(
         self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+    ) -> Tensor: ...
+
+
+class FusedDecode(Protocol):
+    """A decode kernel that does the work of ``ops.qk_norm_rope_store`` too."""
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: Any,
+        scale: float,
+        window: int,
+        softcap: float,
+        projection: Projection | None = None,
     ) -> Tensor: ...
 
 
@@ -82,9 +98,26 @@ class LazyLinear:
         return F.linear(force(self.x), self.weight, bias)
 
 
+@dataclass(slots=True)
+class LazyQuery:
+    """The projection's output, which an attention kernel that can makes q, k and v of."""
+
+    qkv: Tensor
+    positions: Tensor
+    projection: Projection
+    kv: KVLayer
+    out_loc: Tensor
+
+    def force(self) -> Tensor:
+        p = self.projection
+        return elementwise.qk_norm_rope_store(
+            self.qkv, self.positions, p.cos_sin, p.q_norm, p.k_norm, p.eps, self.kv.k, self.kv.v, self.out_loc
+        )
+
+
 def force(x: Any) -> Tensor:
     """The tensor behind a held-back value."""
-    result: Tensor = x.force() if isinstance(x, LazyNorm | LazyLinear) else x
+    result: Tensor = x.force() if isinstance(x, LazyNorm | LazyLinear | LazyQuery) else x
     return result
 
 
@@ -94,17 +127,20 @@ class GpuOps:
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
         self._fuse = False
+        self._decode: FusedDecode | None = None
         self._float32 = False  # the next linear is the output layer
         self._out: Tensor | None = None  # where its result goes
 
     @contextmanager
-    def fused(self, tokens: int) -> Iterator[None]:
-        """Fuse if a forward pass of ``tokens`` tokens gains from it."""
+    def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
+        """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
+        takes q, k and v from the projection."""
         self._fuse = tokens <= skinny_gemm.MAX_ROWS and torch.cuda.get_device_capability()[0] >= 9
+        self._decode = decode
         try:
             yield
         finally:
-            self._fuse = False
+            self._fuse, self._decode = False, None
 
     @contextmanager
     def attending(self, attend: Attend) -> Iterator[None]:
@@ -175,14 +211,16 @@ class GpuOps:
         eps: float,
         kv: KVLayer,
         out_loc: Tensor,
-    ) -> Tensor:
-        return elementwise.qk_norm_rope_store(
-            force(qkv), positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, out_loc
-        )
+    ) -> Any:
+        lazy = LazyQuery(force(qkv), positions, Projection(cos_sin, q_norm, k_norm, eps), kv, out_loc)
+        return lazy if self._decode is not None and cos_sin.shape[1] == kv.k.shape[-1] else lazy.force()
 
     def attention(
-        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+        self, q: Any, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
     ) -> Tensor:
+        if isinstance(q, LazyQuery):
+            assert self._decode is not None
+            return self._decode.forward(q.qkv, kv, batch, scale, window, softcap, q.projection)
         return self.attend(q, kv, batch, scale, window, softcap)
 
     def act_mul(self, x: Any, kind: Activation) -> Tensor:

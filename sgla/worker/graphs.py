@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla import attention
 from sgla.attention import DeviceBatch
+from sgla.attention.native import NativeDecode
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention as extension
@@ -101,7 +102,8 @@ class DecodeGraphs:
             decode_rows=size,
             cum=cum,
         )
-        with runner.ops.fused(size):
+        decode = runner.attention.decode
+        with runner.ops.fused(size, decode if isinstance(decode, NativeDecode) else None):
             hidden = runner.model.forward(batch, runner.kv)
             with runner.ops.float32_output(self._logits[:size]):
                 logits = runner.model.logits(hidden)

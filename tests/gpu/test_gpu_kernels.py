@@ -120,6 +120,34 @@ def test_decode(
         assert relative(out, expected) < 1e-2
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+def test_decode_from_the_projection(
+    lengths: str, norm: bool, heads: int, kv_heads: int, dim: int, window: int, softcap: float
+) -> None:
+    from sgla.kernels.cuda.decode_attention import Projection
+
+    kv_lens = LENGTHS[lengths]
+    _, kv, batch = paged([1] * len(kv_lens), kv_lens, heads, kv_heads, dim, (window,))
+    attend = backend("auto", batch, kv, heads, (window,), softcap, dim**-0.5)
+    qkv = torch.randn(batch.rows, (heads + 2 * kv_heads) * dim, dtype=BF16, device="cuda")
+    cos_sin = torch.randn(max(kv_lens), dim, device="cuda")
+    weights = [torch.rand(dim, device="cuda") + 0.5 if norm else None for _ in range(2)]
+    positions = batch.kv_len - 1
+    pages = batch.page_table[batch.slots.long(), positions.long() // 16]
+    places = pages * 16 + positions % 16
+    expected_kv = KVLayer(kv.k.clone(), kv.v.clone())
+    q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected_kv, places)
+    expected = oracle(q, expected_kv, batch, dim**-0.5, window, softcap)
+    projection = Projection(cos_sin, *weights, 1e-6)
+    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection)
+    assert relative(out, expected) < 1e-2
+    page, offset = places.long() // 16, places.long() % 16
+    assert relative(kv.k[page, offset], expected_kv.k[page, offset]) < 5e-3
+    assert torch.equal(kv.v[page, offset], expected_kv.v[page, offset])
+
+
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
 def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:

@@ -6,6 +6,11 @@
 // of them to finish, which costs about as much as SNAP tiles. Inside a block each warp walks its own tiles
 // with its own cp.async ring, and scores are computed transposed (S^T = K Q^T, O^T = V^T P^T), so that the group of query
 // heads fills the narrow side (8) of the tensor-core instruction.
+//
+// FUSED: q, k and v come straight from the projection; RMSNorm and rotation happen in registers and the new token's k and v
+// go to the page and into the tile at hand. Nothing but q and the new token then depends on the kernel before, so the
+// first tiles are loaded while it runs. (The kernels before that one have finished: each lets its successor start only
+// after it has itself waited.)
 #include "common.cuh"
 
 #ifndef HD
@@ -32,6 +37,9 @@
 #ifndef SNAP
 #define SNAP 12
 #endif
+#ifndef FUSED
+#define FUSED 0
+#endif
 
 constexpr int TILE = 16;
 constexpr int CHUNKS = HD / 8;             // 16-byte chunks of a token
@@ -42,9 +50,9 @@ constexpr int BATCH = 64;  // partial results merged at a time
 constexpr float NEG = -1e30f;
 
 struct Params {
-  const bf16* q;          // [R, q_stride]
-  const bf16* k;          // page p, head h, token i at p * page_stride + h * head_stride + i * HD
-  const bf16* v;
+  const bf16* q;          // [R, q_stride]; FUSED: q heads, k heads, v heads of a row, else q heads
+  bf16* k;                // page p, head h, token i at p * page_stride + h * head_stride + i * HD
+  bf16* v;
   bf16* out;              // [R, Hkv * GROUP * HD]
   const int* page_table;  // [slots, table_stride]
   const int* slots;       // [R]
@@ -53,8 +61,12 @@ struct Params {
   float* part;            // [2 C, GROUP, HD] unnormalised partial outputs
   float* part_ml;         // [2 C, GROUP, 2] their maxima and sums
   int* count;             // [R * Hkv], zero before and after
+  const float* q_norm;    // FUSED: [HD] or null
+  const float* k_norm;
+  const float* cos_sin;   // FUSED: [positions, HD], cosines then sines
   long long page_stride, head_stride;
   int q_stride, table_stride, rows, kv_heads, window;
+  float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
 };
 
@@ -113,17 +125,93 @@ struct Borders {
   __device__ __forceinline__ int last_inside(int end) const { return int(((end - snap + 1) * (long long)blocks + total - 1) / total) - 1; }
 };
 
+__device__ __forceinline__ float round_bf(float x) { return lo2f(pack2(x, 0.f)); }
+
+// q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T: q[i][j] is dim 16 i + 2 t + (0, 1, 8, 9)[j].
+__device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int position, int t, bool live, u32 (&qf)[ACC][2]) {
+  float x[ACC][4];
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < ACC; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const u32 v = live ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2 + j * 8) : 0;
+      x[i][2 * j] = lo2f(v);
+      x[i][2 * j + 1] = hi2f(v);
+      sum += x[i][2 * j] * x[i][2 * j] + x[i][2 * j + 1] * x[i][2 * j + 1];
+    }
+  if (p.q_norm) {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float f = rsqrtf(sum / HD + p.eps);
+#pragma unroll
+    for (int i = 0; i < ACC; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 w = *reinterpret_cast<const float2*>(p.q_norm + i * 16 + t * 2 + j * 8);
+        x[i][2 * j] = round_bf(x[i][2 * j] * f * w.x);
+        x[i][2 * j + 1] = round_bf(x[i][2 * j + 1] * f * w.y);
+      }
+  }
+  const float* table = p.cos_sin + (long long)position * HD + t * 2;
+#pragma unroll
+  for (int i = 0; i < ACC / 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float2 c = *reinterpret_cast<const float2*>(table + i * 16 + j * 8);
+      const float2 s = *reinterpret_cast<const float2*>(table + HD / 2 + i * 16 + j * 8);
+      const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + ACC / 2][2 * j], b1 = x[i + ACC / 2][2 * j + 1];
+      qf[i][j] = pack2(a0 * c.x - b0 * s.x, a1 * c.y - b1 * s.y);
+      qf[i + ACC / 2][j] = pack2(b0 * c.x + a0 * s.x, b1 * c.y + a1 * s.y);
+    }
+}
+
+// The new token's k, normalised and rotated: this lane's dims are lane * PAIRS + j and HD / 2 further.
+constexpr int PAIRS = HD / 64;
+__device__ __forceinline__ void prepare_k(const Params& p, const bf16* k, int position, int lane, bf16 (&out)[2][PAIRS]) {
+  float x[2][PAIRS];
+  float sum = 0.f;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      x[h][j] = bf2f(k[h * (HD / 2) + lane * PAIRS + j]);
+      sum += x[h][j] * x[h][j];
+    }
+  if (p.k_norm) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    const float f = rsqrtf(sum / HD + p.eps);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j) x[h][j] = round_bf(x[h][j] * f * p.k_norm[h * (HD / 2) + lane * PAIRS + j]);
+  }
+  const float* table = p.cos_sin + (long long)position * HD + lane * PAIRS;
+#pragma unroll
+  for (int j = 0; j < PAIRS; ++j) {
+    const float c = table[j], s = table[HD / 2 + j];
+    out[0][j] = f2bf(x[0][j] * c - x[1][j] * s);
+    out[1][j] = f2bf(x[1][j] * c + x[0][j] * s);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   float* merge_o = reinterpret_cast<float*>(smem + RING_BYTES);  // [WARPS][GROUP][HD]
   float* merge_ml = merge_o + WARPS * GROUP * HD;                // [WARPS][8][2]
   __shared__ int is_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  pdl_wait();
-  pdl_launch();
+  if (!FUSED) {
+    pdl_wait();
+    pdl_launch();
+  }
 
   const int total = p.cum[p.rows] * p.kv_heads;
-  if (total == 0) return;
+  if (total == 0) {
+    if (FUSED) pdl_wait();  // whoever waits for this kernel relies on it
+    return;
+  }
   Borders borders{total, working_blocks(p, total), 0};
   borders.snap = max(1, min(SNAP, total / borders.blocks / 4));
   const int block = blockIdx.x;
@@ -169,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
 #pragma unroll
       for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
         const int i = j * 32 + lane, row = i / CHUNKS, chunk = i % CHUNKS;
-        const u32 bytes = tile * TILE + row < in.len ? 16 : 0;
+        const u32 bytes = tile * TILE + row < in.len - FUSED ? 16 : 0;  // FUSED: the last token is not there yet
         const u32 to = dst + row * (HD * 2) + ((chunk ^ (row & 7)) * 16);
         cp_async16(to, p.k + base + i * 8, bytes);
         cp_async16(to + TILE_BYTES, p.v + base + i * 8, bytes);
@@ -182,15 +270,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
   advance_producer();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) load(s);
+  if (FUSED) {
+    pdl_wait();
+    pdl_launch();
+  }
   int stage = 0;
 
   while (left > 0) {
     u32 qf[ACC][2];
-    const bf16* q = p.q + (long long)at.row * p.q_stride + (at.head * GROUP + g) * HD + t * 2;
+    const bf16* q = p.q + (long long)at.row * p.q_stride + (at.head * GROUP + g) * HD;
+    bf16 new_k[2][PAIRS] = {};
+    uint4 new_v = {};
+    int new_tile = -1;  // the tile of this warp that lacks the new token
+    if (FUSED) {
+      prepare_q(p, q, at.len - 1, t, g < GROUP, qf);
+      if (at.end == tiles && (tiles - 1 - at.tile) % WARPS == warp) {
+        new_tile = tiles - 1;
+        const bf16* fresh = p.q + (long long)at.row * p.q_stride + (p.kv_heads * GROUP + at.head) * HD;
+        prepare_k(p, fresh, at.len - 1, lane, new_k);
+        const int last = at.len - 1, page = at.pages[last / TILE / PAGE_TILES];
+        const long long place = page * p.page_stride + at.head * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
 #pragma unroll
-    for (int i = 0; i < ACC; ++i) {
-      qf[i][0] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16) : 0;
-      qf[i][1] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + 8) : 0;
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int j = 0; j < PAIRS; ++j) p.k[place + h * (HD / 2) + lane * PAIRS + j] = new_k[h][j];
+        if (lane < CHUNKS) {
+          new_v = *reinterpret_cast<const uint4*>(fresh + p.kv_heads * HD + lane * 8);
+          *reinterpret_cast<uint4*>(p.v + place + lane * 8) = new_v;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < ACC; ++i) {
+        qf[i][0] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2) : 0;
+        qf[i][1] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2 + 8) : 0;
+      }
     }
     float o[ACC][4] = {};
     float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2t and 2t + 1; l is this lane's share
@@ -202,6 +316,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
       load(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 kt = ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
+      if (FUSED && tile == new_tile) {
+        const int row = (at.len - 1) % TILE;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int j = 0; j < PAIRS; ++j) {
+            const int d = h * (HD / 2) + lane * PAIRS + j;
+            const u32 to = kt + row * (HD * 2) + ((d / 8 ^ (row & 7)) * 16) + d % 8 * 2;
+            asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(new_k[h][j]) : "memory");
+          }
+        if (lane < CHUNKS) {
+          const u32 to = vt + row * (HD * 2) + ((lane ^ (row & 7)) * 16);
+          asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(new_v.x), "r"(new_v.y), "r"(new_v.z), "r"(new_v.w) : "memory");
+        }
+        __syncwarp();
+      }
       float s[4] = {};
       const int r = lane & 15, half = lane >> 4;
 #pragma unroll

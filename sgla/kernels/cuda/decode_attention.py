@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +16,41 @@ WARPS, STAGES = 4, 3
 P = ctypes.c_void_p
 
 
+POINTERS = [
+    "q",
+    "k",
+    "v",
+    "out",
+    "page_table",
+    "slots",
+    "kv_len",
+    "cum",
+    "part",
+    "part_ml",
+    "count",
+    "q_norm",
+    "k_norm",
+    "cos_sin",
+]
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("q", "k", "v", "out", "page_table", "slots", "kv_len", "cum", "part", "part_ml", "count")),
+        *((name, P) for name in POINTERS),
         ("page_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )  # fmt: skip
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+    )
+
+
+class Projection(NamedTuple):
+    """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``. ``cos_sin`` covers whole heads."""
+
+    cos_sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
 
 
 def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
@@ -42,11 +69,18 @@ def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> 
 
 
 @cache
-def _kernel(head_dim: int, group: int, page_tiles: int, softcap: bool, stages: int, min_tiles: int) -> Kernel:
+def _kernel(
+    head_dim: int, group: int, page_tiles: int, softcap: bool, stages: int, min_tiles: int, fused: bool
+) -> Kernel:
     ring = WARPS * stages * 2 * TILE * head_dim * 2
     merge = WARPS * group * head_dim * 4 + WARPS * 8 * 2 * 4
     defines = {"HD": head_dim, "GROUP": group, "WARPS": WARPS, "STAGES": stages}
-    defines |= {"SOFTCAP": int(softcap), "PAGE_TILES": page_tiles, "MIN_TILES": min_tiles}
+    defines |= {
+        "SOFTCAP": int(softcap),
+        "PAGE_TILES": page_tiles,
+        "MIN_TILES": min_tiles,
+        "FUSED": int(fused),
+    }
     return Kernel("decode_attention.cu", "decode_attention", defines, ring + merge)
 
 
@@ -74,20 +108,43 @@ class DecodeAttention:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        projection: Projection | None = None,
     ) -> Tensor:
-        """q bf16 ``[R, Hq * hd]`` -> the same shape; k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
+        """q bf16 ``[R, Hq * hd]`` -> the same shape; with ``projection`` q is ``[R, (Hq + 2 Hkv) * hd]`` as it comes from the
+        linear layer, and the new token's k and v are written to the pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
         are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window. Rows with
         ``kv_len`` 0 are left as they are."""
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
-        out = torch.empty_like(q)
+        width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
+        group = width // (kv_heads * dim)
+        out = q.new_empty(q.shape[0], width)
+        extra, eps = (None, None, None), 0.0
+        if projection is not None:
+            assert projection.cos_sin.shape[1] == dim
+            extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
+        tensors = (
+            q,
+            k,
+            v,
+            out,
+            page_table,
+            slots,
+            kv_len,
+            cum,
+            self._part,
+            self._part_ml,
+            self._count,
+            *extra,
+        )
         log2e = 1.4426950408889634
         params = _Params(
-            *(t.data_ptr() for t in (q, k, v, out, page_table, slots, kv_len, cum, self._part, self._part_ml, self._count)),
-            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), q.shape[0], kv_heads, window,
+            *(None if t is None else t.data_ptr() for t in tensors),
+            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), q.shape[0], kv_heads, window, eps,
             scale / softcap if softcap else scale * log2e, softcap * log2e,
         )  # fmt: skip
-        group = q.shape[1] // (kv_heads * dim)
-        kernel = _kernel(dim, group, page_size // TILE, softcap > 0, self.stages, self.min_tiles)
+        kernel = _kernel(
+            dim, group, page_size // TILE, softcap > 0, self.stages, self.min_tiles, projection is not None
+        )
         kernel.launch(self.blocks, WARPS * 32, params)
         return out
