@@ -69,13 +69,16 @@ MEANINGS = frozenset(
 BITS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
 # A narrower format that exists, for one that does not.
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
-_URI = r"[A-Za-z0-9._~!$&'()*+,;=:@%-]"
-PATTERNS = {
-    "iri-reference": rf"^(//)?{_URI}*(/{_URI}*)*(\?({_URI}|[/?])*)?(#({_URI}|[/?])*)?$",
-    "json-pointer": "^(/([^/~]|~[01])*)*$",
-    "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
+_CHAR = r"([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+# RFC 3986: without a scheme, the first segment has no colon; behind a slash it is not empty.
+_PATH = rf"(/|/?{_CHAR.replace(':', '')}+(/{_CHAR}*)*)?"
+RELATIVE = rf"^{_PATH}(\?({_CHAR}|[/?])*)?(#({_CHAR}|[/?])*)?$"
+PATTERNS: dict[str, Json] = {
+    "json-pointer": {"pattern": "^(/([^/~]|~[01])*)*$"},
+    "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},
+    "uri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
+    "iri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
 }
-PATTERNS["uri-reference"] = PATTERNS["iri-reference"].replace("@%-]", "@-]")
 
 
 def adapt(schema: Json) -> Json:
@@ -346,7 +349,7 @@ def _know_formats(schema: Object) -> None:
         schema["format"] = NARROWER[name]
     elif name in PATTERNS:
         del schema["format"]
-        _also(schema, {"pattern": PATTERNS[name]})
+        _also(schema, PATTERNS[name])
 
 
 RULES: tuple[Callable[[Object], None], ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from schemas import CASES, REFUSED
 from sgla import Engine
 from sgla.engine import Output
 from sgla.errors import SglaError
+from sgla.grammar import compiler
+from sgla.grammar.matcher import Constraint, MatchFailed
 from sgla.messages import Grammar, SamplingParams
 
 Start = Callable[..., Engine]
@@ -328,3 +331,63 @@ def test_streams_carry_the_same_text(engine: Engine) -> None:
     grammar = json_schema(CASES["object0-property"])
     whole = engine.generate("x", params(engine, grammar))
     assert "".join(event.text for event in engine.stream("x", params(engine, grammar))) == whole.text
+
+
+def test_a_grammar_that_fails_later_ends_its_own_request_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(depth=3)
+    apply = Constraint.apply
+
+    def fail(self: Constraint, logits: Any, position: int) -> None:
+        if position > 20:
+            raise MatchFailed("the grammar cannot go on: too much")
+        apply(self, logits, position)
+
+    monkeypatch.setattr(Constraint, "apply", fail)
+    long, short = (Grammar(kind="regex", text=text) for text in ("a{60}", "b{6}"))
+    asked = [params(engine, g, ignore_eos=True, max_tokens=50) for g in (None, long, short)]
+    results: list[Any] = [None] * 3
+
+    def ask(i: int) -> None:
+        try:
+            results[i] = engine.generate("a", asked[i])
+        except SglaError as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (results[0].finish, results[2].text) == ("length", "bbbbbb")
+    assert (results[1].status, results[1].message) == (400, "the grammar cannot go on: too much")
+    assert engine.stats().running == 0
+
+
+def test_others_are_served_while_a_hostile_grammar_compiles(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "TIMEOUT", 2.0)
+    known = params(engine, MIXED[-1])
+    engine.generate("warm", known)
+    hostile = params(engine, json_schema({"type": "integer", "multipleOf": 99999989}))
+    order: list[str] = []
+
+    def ask(name: str, sampling: SamplingParams) -> None:
+        try:
+            engine.generate("x", sampling)
+        except SglaError as error:
+            name += f" {error.status}"
+        order.append(name)
+
+    threads = [
+        threading.Thread(target=ask, args=pair)
+        for pair in (("hostile", hostile), ("free", params(engine, None)), ("known", known))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order[-1] == "hostile 400"
+    assert sorted(order[:2]) == ["free", "known"]

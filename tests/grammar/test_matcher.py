@@ -1,0 +1,160 @@
+"""The rule beside the sampler, on random logits: what the engine's tests cannot steer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from sgla.grammar.llg import Wrapper
+from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
+from sgla.grammar.protocol import Vocabulary
+from sgla.messages import RowSampling
+
+END, THINK, CLOSE, LONG = 256, 257, 258, 259
+VOCABULARY = Vocabulary(
+    [bytes([i]) for i in range(256)] + [b"<|end|>", b"<think>", b"</think>", b"nk>\n\n12"],
+    [END, THINK, CLOSE],
+    [END],
+)
+SIZE = len(VOCABULARY.tokens) + 5  # logits without a token
+
+
+@pytest.fixture(scope="module")
+def matchers(tmp_path_factory: pytest.TempPathFactory) -> Matchers:
+    path = tmp_path_factory.mktemp("vocabulary") / "file"
+    padded = VOCABULARY.tokens + [b""] * (SIZE - len(VOCABULARY.tokens))
+    Vocabulary(padded, VOCABULARY.special, VOCABULARY.ends).write(path)
+    matchers = Matchers()
+    matchers.control("vocabulary", {"path": str(path)})
+    return matchers
+
+
+class Row:
+    """One request: a row of the token table, and its constraint."""
+
+    def __init__(
+        self, matchers: Matchers, regex: str, outputs: bytes | list[int] = b"", **sampling: object
+    ) -> None:
+        self.tokens = np.zeros(64, np.int32)
+        self.tokens[:3] = [1, 2, 3]
+        self.tokens[3 : 3 + len(outputs)] = list(outputs)
+        self.length = 3 + len(outputs)
+        settings = {"grammar": LLMatcher.grammar_from_regex(regex), "stop_ids": [END]} | sampling
+        self.rule: Constraint = matchers.constraint(self.tokens, 3, RowSampling(**settings))  # type: ignore[arg-type]
+
+    def allowed(self) -> set[int]:
+        logits = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+        before = logits.copy()
+        self.rule.apply(logits, self.length)
+        kept = np.flatnonzero(logits > -np.inf)
+        assert (logits[kept] == before[kept]).all()
+        return set(kept.tolist())
+
+    def add(self, *tokens: int) -> Row:
+        for token in tokens:
+            self.tokens[self.length] = token
+            self.length += 1
+        return self
+
+
+def ids(text: str) -> set[int]:
+    return set(text.encode())
+
+
+def test_a_row_that_comes_back_is_where_it_was(matchers: Matchers) -> None:
+    row = Row(matchers, "(ab|ac)d?")
+    assert row.allowed() == ids("a")
+    row.add(*b"a")
+    assert row.allowed() == ids("bc")
+    again = Row(matchers, "(ab|ac)d?", b"a")
+    assert again.allowed() == ids("bc")
+    assert again.add(*b"b").allowed() == ids("d") | {END}
+
+
+def test_only_stop_tokens_follow_the_end(matchers: Matchers) -> None:
+    row = Row(matchers, "a", stop_ids=[END, 7])
+    row.add(*b"a")
+    assert row.allowed() == {END, 7}
+    assert row.add(7).allowed() == {END, 7}
+    assert row.add(END).allowed() == {END, 7}
+
+
+def test_tokens_without_text_and_special_ones_are_never_allowed(matchers: Matchers) -> None:
+    assert Row(matchers, r"(?s).{20}").allowed() <= set(range(256)) | {LONG}
+
+
+def test_what_must_come_comes_even_if_it_is_forbidden(matchers: Matchers) -> None:
+    row = Row(matchers, "ab")
+    logits = np.zeros(SIZE, np.float32)
+    logits[ord("a")] = -np.inf
+    row.rule.apply(logits, row.length)
+    assert np.flatnonzero(logits > -np.inf).tolist() == [ord("a")]
+
+
+def test_a_grammar_that_becomes_too_complex_fails_alone(matchers: Matchers) -> None:
+    row = Row(matchers, "(([a-z]{1,1000}){1,1000}){1,1000}")
+    assert row.allowed() == ids("abcdefghijklmnopqrstuvwxyz")
+    row.add(*b"a" * 50)
+    for _ in range(2):
+        with pytest.raises(MatchFailed, match="cannot go on"):
+            row.allowed()
+    assert Row(matchers, "ab").allowed() == ids("a")
+
+
+def test_a_token_the_grammar_does_not_know_fails(matchers: Matchers) -> None:
+    row = Row(matchers, "ab", b"q")
+    with pytest.raises(MatchFailed):
+        row.allowed()
+
+
+def test_the_free_part_may_end_inside_of_a_token(matchers: Matchers) -> None:
+    row = Row(matchers, "[0-9]{3}", grammar_after=("</think>",))
+    everything = set(range(SIZE))
+    assert row.add(*b"hm </thi").allowed() == everything
+    assert row.add(LONG).allowed() == ids("0123456789")  # "nk>", newlines, and the first two digits
+    assert row.add(*b"3").allowed() == {END}
+
+
+def test_one_of_several_ends(matchers: Matchers) -> None:
+    for end in ("END", "STOP"):
+        row = Row(matchers, "a", grammar_after=("END", "STOP"))
+        assert len(row.add(*b"x" * 30, *end[:-1].encode()).allowed()) == SIZE
+        assert row.add(ord(end[-1])).allowed() == ids("a")
+
+
+def test_an_opener_of_one_token(matchers: Matchers) -> None:
+    row = Row(matchers, "a", grammar_after=("</think>",), grammar_opener="<think>")
+    assert row.allowed() == ids("a") | {THINK}
+    assert len(row.add(THINK).allowed()) == SIZE
+    assert row.add(*b"hm", CLOSE).allowed() == ids("a")
+    without = Row(matchers, "a", b"a", grammar_after=("</think>",), grammar_opener="<think>")
+    assert without.allowed() == {END}
+
+
+def test_an_opener_of_many_tokens_is_completed(matchers: Matchers) -> None:
+    row = Row(matchers, "a", grammar_after=("]]",), grammar_opener="[[t")
+    assert row.allowed() == ids("a[")
+    assert row.add(*b"[").allowed() == ids("[")
+    assert row.add(*b"[").allowed() == ids("t")
+    assert len(row.add(*b"t").allowed()) == SIZE
+    assert row.add(*b"x]]").allowed() == ids("a")
+
+
+def test_a_slow_grammar_is_compiled_beside_the_steps(matchers: Matchers, tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    path.write_text(LLMatcher.grammar_from_json_schema(json.dumps({"enum": [f"v{i}" for i in range(300)]})))
+    ready = matchers.control("grammar", {"path": str(path)})["ready"]
+    while not ready:
+        ready = matchers.control("grammar", {"path": str(path)})["ready"]
+    assert path.read_text() in matchers._compiled
+
+
+def test_greedy_encoding_keeps_the_bytes() -> None:
+    wrapper = Wrapper(VOCABULARY)
+    for text in ("plain", "a nk>\n\n12 b", "日本", "<think>"):
+        assert b"".join(VOCABULARY.tokens[i] for i in wrapper(text)) == text.encode()
+    assert LONG in wrapper("nk>\n\n123")
