@@ -247,6 +247,7 @@ def bench_prefill() -> None:
 
 
 def bench_sampling() -> None:
+    from sgla.kernels.cuda.cuts import find_cuts
     from sgla.kernels.triton import sampling
 
     for rows in (1, 64, 256):
@@ -259,7 +260,7 @@ def bench_sampling() -> None:
         for name, call in {
             "draw": lambda: sampling.sample(logits, slots, slots, seeds, f, table, out),
             "greedy": lambda: sampling.sample(logits, slots, slots, seeds, f * 0, table, out),
-            "cuts": lambda: sampling.find_cuts(logits, slots, f, top_ks, f, f * 0),
+            "cuts": lambda: find_cuts(logits, slots, f, top_ks, f, f * 0),
         }.items():
             emit(
                 bench="sampling",

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.triton import sampling
 from sgla.messages import LogprobBlock, NewRow, RowSampling
 from sgla.sampling.logprobs import Scores
@@ -88,7 +89,7 @@ class DeviceSampler:
         raw = logits[wanted] if wanted else None
         self._penalize(logits, host_slots, host_positions)
         self._bias(logits, host_slots, host_positions)
-        cuts = sampling.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
+        cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
         self.draw(logits, slots, positions, out, cuts)
         if raw is None:
             return []

@@ -187,7 +187,34 @@ def test_skinny_gemm(m: int, n: int, k: int, norm: bool) -> None:
         assert relative(skinny_gemm.linear(x, w, epilogue=epilogue, **options), ops.act_mul(y, kind)) < 1e-2
 
 
+@pytest.mark.parametrize("spread", [0.2, 3.0, 12.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(50, 0.9, 0.0), (0, 0.95, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (1, 0.5, 0.0)],
+)
+@pytest.mark.parametrize("vocab", [151936, 5001])
+def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float) -> None:
+    from sgla.kernels.cuda import cuts
+
+    rows, temperature = 40, 0.8
+    logits = torch.randn(rows, vocab, device="cuda") * spread
+    slots = torch.arange(rows, device="cuda").int().flip(0)
+    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+    found = cuts.find_cuts(logits, slots, full(temperature), full(top_k).int(), full(top_p), full(min_p))
+    kept = (logits >= found[:, None]).sum(-1)
+    order = logits.sort(-1, descending=True).values.double()
+    if top_k:
+        order = order[:, :top_k]
+    p = (order / temperature).softmax(-1)
+    expected = (p.cumsum(-1) - p < top_p).sum(-1) if top_p < 1 else torch.full_like(kept, order.shape[1])
+    if min_p:
+        expected = torch.minimum(expected, (p >= min_p * p[:, :1]).sum(-1))
+    # Equal up to the resolution: few neighbours of the cut, of which a flat distribution has more.
+    assert ((kept - expected).abs() <= 1 + 2e-4 * expected).all(), (kept, expected)
+
+
 def test_sampling_at_full_vocabulary() -> None:
+    from sgla.kernels.cuda.cuts import find_cuts
     from sgla.kernels.triton import sampling
 
     rows, vocab = 64, 151936
@@ -199,7 +226,7 @@ def test_sampling_at_full_vocabulary() -> None:
     seeds, positions = torch.arange(rows, device="cuda"), torch.full((rows,), 9, device="cuda").int()
     top_ks = torch.full((rows,), 50, device="cuda").int()
     top_ps, min_ps = torch.full((rows,), 0.9, device="cuda"), torch.zeros(rows, device="cuda")
-    cuts = sampling.find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps)
+    cuts = find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps)
     sampling.sample(logits, slots, positions, seeds, temperatures, table, out, cuts)
     top = logits.topk(50)
     p = (top.values.double() / 0.8).softmax(-1)
