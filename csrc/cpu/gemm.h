@@ -17,7 +17,7 @@ constexpr int MAX_MR = LANES == 8 ? 3 : 1;
 
 constexpr int64_t ROW_BYTES = PANEL * 4;
 constexpr int64_t INT4_HEAD = PANEL * 4;  // scales and minima of a group
-constexpr int64_t PREFETCH = 2048;        // bytes ahead of the reader
+constexpr int64_t PREFETCH = 4096;        // bytes ahead of the reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
 
 // k values in a dword
 constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT4 ? 8 : 4; }

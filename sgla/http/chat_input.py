@@ -66,11 +66,23 @@ def _check_calls(calls: Any, path: str) -> None:
             raise _wrong(f"{path}[{i}].function.name must be a string")
 
 
-def check_tools(fields: ChatRequest) -> None:
-    """Raises InvalidField or UnsupportedField for wrong tools, and for a choice of them that cannot be kept."""
+def chosen_tools(fields: ChatRequest) -> tuple[list[Message], bool]:
+    """The tools whose calls are wanted, and whether there must be one. Raises InvalidField or UnsupportedField."""
     check_tool_list(fields.tools)
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", " other than 'none' and 'auto'")
+    tools, choice = fields.tools or [], fields.tool_choice
+    if choice == "none":
+        return [], False
+    if choice in (None, "auto"):
+        return tools, False
+    if choice != "required":
+        if not isinstance(choice, dict) or choice.get("type") != "function":
+            raise unsupported("tool_choice", " other than none, auto, required or a function")
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+    if not tools:
+        raise InvalidField("tool_choice asks for a tool that tools does not have", param="tool_choice")
+    return tools, True
 
 
 def check_tool_list(tools: list[dict[str, Any]] | None) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sgla.errors import InvalidField
 from sgla.http import sse
-from sgla.http.chat_input import check_tools, checked_messages, prompt_flags, template_kwargs
+from sgla.http.chat_input import checked_messages, prompt_flags, template_kwargs
 from sgla.http.collect import Choice, total_usage
 from sgla.http.errors import Aborted
 from sgla.http.intake import intake
@@ -75,7 +75,6 @@ def check_fields(fields: ChatRequest) -> None:
     check_stream_options(fields)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
-    check_tools(fields)
     if fields.add_special_tokens:
         raise unsupported("add_special_tokens", ": the chat template writes them")
     check_max_tokens("max_tokens", fields.max_tokens)

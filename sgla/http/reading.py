@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sgla.http.chat_input import chosen_tools
 from sgla.http.collect import Choice
 from sgla.http.parts import PlainReader, Reader
 from sgla.http.schema import ChatRequest, unsupported
@@ -19,18 +20,21 @@ from sgla.text.reasoning.think import Think
 from sgla.text.tools.cursor import ARGUMENTS, CALL, REASONING, Piece
 from sgla.text.tools.families import Dialect, choose
 from sgla.text.tools.parser import OutputParser
+from sgla.text.tools.writing import arguments
 
 TAIL = 16  # tokens at a prompt's end in which a tag that opens reasoning is looked for
 
 
 class Reading:
-    """Made once a request; ``reader`` once a choice. Raises UnsupportedField for tools whose calls could not be read."""
+    """Made once a request; ``reader`` once a choice. Raises BadRequest kinds for tools that are wrong or cannot be had."""
 
     def __init__(self, server: Server, fields: ChatRequest) -> None:
         self.fields = fields
-        self.dialect = server_dialect(server)
         self.tokenizer: Any = server.ingress.tokenizer
-        self.tools = fields.tools if fields.tools and fields.tool_choice != "none" else None
+        self._chosen, self._forced = chosen_tools(fields)
+        dialect = server_dialect(server)
+        self.dialect = dialect.forced() if self._forced else dialect
+        self.tools = fields.tools if self._chosen else None
         if self.tools is not None and self.dialect.tools is None:
             raise unsupported(
                 "tools",
@@ -39,16 +43,43 @@ class Reading:
             )
         self.separate = fields.separate_reasoning is not False
         self.active = self.tools is not None or (self.separate and self.dialect.reasoning is not None)
+        facts = server.ingress.facts
+        self._grammars = facts is not None and facts.grammars
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Special tokens must stay in the text where they are the tags to be read. A grammar is for the answer alone."""
-        if sampling.grammar is not None:
-            sampling = msgspec.structs.replace(sampling, grammar=self.after_reasoning(sampling.grammar))
+        grammar = self._constraint(sampling.grammar)
+        if grammar is not None:
+            whole = self.dialect.harmony and self._forced
+            grammar = grammar if whole else self.after_reasoning(grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
         if not self.active or not sampling.skip_special_tokens:
             return sampling
         if self.dialect.tags.isdisjoint(special_texts(self.tokenizer)):
             return sampling
         return msgspec.structs.replace(sampling, skip_special_tokens=False)
+
+    def _constraint(self, asked: Grammar | None) -> Grammar | None:
+        """The grammar for the answer: what is ``asked`` for, calls that there must be, or either."""
+        tools, writing = self._chosen, self.dialect.writing
+        if not tools or writing is None:
+            return asked
+        once = self.fields.parallel_tool_calls is False
+        if self._forced:
+            named = isinstance(self.fields.tool_choice, dict)
+            return tagged(writing.calls(tools, once or named), Grammar(kind="", param="tool_choice"))
+        if self.dialect.harmony:
+            return asked
+        if asked is not None:
+            schema = schema_of(asked)
+            if schema is None:
+                return asked
+            return tagged({"type": "or", "elements": [writing.calls(tools, once), arguments(schema)]}, asked)
+        if self._grammars and any(tool["function"].get("strict") is True for tool in tools):
+            opens = self.dialect.tools.tools.opens if self.dialect.tools and self.dialect.tools.tools else ()
+            calls = writing.triggered(opens[0], tools, once)
+            return None if calls is None else tagged(calls, Grammar(kind="", param="tools"))
+        return None
 
     def after_reasoning(self, grammar: Grammar) -> Grammar:
         """``grammar`` for the part of the output that is no reasoning."""
@@ -75,6 +106,24 @@ class Reading:
     def new_id(self) -> str:
         family = self.dialect.tools
         return secrets.token_hex(5)[:9] if family and family.short_ids else f"call_{secrets.token_hex(12)}"
+
+
+def schema_of(grammar: Grammar) -> dict[str, Any] | None:
+    """The JSON Schema that a grammar is, if it is one."""
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    if grammar.kind != "json_schema":
+        return None
+    try:
+        schema = msgspec.json.decode(grammar.text)
+    except msgspec.DecodeError:  # refused when it is compiled
+        return None
+    return schema if isinstance(schema, dict) else None
+
+
+def tagged(spec: dict[str, Any], like: Grammar) -> Grammar:
+    text = msgspec.json.encode({"type": "structural_tag", "format": spec}).decode()
+    return msgspec.structs.replace(like, kind="structural_tag", text=text)
 
 
 def server_dialect(server: Server) -> Dialect:

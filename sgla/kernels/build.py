@@ -27,21 +27,31 @@ class Level(NamedTuple):
     """An instruction-set level: compiler flags, and the CPU flags (as in /proc/cpuinfo) it needs and must not have."""
 
     name: str
-    march: list[str]
+    machine: list[str]
     needs: frozenset[str]
     without: frozenset[str] = frozenset()
 
 
-_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
-_V4 = _V3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_AVX2 = ["avx2", "fma", "f16c", "bmi2"]
+_AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"]
+
+
+def _level(name: str, flags: list[str]) -> Level:
+    # Single flags rather than -march=x86-64-v4, which older compilers do not know.
+    return Level(name, [f"-m{flag}" for flag in flags], frozenset(flags))
+
+
 LEVELS = [  # best first
     # Twice the rate of float32 on Zen 4; on Intel's CPUs with AMX (Sapphire Rapids) the float32 kernels are faster.
     Level(
-        "avx512_bf16", ["-march=x86-64-v4", "-mavx512bf16"], _V4 | {"avx512_bf16"}, frozenset({"amx_tile"})
+        "avx512_bf16",
+        [*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16"],
+        frozenset(_AVX512) | {"avx512_bf16"},
+        without=frozenset({"amx_tile"}),
     ),
-    Level("avx512", ["-march=x86-64-v4"], _V4),
-    Level("avx2", ["-march=x86-64-v3"], _V3),
-    Level("generic", [], frozenset()),
+    _level("avx512", _AVX512),
+    _level("avx2", _AVX2),
+    _level("generic", []),
 ]
 ALIASES = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "x86-64": "generic"}
 
@@ -88,13 +98,22 @@ def source_folder() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[2] / "csrc" / "cpu"
 
 
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME``, ``~/.cache``, or for a user without a home a temporary folder of that user's own."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+
+
 def library_path(target: Level) -> Path:
-    """Where the library of this level belongs in the cache (``$XDG_CACHE_HOME/sgla``)."""
-    digest = hashlib.sha256(" ".join(FLAGS + target.march).encode())
-    for source in sorted(source_folder().iterdir()):
+    """Where the library of this level belongs in the cache."""
+    digest = hashlib.sha256(" ".join(FLAGS + target.machine).encode())
+    for source in sorted(p for p in source_folder().iterdir() if p.suffix in (".cpp", ".h")):
         digest.update(source.name.encode() + source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "sgla" / "kernels" / digest.hexdigest()[:16] / f"{target.name}.so"
+    return cache_folder() / "sgla" / "kernels" / digest.hexdigest()[:16] / f"{target.name}.so"
 
 
 def build(target: Level) -> Path:
@@ -115,7 +134,7 @@ def build(target: Level) -> Path:
 
 
 def _compile(compiler: str, target: Level, scratch: Path) -> Path:
-    flags = [*FLAGS, *target.march]
+    flags = [*FLAGS, *target.machine]
     objects = {source: scratch / f"{source.stem}.o" for source in source_folder().glob("*.cpp")}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
@@ -142,8 +161,8 @@ def find() -> Built:
     levels = supported()
     reason = ""
     for candidate in levels:
-        known = library_path(candidate).exists()
         try:
+            known = library_path(candidate).exists()
             path = build(candidate)
         except (BuildError, OSError) as error:
             reason = reason or str(error)

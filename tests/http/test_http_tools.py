@@ -309,6 +309,87 @@ async def test_calls_are_text_when_none_are_wanted(serve: Serve) -> None:
     assert (message["content"], message["tool_calls"], message["finish"]) == (CALL, [], "stop")
 
 
+# calls that must be ----------------------------------------------------------------------------------------------------
+
+NAMED: Any = {"type": "function", "function": {"name": "time"}}
+
+
+async def constraint(serve: Serve, **options: Any) -> tuple[Any, Any]:
+    """The grammar that the engine gets, and its structural tag."""
+    ingress = Writer(CALL, source=options.pop("source", QWEN))
+    ingress.facts.grammars = options.pop("grammars", True)  # type: ignore[union-attr]
+    await ask(await serve(ingress), **options)
+    grammar = ingress.jobs[-1].sampling.grammar
+    return grammar, grammar and json.loads(grammar.text).get("format")
+
+
+async def test_required_and_named_calls_are_constrained(serve: Serve) -> None:
+    grammar, spec = await constraint(serve, tool_choice="required")
+    assert (grammar.kind, grammar.after, grammar.opener) == ("structural_tag", ("</think>",), "<think>")
+    (calls,) = spec["elements"]
+    assert [tag["begin"] for tag in calls["tags"]] == [
+        f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in ("weather", "time")
+    ]
+    assert (calls["at_least_one"], calls["stop_after_first"]) == (True, False)
+    assert calls["tags"][0]["content"]["json_schema"] == TOOLS[0]["function"]["parameters"]
+    _, spec = await constraint(serve, tool_choice=NAMED)
+    assert len(spec["elements"][0]["tags"]) == 1
+    assert spec["elements"][0]["stop_after_first"]
+    _, spec = await constraint(serve, tool_choice="required", parallel_tool_calls=False)
+    assert spec["elements"][0]["stop_after_first"]
+    assert (await constraint(serve))[0] is None
+
+
+async def test_calls_that_must_be_are_read_in_any_model(serve: Serve) -> None:
+    """What no template tells is JSON."""
+    text = '{"name": "time", "parameters": {"x": 1}}'
+    message = await both(serve, lambda: Writer(text, source="no tools"), tool_choice=NAMED)
+    assert message["tool_calls"] == [{"name": "time", "arguments": '{"x": 1}'}]
+    thought = "<think>\nhm\n</think>\n\n"
+    message = await both(serve, lambda: Writer(thought + text, source="<think></think>"), tool_choice=NAMED)
+    assert (message["reasoning_content"], len(message["tool_calls"]), message["content"]) == ("hm", 1, None)
+
+
+async def test_harmony_is_constrained_as_a_whole(serve: Serve) -> None:
+    grammar, spec = await constraint(serve, tool_choice="required", source="<|channel|>")
+    assert grammar.after == ()
+    assert spec["elements"][0]["type"] == "or"
+
+
+async def test_an_answer_in_a_format_or_a_call(serve: Serve) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    grammar, spec = await constraint(serve, response_format=form)
+    assert (spec["type"], spec["elements"][1]) == ("or", {"type": "json_schema", "json_schema": schema})
+    assert grammar.param == "response_format"
+    grammar, _ = await constraint(serve, response_format=form, tool_choice="none")
+    assert grammar.kind == "json_schema"
+    _, spec = await constraint(serve, response_format=form, tool_choice="required")
+    assert spec["type"] == "sequence"
+
+
+async def test_strict_tools_constrain_calls_where_grammars_can(serve: Serve) -> None:
+    function = {**TOOLS[0]["function"], "strict": True}
+    tools = [{"type": "function", "function": function}, TOOLS[1]]
+    _, spec = await constraint(serve, tools=tools)
+    assert (spec["type"], spec["triggers"], len(spec["tags"])) == ("triggered_tags", ["<tool_call>"], 2)
+    assert (await constraint(serve, tools=tools, grammars=False))[0] is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"type": "function", "function": {"name": "other"}}, "asks for a tool that tools does not have"),
+        ({"type": "function"}, "asks for a tool that tools does not have"),
+        ({"type": "allowed_tools"}, "other than none, auto, required or a function"),
+        ("sometimes", "other than none, auto, required or a function"),
+    ],
+)
+async def test_wrong_choices(serve: Serve, choice: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        await ask(await serve(Writer("hi")), tool_choice=choice)
+
+
 @pytest.mark.parametrize(
     ("tool", "words"),
     [

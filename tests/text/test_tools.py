@@ -22,7 +22,7 @@ GREEK = "αβγδε"
 
 
 def dialect_of(name: str) -> Dialect:
-    family = BY_NAME[name.split()[0]]
+    family = BY_NAME[name]
     return Dialect(family, family)
 
 

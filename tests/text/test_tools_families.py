@@ -20,7 +20,7 @@ EXCERPTS = [
     ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json", None),
     ("[func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic", None),
     ("[TOOL_CALLS] [", "mistral", None),
-    ("[THINK][/THINK][TOOL_CALLS]name[ARGS]", "mistral", "mistral"),
+    ("[THINK][/THINK][TOOL_CALLS]name[ARGS]", "mistral_v11", "mistral_v11"),
     ("<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json\\n'", "deepseek_v3", None),
     (
         "<｜tool▁sep｜>' + name + '\\n' + '```json' {% if '</think>' in content %}",

@@ -32,7 +32,9 @@ def objects(arguments: str = "arguments", name: str = "name") -> Callable[[Calls
     return lambda calls: [dumped({name: called, arguments: args}) for called, args in calls]
 
 
-def each(before: str, write: Callable[[Calls], list[str]], after: str, between: str = "\n") -> Callable[[Calls], str]:
+def each(
+    before: str, write: Callable[[Calls], list[str]], after: str, between: str = "\n"
+) -> Callable[[Calls], str]:
     return lambda calls: between.join(before + text + after for text in write(calls))
 
 
@@ -77,9 +79,7 @@ def qwen_xml(calls: Calls) -> list[str]:
 def glm_xml(calls: Calls) -> list[str]:
     return [
         name
-        + "".join(
-            f"\n<arg_key>{k}</arg_key>\n<arg_value>{element(v)}</arg_value>" for k, v in args.items()
-        )
+        + "".join(f"\n<arg_key>{k}</arg_key>\n<arg_value>{element(v)}</arg_value>" for k, v in args.items())
         for name, args in calls
     ]
 
@@ -113,8 +113,10 @@ def named(before: str, between: str, after: str, numbered: bool = False) -> Call
     ]
 
 
-def section(before: str, write: Callable[[Calls], list[str]], after: str) -> Callable[[Calls], str]:
-    return lambda calls: before + "".join(write(calls)) + after
+def section(
+    before: str, write: Callable[[Calls], list[str]], after: str, between: str = ""
+) -> Callable[[Calls], str]:
+    return lambda calls: before + between.join(write(calls)) + after
 
 
 def lines(before: str, write: Callable[[Calls], list[str]], after: str) -> Callable[[Calls], str]:
@@ -132,11 +134,12 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "pythonic": listed("<|python_start|>", python, "<|python_end|>"),
     "lfm2": listed("<|tool_call_start|>", python, "<|tool_call_end|>"),
     "mistral": listed("[TOOL_CALLS] ", objects(), ""),
-    "mistral v11": section("", named("[TOOL_CALLS]", "[ARGS]", ""), ""),
+    "mistral_v11": section("", named("[TOOL_CALLS]", "[ARGS]", ""), ""),
     "deepseek_v3": section(
         "<｜tool▁calls▁begin｜>",
         named("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
         "<｜tool▁calls▁end｜>",
+        "\n",
     ),
     "deepseek_v31": section(
         "<｜tool▁calls▁begin｜>",
@@ -150,7 +153,11 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     ),
     "gpt-oss": section(
         "",
-        named("<|start|>assistant<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
+        named(
+            "<|start|>assistant<|channel|>commentary to=functions.",
+            " <|constrain|>json<|message|>",
+            "<|call|>",
+        ),
         "",
     ),
     "functiongemma": each("<start_function_call>", gemma("<escape>"), "<end_function_call>", ""),

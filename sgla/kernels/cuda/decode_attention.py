@@ -119,7 +119,8 @@ class DecodeAttention:
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
         group = width // (kv_heads * dim)
         out = q.new_empty(q.shape[0], width)
-        extra, eps = (None, None, None), 0.0
+        extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        eps = 0.0
         if projection is not None:
             assert projection.cos_sin.shape[1] == dim
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps

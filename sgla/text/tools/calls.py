@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgla.text.tools.cursor import (
     ARGUMENTS,
@@ -19,6 +19,9 @@ from sgla.text.tools.cursor import (
     tags,
 )
 from sgla.text.tools.values import LITERALS, Syntax, as_json, members, quoted, string, value
+
+if TYPE_CHECKING:
+    from sgla.text.tools.writing import Writing
 
 NAME = re.compile(r"[\w.:/-]*")
 IDENTIFIER = re.compile(r"\w*")
@@ -40,10 +43,11 @@ class Toolbox:
         """JSON types of one argument; empty if the schema does not say."""
         schema = self._schemas.get(name)
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        return _kinds(properties.get(argument)) if isinstance(properties, dict) else frozenset()
+        return kinds_of(properties.get(argument)) if isinstance(properties, dict) else frozenset()
 
 
-def _kinds(schema: Any, depth: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any, depth: int = 0) -> frozenset[str]:
+    """JSON types that ``schema`` allows; empty if it does not say."""
     if not isinstance(schema, dict) or depth > 8:
         return frozenset()
     kind = schema.get("type")
@@ -55,7 +59,7 @@ def _kinds(schema: Any, depth: int = 0) -> frozenset[str]:
     if isinstance(values, list):
         return frozenset(_kind_of(each) for each in values)
     branches = schema.get("anyOf") or schema.get("oneOf")
-    found = [_kinds(branch, depth + 1) for branch in branches] if isinstance(branches, list) else []
+    found = [kinds_of(branch, depth + 1) for branch in branches] if isinstance(branches, list) else []
     return frozenset().union(*found) if all(found) else frozenset()
 
 
@@ -94,7 +98,8 @@ class Format:
     """Where calls stand in a model's output.
 
     One of ``opens``, any of ``lead``, a call, any of ``closes``; and further calls after one of ``separators``. Where
-    ``bare`` is given, calls may also begin the output without a tag: with one of these characters, and a known name.
+    ``bare`` is given, calls may also begin the output without a tag: with one of these characters, and a known name. ``writing``: how
+    a grammar makes the model write such calls.
     """
 
     call: CallReader
@@ -103,6 +108,7 @@ class Format:
     closes: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    writing: Writing | None = None
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -21,20 +21,42 @@ from sgla.text.tools.calls import (
     python_call,
 )
 from sgla.text.tools.values import Syntax
+from sgla.text.tools.writing import NAME, Writing
 from sgla.text.tools.xml import OTHER, STRING, Shape, xml_call
 
 THINK = Think("<think>", "</think>")
 JSON_CLOSES, JSON_LEAD = ("]", "}"), ("[",)
 
 
-def json_format(opens: tuple[str, ...], closes: tuple[str, ...] = (), **more: tuple[str, ...]) -> Format:
+def json_writing(before: str, after: str, keys: tuple[str, str] = ("name", "arguments")) -> Writing:
+    """Objects in a list."""
+    return Writing(f'{{"{keys[0]}": "{NAME}", "{keys[1]}": ', "}", before + "[", ", ", "]" + after)
+
+
+def json_format(
+    opens: tuple[str, ...],
+    closes: tuple[str, ...] = (),
+    writing: Writing | None = None,
+    **more: tuple[str, ...],
+) -> Format:
     """Objects with name and arguments between tags, one or a list of them."""
-    return Format(json_call, opens, JSON_LEAD, (*JSON_CLOSES, *closes), **({"separators": (",",)} | more))
+    separators = more.get("separators", (",",))
+    return Format(
+        json_call, opens, JSON_LEAD, (*JSON_CLOSES, *closes), separators, more.get("bare", ()), writing
+    )
 
 
-HERMES = json_format(("<tool_call>",), ("</tool_call>",))
+HERMES = json_format(
+    ("<tool_call>",),
+    ("</tool_call>",),
+    Writing(f'<tool_call>\n{{"name": "{NAME}", "arguments": ', "}\n</tool_call>", between="\n"),
+)
 LLAMA_JSON = json_format(
-    ("<|python_tag|>", "<|python_start|>"), ("<|python_end|>",), separators=(",", ";"), bare=("{", "[")
+    ("<|python_tag|>", "<|python_start|>"),
+    ("<|python_end|>",),
+    Writing(f'{{"name": "{NAME}", "parameters": ', "}", between="; "),
+    separators=(",", ";"),
+    bare=("{", "["),
 )
 PYTHONIC = Format(
     python_call,
@@ -44,18 +66,23 @@ PYTHONIC = Format(
     (",",),
     bare=("[",),
 )
-MISTRAL = Format(
-    listed_or_named_call(("[ARGS]",), id_tag="[CALL_ID]"), ("[TOOL_CALLS]",), JSON_LEAD, ("]",), (",",)
-)
 
 
-def deepseek(lead: str, separators: tuple[str, ...], closes: tuple[str, ...] = ()) -> Format:
-    begin = "<｜tool▁call▁begin｜>"
+def mistral(writing: Writing) -> Format:
+    call = listed_or_named_call(("[ARGS]",), id_tag="[CALL_ID]")
+    return Format(call, ("[TOOL_CALLS]",), JSON_LEAD, ("]",), (",",), writing=writing)
+
+
+def deepseek(before: str, middle: str, after: str) -> Format:
+    """``before`` and after a name, ``after`` the arguments."""
+    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    first, last = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     return Format(
-        named_call(separators),
-        ("<｜tool▁calls▁begin｜>", begin),
-        tuple(filter(None, (begin, lead))),
-        (*closes, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        named_call((middle.strip(),)),
+        (first, begin),
+        tuple(filter(None, (begin, before))),
+        tuple(filter(None, (after.strip(), end, last))),
+        writing=Writing(begin + before + NAME + middle, after + end, first, "\n" if after else "", last),
     )
 
 
@@ -64,7 +91,36 @@ KIMI = Format(
     ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     ("<|tool_call_begin|>",),
     ("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    writing=Writing(
+        f"<|tool_call_begin|>functions.{NAME}:",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        after="<|tool_calls_section_end|>",
+        numbered="<|tool_call_argument_begin|>",
+    ),
 )
+HARMONY_WRITING = Writing(
+    f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>",
+    "<|call|>",
+    reasoning=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+)
+
+
+def xml_format(shape: Shape, name: str, group: tuple[str, str] = ("", ""), each: bool = False) -> Format:
+    """``name``: before a function's name. ``group``: around all calls, or around ``each``."""
+    first, last = group
+    begin, end = name + NAME + shape.name_end + "\n", shape.ends[0]
+    if each:
+        writing = Writing(f"{first}\n{begin}", f"{end}\n{last}", between="\n", shape=shape)
+    elif first:  # without a separator: to a grammar's lexer it would be the beginning of ``last``
+        writing = Writing(begin, end + "\n", first + "\n", "", last, shape=shape)
+    else:
+        writing = Writing(begin, end, between="\n", shape=shape)
+    if not first:
+        return Format(xml_call(shape), (name,), writing=writing)
+    return Format(xml_call(shape), (first, name), (name,), (last,), writing=writing)
+
+
 QWEN_SHAPE = Shape(
     key=("<parameter=", ">"),
     value=("", "</parameter>"),
@@ -73,42 +129,18 @@ QWEN_SHAPE = Shape(
     missing_end=("<parameter=", "</function>"),
     lines=True,
 )
-QWEN_XML = Format(xml_call(QWEN_SHAPE), ("<tool_call>", "<function="), ("<function=",), ("</tool_call>",))
-SEED_XML = Format(
-    xml_call(QWEN_SHAPE), ("<seed:tool_call>", "<function="), ("<function=",), ("</seed:tool_call>",)
+GLM_SHAPE = Shape(
+    key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), ends=("</tool_call>",)
 )
-GLM_XML = Format(
-    xml_call(
-        Shape(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), ends=("</tool_call>",))
-    ),
-    ("<tool_call>",),
+MINIMAX_SHAPE = Shape(
+    key=('<parameter name="', '">'), value=("", "</parameter>"), ends=("</invoke>",), name_end='">'
 )
-MINIMAX_XML = Format(
-    xml_call(
-        Shape(
-            key=('<parameter name="', '">'),
-            value=("", "</parameter>"),
-            ends=("</invoke>",),
-            name_end='">',
-        )
-    ),
-    ("<minimax:tool_call>", '<invoke name="'),
-    ('<invoke name="',),
-    ("</minimax:tool_call>",),
-)
-DSML = Format(
-    xml_call(
-        Shape(
-            key=('<｜DSML｜parameter name="', '">'),
-            value=("", "</｜DSML｜parameter>"),
-            ends=("</｜DSML｜invoke>",),
-            name_end='">',
-            key_ends={'" string="true">': STRING, '" string="false">': OTHER},
-        )
-    ),
-    ("<｜DSML｜function_calls>", '<｜DSML｜invoke name="'),
-    ('<｜DSML｜invoke name="',),
-    ("</｜DSML｜function_calls>",),
+DSML_SHAPE = Shape(
+    key=('<｜DSML｜parameter name="', '">'),
+    value=("", "</｜DSML｜parameter>"),
+    ends=("</｜DSML｜invoke>",),
+    name_end='">',
+    key_ends={'" string="true">': STRING, '" string="false">': OTHER},
 )
 
 
@@ -139,21 +171,25 @@ FAMILIES = (
     Family(
         "deepseek_v32",
         r"DSML",
-        DSML,
+        xml_format(
+            DSML_SHAPE,
+            '<｜DSML｜invoke name="',
+            ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        ),
         THINK,
         ("deepseekv32",),
     ),
     Family(
         "deepseek_v3",
         r"(?s)<｜tool▁sep｜>.*```json",
-        deepseek("function<｜tool▁sep｜>", ("```json",), ("```",)),
+        deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
         THINK,
         ("deepseekv3", "deepseek_r1", "deepseek-r1", "deepseek-v3"),
     ),
     Family(
         "deepseek_v31",
         r"<｜tool▁sep｜>",
-        deepseek("", ("<｜tool▁sep｜>",)),
+        deepseek("", "<｜tool▁sep｜>", ""),
         THINK,
         ("deepseekv31", "deepseek_v3.1"),
     ),
@@ -164,23 +200,50 @@ FAMILIES = (
         Think("<think>", "</think>", until=("<|tool_calls_section_begin|>",)),
         ("kimi",),
     ),
-    Family("glm45", r"<arg_key>", GLM_XML, THINK, ("glm", "glm46", "glm47")),
-    Family("seed_oss", r"<seed:tool_call>", SEED_XML, Think("<seed:think>", "</seed:think>")),
-    Family("minimax_m2", r"<minimax:tool_call>", MINIMAX_XML, THINK, ("minimax", "minimax-m2")),
+    Family("glm45", r"<arg_key>", xml_format(GLM_SHAPE, "<tool_call>"), THINK, ("glm", "glm46", "glm47")),
+    Family(
+        "seed_oss",
+        r"<seed:tool_call>",
+        xml_format(QWEN_SHAPE, "<function=", ("<seed:tool_call>", "</seed:tool_call>"), each=True),
+        Think("<seed:think>", "</seed:think>"),
+    ),
+    Family(
+        "minimax_m2",
+        r"<minimax:tool_call>",
+        xml_format(MINIMAX_SHAPE, '<invoke name="', ("<minimax:tool_call>", "</minimax:tool_call>")),
+        THINK,
+        ("minimax", "minimax-m2"),
+    ),
     Family(
         "qwen3_coder",
         r"<function=",
-        QWEN_XML,
+        xml_format(QWEN_SHAPE, "<function=", ("<tool_call>", "</tool_call>"), each=True),
         THINK,
         ("qwen3coder", "qwen3_xml", "nemotron_v3", "nemotron_3"),
     ),
     Family(
-        "mistral", r"\[TOOL_CALLS\]", MISTRAL, Think("[THINK]", "[/THINK]"), ("magistral",), short_ids=True
+        "mistral_v11",
+        r"\[ARGS\]",
+        mistral(Writing(f"[TOOL_CALLS]{NAME}[ARGS]", "")),
+        Think("[THINK]", "[/THINK]"),
+        ("magistral",),
+        short_ids=True,
+    ),
+    Family(
+        "mistral",
+        r"\[TOOL_CALLS\]",
+        mistral(json_writing("[TOOL_CALLS] ", "")),
+        Think("[THINK]", "[/THINK]"),
+        short_ids=True,
     ),
     Family(
         "command",
         r"<\|START_ACTION\|>",
-        json_format(("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+        json_format(
+            ("<|START_ACTION|>",),
+            ("<|END_ACTION|>",),
+            json_writing("<|START_ACTION|>", "<|END_ACTION|>", ("tool_name", "parameters")),
+        ),
         Think(
             "<|START_THINKING|>",
             "<|END_THINKING|>",
@@ -204,12 +267,20 @@ FAMILIES = (
     Family(
         "granite",
         r"<\|tool_call\|>|<function_call> ",
-        json_format(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>", "<|/tool_call|>")),
+        json_format(
+            ("<|tool_call|>", "<tool_call>", "<function_call>"),
+            ("</tool_call>", "<|/tool_call|>"),
+            json_writing("<|tool_call|>", ""),
+        ),
         Think("<think>", "</think>", dropped=("<response>", "</response>")),
         ("granite3", "granite-20b-fc"),
     ),
     Family(
-        "nemotron", r"<TOOLCALL>", json_format(("<TOOLCALL>",), ("</TOOLCALL>",)), THINK, ("nemotron_json",)
+        "nemotron",
+        r"<TOOLCALL>",
+        json_format(("<TOOLCALL>",), ("</TOOLCALL>",), json_writing("<TOOLCALL>", "</TOOLCALL>")),
+        THINK,
+        ("nemotron_json",),
     ),
     Family("lfm2", r"<\|tool_call_start\|>", PYTHONIC, THINK),
     Family(
@@ -247,6 +318,21 @@ class Dialect:
 
     tools: Family | None = None
     reasoning: Family | None = None
+
+    @property
+    def writing(self) -> Writing | None:
+        """How its calls are written, if a grammar can describe that."""
+        if self.tools and self.tools.harmony:
+            return HARMONY_WRITING
+        return self.tools.tools.writing if self.tools and self.tools.tools else None
+
+    def forced(self) -> Dialect:
+        """For outputs that must be calls: itself, or plain JSON if a grammar cannot describe its own calls."""
+        return (
+            self
+            if self.writing
+            else Dialect(BY_NAME["llama3_json"], None if self.harmony else self.reasoning)
+        )
 
     @property
     def harmony(self) -> bool:

@@ -1,0 +1,111 @@
+"""How a family writes calls, said as a structural tag, so that a grammar can make it write them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sgla.text.tools.calls import kinds_of
+from sgla.text.tools.xml import STRING, Shape
+
+Tag = dict[str, Any]
+Tool = dict[str, Any]
+NAME = "NAME"  # where a call's beginning has the function's name
+
+
+@dataclass(frozen=True)
+class Writing:
+    """``before`` calls, ``begin`` and ``end`` of each, ``between`` them, ``after``; as the family's template has them.
+
+    ``numbered``: a number stands between ``begin`` and this text. ``shape``: arguments are elements, else one JSON object.
+    ``reasoning``: before and after reasoning that may come first, and what follows it.
+    """
+
+    begin: str
+    end: str
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    numbered: str = ""
+    shape: Shape | None = None
+    reasoning: tuple[str, str, str] | None = None
+
+    def calls(self, tools: list[Tool], once: bool) -> Tag:
+        """At least one call of ``tools``, not more with ``once``, and nothing else."""
+        several = {
+            "type": "tags_with_separator",
+            "tags": [self._call(tool["function"]) for tool in tools],
+            "separator": self.between,
+            "at_least_one": True,
+            "stop_after_first": once,
+        }
+        return sequence([*self._thoughts(), constant(self.before), several, constant(self.after)])
+
+    def triggered(self, opener: str, tools: list[Tool], once: bool) -> Tag | None:
+        """Free text in which what ``opener`` begins is a call of ``tools``; None if that cannot be said."""
+        if self.before or self.after or not self.begin.startswith(opener):
+            return None
+        calls = [self._call(tool["function"]) for tool in tools]
+        return {"type": "triggered_tags", "triggers": [opener], "tags": calls, "stop_after_first": once}
+
+    def _thoughts(self) -> list[Tag]:
+        if self.reasoning is None:
+            return []
+        begin, end, then = self.reasoning
+        thought = sequence([tag(begin, {"type": "any_text"}, end), constant(then)])
+        return [{"type": "or", "elements": [thought, constant("")]}]
+
+    def _call(self, function: dict[str, Any]) -> Tag:
+        name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        content = arguments(schema) if self.shape is None else elements(self.shape, schema)
+        if self.numbered:
+            content = sequence([{"type": "regex", "pattern": "[0-9]{1,3}"}, constant(self.numbered), content])
+        return tag(self.begin.replace(NAME, name), content, self.end)
+
+
+def tag(begin: str, content: Tag, end: str) -> Tag:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def constant(text: str) -> Tag:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(parts: list[Tag]) -> Tag:
+    """``parts`` without those that are nothing; at least one must be left."""
+    return {"type": "sequence", "elements": [part for part in parts if part.get("value") != ""]}
+
+
+def arguments(schema: dict[str, Any]) -> Tag:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def elements(shape: Shape, schema: dict[str, Any]) -> Tag:
+    """An element for each property, in the schema's order; those that are not required may be left out."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts = []
+    for name, each in properties.items():
+        part = element(shape, name, each, definitions)
+        parts.append(part if name in required else {"type": "or", "elements": [part, constant("")]})
+    return sequence(parts) if parts else constant("")
+
+
+def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any]) -> Tag:
+    kinds = kinds_of(schema)
+    line = "\n" if shape.lines else ""
+    content: Tag
+    if isinstance(schema, dict) and isinstance(schema.get("enum"), list) and kinds == STRING:
+        content = {"type": "or", "elements": [constant(value) for value in schema["enum"]]}
+    elif kinds == STRING or ("string" in kinds and not shape.key_ends):
+        content = {"type": "any_text"}
+    else:
+        content = arguments({**schema, **definitions} if isinstance(schema, dict) else {})
+    key_end = next(
+        (end for end, kind in shape.key_ends.items() if (kind == STRING) == (kinds == STRING)), shape.key[1]
+    )
+    gap = "\n" if shape.value[0] else ""
+    begin = f"{shape.key[0]}{name}{key_end}{gap}{shape.value[0]}{line}"
+    return tag(begin, content, f"{line}{shape.value[1]}\n")

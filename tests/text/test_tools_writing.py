@@ -1,0 +1,152 @@
+"""Grammars of calls: they take what the families write, and what they let through is calls."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from test_tools import calls_of
+from tool_writers import NAMES, TOOLS, WRITERS, Calls
+
+from sgla.grammar.llg import load_tokenizer, make_matcher
+from sgla.grammar.protocol import Vocabulary
+from sgla.grammar.source import source_of
+from sgla.messages import Grammar
+from sgla.text.tools.families import BY_NAME, FAMILIES, Dialect
+from sgla.text.tools.parser import OutputParser
+
+FORCED = [family.name for family in FAMILIES if Dialect(family).writing is not None]
+CALLS: Calls = [("find", {"text": 'a "b" </x> é', "any": [1], "n": None}), ("get.it", {})]
+ENDINGS = b'"}]>)' + b"\n"
+
+
+class Matching:
+    """A grammar over single bytes and, if they are ``special``, the family's tags."""
+
+    def __init__(self, family: str, spec: dict[str, Any], special: bool) -> None:
+        self.dialect = Dialect(BY_NAME[family]).forced()
+        tags = sorted(tag for tag in self.dialect.tags if len(tag) > 4) if special else []
+        self.tokens = [bytes([i]) for i in range(256)] + [tag.encode() for tag in tags] + [b"<eos>"]
+        self.end = len(self.tokens) - 1
+        vocabulary = Vocabulary(self.tokens, list(range(256, len(self.tokens))), [self.end])
+        text = json.dumps({"type": "structural_tag", "format": spec})
+        source = source_of(Grammar(kind="structural_tag", text=text), vocabulary.named())
+        self.matcher: LLMatcher = make_matcher(load_tokenizer(vocabulary), source)
+        assert not self.matcher.is_error(), self.matcher.get_error()
+
+    def encode(self, text: str) -> list[int]:
+        tags = "|".join(re.escape(token.decode()) for token in self.tokens[256:-1])
+        ids: list[int] = []
+        for part in re.split(f"({tags})", text) if tags else [text]:
+            data = part.encode()
+            ids += [self.tokens.index(data, 256)] if data in self.tokens[256:] else list(data)
+        return ids
+
+    def takes(self, text: str) -> bool:
+        ids = self.encode(text)
+        return self.matcher.try_consume_tokens(ids) == len(ids) and self.matcher.is_accepting()
+
+    def write(self, seed: int) -> str:
+        """Something that the grammar lets through, rather short."""
+        rng, out = random.Random(seed), b""
+        words = np.empty((len(self.tokens) + 31) // 32, np.uint32)
+        while len(out) < 2000:
+            self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            allowed = np.flatnonzero(
+                np.unpackbits(words.view(np.uint8), bitorder="little")[: len(self.tokens)]
+            )
+            ends = [i for i in allowed if i >= 256 or (i in ENDINGS and rng.random() < 0.7)]
+            token = int(rng.choice(ends or list(allowed)))
+            if token == self.end:
+                return out.decode("utf-8", "replace")
+            out += self.tokens[token]
+            assert self.matcher.try_consume_tokens([token]) == 1
+        raise AssertionError(out)
+
+
+def written(family: str, calls: Calls) -> str:
+    """What the model adds to a prompt that ends with its role."""
+    return WRITERS[family](calls).removeprefix("<|start|>assistant")
+
+
+def calls_spec(family: str, tools: list[dict[str, Any]] = TOOLS, once: bool = False) -> dict[str, Any]:
+    writing = Dialect(BY_NAME[family]).forced().writing
+    assert writing is not None
+    return writing.calls(tools, once)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("family", [name for name in FORCED if name in WRITERS and name != "llama3_json"])
+def test_grammars_take_what_families_write(family: str, special: bool) -> None:
+    several = family not in ("gpt-oss",)
+    calls = CALLS if several else CALLS[:1]
+    assert Matching(family, calls_spec(family), special).takes(written(family, calls))
+    assert Matching(family, calls_spec(family, once=True), special).takes(written(family, CALLS[:1]))
+    assert not Matching(family, calls_spec(family), special).takes("Well, " + written(family, calls))
+    assert not Matching(family, calls_spec(family, TOOLS[1:]), special).takes(written(family, CALLS[:1]))
+    if several:
+        assert not Matching(family, calls_spec(family, once=True), special).takes(written(family, CALLS))
+
+
+STRICT_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "kind": {"enum": ["a", "b c"]},
+                    "count": {"$ref": "#/$defs/count"},
+                    "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+                },
+                "required": ["kind", "count"],
+                "additionalProperties": False,
+                "$defs": {"count": {"type": "integer"}},
+            },
+        },
+    }
+    for name in NAMES
+]
+
+
+@pytest.mark.parametrize("family", [*FORCED, "pythonic", "functiongemma"])
+def test_what_grammars_let_through_is_calls(family: str) -> None:
+    matching = Matching(family, calls_spec(family, STRICT_TOOLS), special=True)
+    parser = OutputParser(matching.dialect, STRICT_TOOLS)
+    calls = calls_of(
+        [piece for piece in parser.feed(matching.write(7)) + parser.close() if piece.kind != "reasoning"]
+    )
+    assert calls
+    for name, text in calls:
+        arguments = json.loads(text)
+        assert name in NAMES
+        assert arguments["kind"] in ("a", "b c")
+        assert isinstance(arguments["count"], int)
+        assert arguments.keys() <= {"kind", "count", "flags"}
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45", "mistral_v11"])
+def test_calls_in_free_text(family: str) -> None:
+    form = BY_NAME[family].tools
+    assert form is not None
+    assert form.writing is not None
+    spec = form.writing.triggered(form.opens[0], TOOLS, False)
+    assert spec is not None
+    text = WRITERS[family](CALLS)
+    for free in ("Just text.", f"See:\n{text}", f"{text}\nDone.", "<tool"):
+        assert Matching(family, spec, False).takes(free)
+    assert not Matching(family, spec, False).takes(f"See: {form.opens[0]} no call")
+    assert not Matching(family, spec, False).takes(text.replace("find", "other"))
+
+
+def test_harmony_may_think_before_it_calls() -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|>"
+    text = thought + WRITERS["gpt-oss"](CALLS[:1])
+    assert Matching("gpt-oss", calls_spec("gpt-oss"), True).takes(text)
+    assert not Matching("gpt-oss", calls_spec("gpt-oss"), True).takes(thought)
