@@ -126,10 +126,9 @@ class FreePart:
 
 
 class Constraint:
-    """A rule (``sampling/rules.py``): tokens that the grammar forbids get no chance.
-
-    Reads the outputs so far from the token table, so it needs no word of what was sampled, and a request that takes its
-    slot again after a preemption catches up by itself. At the end of the grammar only stop tokens are left.
+    """Leaves no other tokens than the grammar allows. Applies behind all rules (``sampling/rules.py``), and like them
+    reads the outputs so far from the token table: it needs no word of what was sampled, and a request that takes its slot
+    again after a preemption catches up by itself. At the end of the grammar only stop tokens are left.
     """
 
     def __init__(
@@ -151,23 +150,28 @@ class Constraint:
         self._ended = False
         self._words = np.empty((self._size + 31) // 32, np.uint32)
 
-    def apply(self, logits: NDArray[np.float32], position: int) -> None:
-        """Raises MatchFailed."""
+    def narrow(
+        self, logits: NDArray[np.float32], position: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.intp] | None]:
+        """Logits of the tokens that may stand at ``position``, and their ids; with None, ``logits`` itself, changed.
+
+        All tokens before ``position`` are known. Raises MatchFailed.
+        """
         for token in self._tokens[self._seen : position].tolist():
             self._take(token)
         self._seen = position
         if self._free is not None and self._free.open:
-            return
+            return logits, None
         allowed = self._allowed()
-        ids = np.flatnonzero(allowed)
-        if 2 * len(ids) < len(allowed):
-            values = logits[ids]
-            logits.fill(-np.inf)
-            logits[ids] = values
+        ids: NDArray[np.intp] | None = None
+        if 4 * int(np.count_nonzero(allowed)) < len(allowed):
+            ids = np.flatnonzero(allowed)
+            logits = logits[ids]
         else:
             logits[np.flatnonzero(~allowed)] = -np.inf
-        if logits.max() == -np.inf:
-            logits[ids] = 0  # another rule has forbidden what must come
+        if logits.max() == -np.inf:  # another rule has forbidden what must come
+            logits[:] = 0 if ids is not None else np.where(allowed, 0, -np.inf)
+        return logits, ids
 
     def _take(self, token: int) -> None:
         if self._ended:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sgla.grammar.matcher import Matchers, MatchFailed
+from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
 from sgla.messages import LogprobBlock, RowSampling
 from sgla.sampling.draw import Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     shape: Shape | None
     seed: int
     rules: list[Rule]
+    constraint: Constraint | None
     logprobs: int
 
 
@@ -47,13 +48,14 @@ class Sampler:
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
         """A request takes ``slot``; whatever the slot had is forgotten."""
         rules = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab_size)
+        constraint = None
         if sampling.grammar and self._matchers is not None:
-            rules.append(self._matchers.constraint(self._tokens[slot], prompt_len, sampling))
+            constraint = self._matchers.constraint(self._tokens[slot], prompt_len, sampling)
         shape = None
         if sampling.temperature >= COLD:
             shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        self._choices[slot] = Choice(shape, sampling.seed, rules, sampling.logprobs)
-        self._plain[slot] = shape is None and not rules and sampling.logprobs < 0
+        self._choices[slot] = Choice(shape, sampling.seed, rules, constraint, sampling.logprobs)
+        self._plain[slot] = shape is None and not (rules or constraint) and sampling.logprobs < 0
 
     def plain(self, slots: NDArray[np.int32]) -> bool:
         """True if the argmax of the logits is all that these slots need."""
@@ -86,13 +88,19 @@ class Sampler:
     ) -> int:
         choice = self._choices[slot]
         assert choice is not None, f"slot {slot} was never admitted"
-        raw = logits.copy() if choice.rules and choice.logprobs >= 0 else logits
+        changed = choice.rules or choice.constraint
+        raw = logits.copy() if changed and choice.logprobs >= 0 else logits
         for rule in choice.rules:
             rule.apply(logits, position)
+        ids = None
+        if choice.constraint is not None:
+            logits, ids = choice.constraint.narrow(logits, position)
         if choice.shape is None:
             token = int(logits.argmax())
         else:
             token = draw(logits, choice.shape, uniform(choice.seed, position))
+        if ids is not None:
+            token = int(ids[token])
         if choice.logprobs >= 0:
             blocks.append(score(raw[None], [token], choice.logprobs).block(row, False, position))
         return token

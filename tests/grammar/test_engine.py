@@ -337,14 +337,14 @@ def test_a_grammar_that_fails_later_ends_its_own_request_only(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(depth=3)
-    apply = Constraint.apply
+    narrow = Constraint.narrow
 
-    def fail(self: Constraint, logits: Any, position: int) -> None:
+    def fail(self: Constraint, logits: Any, position: int) -> Any:
         if position > 20:
             raise MatchFailed("the grammar cannot go on: too much")
-        apply(self, logits, position)
+        return narrow(self, logits, position)
 
-    monkeypatch.setattr(Constraint, "apply", fail)
+    monkeypatch.setattr(Constraint, "narrow", fail)
     long, short = (Grammar(kind="regex", text=text) for text in ("a{60}", "b{6}"))
     asked = [params(engine, g, ignore_eos=True, max_tokens=50) for g in (None, long, short)]
     results: list[Any] = [None] * 3

@@ -47,12 +47,12 @@ class Row:
         self.rule: Constraint = matchers.constraint(self.tokens, 3, RowSampling(**settings))  # type: ignore[arg-type]
 
     def allowed(self) -> set[int]:
-        logits = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
-        before = logits.copy()
-        self.rule.apply(logits, self.length)
+        before = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+        logits, ids = self.rule.narrow(before.copy(), self.length)
         kept = np.flatnonzero(logits > -np.inf)
-        assert (logits[kept] == before[kept]).all()
-        return set(kept.tolist())
+        found = kept if ids is None else ids[kept]
+        assert (logits[kept] == before[found]).all()
+        return set(found.tolist())
 
     def add(self, *tokens: int) -> Row:
         for token in tokens:
@@ -88,11 +88,12 @@ def test_tokens_without_text_and_special_ones_are_never_allowed(matchers: Matche
 
 
 def test_what_must_come_comes_even_if_it_is_forbidden(matchers: Matchers) -> None:
-    row = Row(matchers, "ab")
-    logits = np.zeros(SIZE, np.float32)
-    logits[ord("a")] = -np.inf
-    row.rule.apply(logits, row.length)
-    assert np.flatnonzero(logits > -np.inf).tolist() == [ord("a")]
+    for regex in ("ab", r"(?s)."):
+        row = Row(matchers, regex)
+        expected = row.allowed()
+        logits, ids = row.rule.narrow(np.full(SIZE, -np.inf, np.float32), row.length)
+        kept = np.flatnonzero(logits == 0)
+        assert set((kept if ids is None else ids[kept]).tolist()) == expected
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(matchers: Matchers) -> None:
