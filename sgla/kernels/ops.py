@@ -176,6 +176,41 @@ def act_mul(x: Tensor, kind: Activation) -> Tensor:
     return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token: logits [T, E] -> probabilities float32 [T, top_k] and ids int64 [T, top_k].
+
+    Softmax over all experts; with ``normalize`` the chosen probabilities are scaled to the sum 1.
+    """
+    chosen, ids = logits.float().softmax(-1).topk(top_k, dim=-1)
+    return chosen / chosen.sum(-1, keepdim=True) if normalize else chosen, ids
+
+
+def moe(
+    x: Tensor,
+    router: Weight,
+    gate_up: Weight,
+    down: Weight,
+    top_k: int,
+    normalize: bool,
+    activation: Activation,
+) -> Tensor:
+    """``sum of p_e * down_e(act_mul(gate_up_e(x)))`` over each token's ``top_k`` experts e: x [T, d] -> [T, d].
+
+    router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other.
+    """
+    if recorder is not None:
+        return recorder.moe(x, router, gate_up, down, top_k, normalize, activation)
+    probabilities, ids = route(linear(x, router), top_k, normalize)
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    rows, width = gate_up.n // router.n, x.shape[1]
+    for expert in ids.unique().tolist():
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        inner = act_mul(linear(x[token], gate_up.rows(expert * rows, (expert + 1) * rows)), activation)
+        y = linear(inner, down.rows(expert * width, (expert + 1) * width))
+        out.index_add_(0, token, y.float() * probabilities[token, choice, None])
+    return out.to(x.dtype)
+
+
 def gather(x: Tensor, rows: Tensor) -> Tensor:
     """``x[rows]``: x [T, d], rows int32[S] -> [S, d]."""
     if recorder is not None:

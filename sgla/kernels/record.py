@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.fuse import ACTIVATIONS, Buffer, Node
 from sgla.kernels.native import Op
-from sgla.kernels.panels import KINDS, Kind, Panels
+from sgla.kernels.panels import FORMATS, Kind, Panels
 
 if TYPE_CHECKING:
     from sgla.kernels.ops import Activation, KVLayer
@@ -23,9 +24,10 @@ _STAND_IN = {False: 3, True: 2}  # row counts of symbolic tensors
 
 
 class Recorder:
-    """Collects nodes. Symbolic tensors are on the meta device and known by identity."""
+    """Collects nodes. Symbolic tensors are on the meta device and known by identity. ``isa``: level of the kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, isa: str = "") -> None:
+        self._isa = isa
         self.nodes: list[Node] = []
         self._known: dict[int, tuple[Tensor, Buffer]] = {}
         self._batch: ForwardBatch | None = None
@@ -73,14 +75,14 @@ class Recorder:
         self._expect(ids, "ids")
         if isinstance(weight, Tensor):
             kind: Kind = "bf16" if weight.dtype == torch.bfloat16 else "f32"
-            panels = Panels.of(kind, weight.shape[1], weight, None, None)
+            panels = Panels.of(kind, weight.shape[1], weight, None, None, self._isa)
         else:
-            panels = weight.to_panels()
+            panels = weight.to_panels(self._isa)
         out, y = self._new(panels.k, False)
         self.nodes.append(
             Node(
                 Op.EMBEDDING, False, [None, None], [y], [panels.data, panels.scale], panels.n, panels.k,
-                a=[KINDS.index(panels.kind)], f=[scale],
+                a=[FORMATS.index(panels.kind)], f=[scale],
             )
         )  # fmt: skip
         return out
@@ -118,11 +120,11 @@ class Recorder:
         return out
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-        source, panels = self.buffer(x), w.to_panels()
+        source, panels = self.buffer(x), w.to_panels(self._isa)
         assert source.width == w.k
         out, y = self._new(w.n, source.sampled)
         tensors = [panels.data, panels.scale, None if bias is None else _floats(bias)]
-        a = [KINDS.index(w.kind), ACTIVATIONS["none"], 0, 0]
+        a = [FORMATS.index(panels.kind), ACTIVATIONS["none"], 0, 0]
         self.nodes.append(Node(Op.LINEAR, source.sampled, [source, None], [y], tensors, w.n, w.k, a))
         return out
 
@@ -181,6 +183,23 @@ class Recorder:
             Node(Op.ACT_MUL, source.sampled, [source, None], [y], n=y.width, a=[0, ACTIVATIONS[kind]])
         )
         return out
+
+    def moe(
+        self,
+        x: Tensor,
+        router: Weight,
+        gate_up: Weight,
+        down: Weight,
+        top_k: int,
+        normalize: bool,
+        activation: Activation,
+    ) -> Tensor:
+        """With torch, between native segments."""
+
+        def run(x: Tensor, out: Tensor) -> None:
+            out.copy_(ops.moe(x, router, gate_up, down, top_k, normalize, activation))
+
+        return self.call(run, x, x.shape[1])
 
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:
         self._expect(rows, "sample_rows")

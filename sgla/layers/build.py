@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,14 +43,28 @@ class Slot:
     take: Callable[[SourceTensor], None]
 
 
+class Part(NamedTuple):
+    """The declared tensor ``name`` inside another one: ``stack[expert][rows]``, or all of a matrix."""
+
+    name: str
+    expert: int
+    rows: range
+
+
 @dataclass
 class Build:
-    """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer."""
+    """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer.
+
+    ``plain`` is the format of weights that are never quantized. ``stacks`` names tensors that a checkpoint may have
+    instead of several declared ones: name -> shape and parts.
+    """
 
     shard: Shard = field(default_factory=Shard)
     kind: Kind = "f32"
     vocab_kind: Kind = "f32"
+    plain: Kind = "f32"
     table: dict[str, Slot] = field(default_factory=dict)
+    stacks: dict[str, tuple[tuple[int, ...], list[Part]]] = field(default_factory=dict)
 
     def declare(self, name: str, shape: tuple[int, ...], take: Callable[[SourceTensor], None]) -> None:
         assert name not in self.table, name

@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971, 2307.09288, 2407.21783): pre-norm decoder, rotary positions, grouped queries, gated MLP.
 
-Mistral-like and SmolLM checkpoints use it too. Qwen 2 and 3 differ by the class attributes.
+Mistral-like and SmolLM checkpoints use it too. Qwen 2 and 3 differ by the class attributes, mixtures by ``_mlp``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sgla.layers.attention import SelfAttention
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP
+from sgla.layers.moe import MoE
 from sgla.layers.norm import RMSNorm
 from sgla.layers.vocab import LMHead, VocabEmbedding
 from sgla.model.base import CausalLM
@@ -23,13 +24,13 @@ from sgla.model.spec import ModelSpec
 class Block:
     """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm are one op."""
 
-    def __init__(self, build: Build, name: str, spec: ModelSpec, attention: SelfAttention) -> None:
+    def __init__(
+        self, build: Build, name: str, spec: ModelSpec, attention: SelfAttention, mlp: GatedMLP | MoE
+    ) -> None:
         self.input_norm = RMSNorm(build, f"{name}.input_layernorm", spec.hidden, spec.eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", spec.hidden, spec.eps)
-        self.mlp = GatedMLP(
-            build, f"{name}.mlp", spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias
-        )
+        self.mlp = mlp
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer
@@ -69,7 +70,10 @@ class Llama(CausalLM):
             out_bias=spec.attention_bias if self.out_bias is None else self.out_bias,
             qk_norm=self.qk_norm,
         )
-        return Block(build, name, spec, attention)
+        return Block(build, name, spec, attention, self._mlp(build, name, spec, index))
+
+    def _mlp(self, build: Build, name: str, spec: ModelSpec, index: int) -> GatedMLP | MoE:
+        return GatedMLP(build, f"{name}.mlp", spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
 
     def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
         x: Tensor = self.embed(batch.ids)

@@ -56,8 +56,8 @@ def load_model(
     """
     spec = ModelSpec.from_config(source.config)
     check_architecture(spec.architecture)
-    kind, vocab_kind = _kinds(dtype, quantization)
-    build = Build(shard or Shard(), kind, vocab_kind)
+    kind, vocab_kind, plain = _kinds(dtype, quantization)
+    build = Build(shard or Shard(), kind, vocab_kind, plain)
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
@@ -65,7 +65,7 @@ def load_model(
     model = model_class(spec.architecture)(spec, build, context_len or spec.context_len)
     _fill(
         build.table,
-        _stream(source, build.table, seed),
+        _stream(source, build, seed),
         spec,
         model.ignored,
         on_progress or (lambda progress: None),
@@ -73,12 +73,13 @@ def load_model(
     return model
 
 
-def _kinds(dtype: str, quantization: str | None) -> tuple[Kind, Kind]:
-    plain: dict[str, Kind] = {"float32": "f32", "bfloat16": "bf16"}
+def _kinds(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
+    """Formats of linear layers, of embedding and output layer, and of what is never quantized."""
+    plain: Kind = "f32" if dtype == "float32" else "bf16"
     if quantization in ("int8", "int4"):
-        return ("int8" if quantization == "int8" else "int4"), "int8"
+        return ("int8" if quantization == "int8" else "int4"), "int8", plain
     assert quantization is None, quantization
-    return plain[dtype], plain[dtype]
+    return plain, plain, plain
 
 
 def _fill(
@@ -145,16 +146,32 @@ def _complain(what: str, names: list[str]) -> list[str]:
     return [f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}"]
 
 
-def _stream(source: ModelSource, table: dict[str, Slot], seed: int) -> Iterator[tuple[str, SourceTensor]]:
+def _stream(source: ModelSource, build: Build, seed: int) -> Iterator[tuple[str, SourceTensor]]:
     if source.kind == "dummy":
         device = torch.get_default_device()  # worker threads do not inherit it
-        return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in table.items())
+        return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
         return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
-    return _safetensors(source)
+    return _unstack(_safetensors(source), build)
 
 
-def _safetensors(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
+def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[tuple[str, SourceTensor]]:
+    """Stacked experts become the tensors of each expert."""
+    for name, tensor in tensors:
+        shape, parts = build.stacks.get(_canonical(name), ((), ()))
+        if not parts:
+            yield name, tensor
+            continue
+        if tensor.shape != shape:
+            raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        for part in parts:
+            if len(shape) == 2:
+                yield part.name, tensor
+            else:
+                yield part.name, _Slice(tensor.view, (len(part.rows), shape[2]), part.expert, part.rows.start)
+
+
+def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
     """Files are memory-mapped; nothing is read before a slot asks for it."""
     from safetensors import SafetensorError, safe_open
 
@@ -183,6 +200,20 @@ class _Stored:
 
     def weight(self, kind: Kind, rows: range) -> Weight:
         return pack(self.dense(rows), kind)
+
+
+@dataclass(frozen=True)
+class _Slice(_Stored):
+    """``view[expert, first:]``, as many rows as ``shape`` says."""
+
+    expert: int
+    first: int
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        rows = rows or range(self.shape[0])
+        start, stop = self.first + rows.start, self.first + rows.stop
+        values: Tensor = self.view[self.expert : self.expert + 1, start:stop][0]
+        return values
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ _CLASSES = {
     "LlamaForCausalLM": ("llama", "Llama"),
     "Qwen2ForCausalLM": ("qwen", "Qwen2"),
     "Qwen3ForCausalLM": ("qwen", "Qwen3"),
+    "Qwen3MoeForCausalLM": ("qwen_moe", "Qwen3MoE"),
+    "MixtralForCausalLM": ("mixtral", "Mixtral"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3"),
 }

@@ -12,6 +12,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 2048},
     "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 32768},
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 32768, "head_dim": 128},
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 32768,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "gemma3_text": {
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -58,6 +72,21 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts: each token goes to ``top_k`` of ``experts`` MLPs of width ``intermediate``.
+
+    ``normalize``: the chosen experts' probabilities are scaled to the sum 1. ``layers``: those that are mixtures; the
+    others have one MLP of the model's ``intermediate``.
+    """
+
+    experts: int
+    top_k: int
+    intermediate: int
+    normalize: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Numbers of a decoder. ``windows[i]`` is the sliding window of layer i (0: full attention)."""
 
@@ -82,6 +111,7 @@ class ModelSpec:
     mlp_bias: bool
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
+    moe: MoESpec | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:
@@ -149,14 +179,38 @@ def _read(architecture: str, c: dict[str, Any]) -> ModelSpec:
         mlp_bias=bool(c.get("mlp_bias", False)),
         tied=bool(c.get("tie_word_embeddings", False)),
         dtype=str(c.get("dtype", c.get("torch_dtype", "float32"))).removeprefix("torch."),
+        moe=_moe(c, layers),
+    )
+
+
+def _moe(c: dict[str, Any], layers: int) -> MoESpec | None:
+    """Mixtral is a mixture in every layer; Qwen in every ``decoder_sparse_step``-th but the ``mlp_only_layers``."""
+    if c.get("model_type") not in ("mixtral", "qwen3_moe"):
+        return None
+    experts = int(c["num_local_experts"] if "num_local_experts" in c else c["num_experts"])
+    top_k = int(c["num_experts_per_tok"])
+    if not 1 <= top_k <= experts:
+        raise ConfigError(f"config.json: {top_k} experts a token of {experts} experts")
+    step, dense = int(c.get("decoder_sparse_step", 1)), set(c.get("mlp_only_layers", ()))
+    return MoESpec(
+        experts=experts,
+        top_k=top_k,
+        intermediate=int(c.get("moe_intermediate_size", c["intermediate_size"])),
+        normalize=bool(c.get("norm_topk_prob", c.get("model_type") == "mixtral")),
+        layers=frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
     )
 
 
 def _windows(c: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Gemma slides by default, Qwen only when ``use_sliding_window`` is set, from layer ``max_window_layers`` on."""
-    window = int(c.get("sliding_window", 0))
-    if not window or not c.get("use_sliding_window", c.get("model_type", "").startswith("gemma")):
+    """Gemma slides by default, Qwen only when ``use_sliding_window`` is set, from layer ``max_window_layers`` on.
+
+    The mixtures have one window for all layers.
+    """
+    window, family = int(c.get("sliding_window", 0)), str(c.get("model_type"))
+    if not window or not c.get("use_sliding_window", family.startswith(("gemma", "mixtral"))):
         return (0,) * layers
+    if family in ("mixtral", "qwen3_moe"):
+        return (window,) * layers
     if "layer_types" in c:
         if len(c["layer_types"]) != layers:
             raise ConfigError(f"config.json: {len(c['layer_types'])} layer_types for {layers} layers")

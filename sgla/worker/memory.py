@@ -25,10 +25,14 @@ class KVSize(NamedTuple):
 def weight_bytes(spec: ModelSpec, dtype: str, quantization: str | None, ranks: int) -> int:
     """Bytes of one rank's matrices; norms and scales are left out."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    mlp = 3 * spec.hidden * spec.intermediate
+    mixed = len(spec.moe.layers) if spec.moe else 0
+    mlps = (spec.layers - mixed) * spec.intermediate
+    if spec.moe:
+        mlps += mixed * spec.moe.experts * spec.moe.intermediate
     table = spec.vocab * spec.hidden * BYTES["int8" if quantization else dtype]
     head = 0.0 if spec.tied else table / ranks
-    return int(spec.layers * (attention + mlp) * BYTES[quantization or dtype] / ranks + table + head)
+    layers = spec.layers * attention + 3 * spec.hidden * mlps
+    return int(layers * BYTES[quantization or dtype] / ranks + table + head)
 
 
 def size_kv(

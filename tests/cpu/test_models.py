@@ -43,6 +43,23 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3 narrow heads": ("qwen3", {"head_dim": 6, "num_key_value_heads": 3}),
+    "qwen3 mixture": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3 mixture unnormalized": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 20}),
     "gemma3": (
         "gemma3_text",
         {
@@ -82,7 +99,7 @@ def test_greedy_equals_transformers(layout: str, tmp_path: Path) -> None:
     assert sum(len(set(row.tokens[-NEW:])) for row in rows) > 12 * len(rows)  # no parrot would pass
 
 
-@pytest.mark.parametrize("layout", ["llama3 rope", "qwen3", "gemma3"])
+@pytest.mark.parametrize("layout", ["llama3 rope", "qwen3", "qwen3 mixture", "gemma3"])
 def test_chunked_equals_whole_equals_alone(layout: str, tmp_path: Path) -> None:
     model_type, changes = LAYOUTS[layout]
     save_checkpoint(tmp_path, model_type, **changes)

@@ -171,6 +171,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "kv heads uneven": ({"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}, None),
     "kv head replicated": ({"num_key_value_heads": 1, "tie_word_embeddings": True}, None),
     "biases": ({"attention_bias": True, "mlp_bias": True, "intermediate_size": 70}, None),
+    "mixture": ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3}, None),
     "int8": ({}, "int8"),
     "int4": ({"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32}, "int4"),
 }
@@ -208,3 +209,27 @@ def test_ranks_hold_only_their_part() -> None:
     assert half.blocks[0].mlp.down.weight.k == 64  # 96 in units of 32: one and two
     assert half.kv_spec().kv_heads == 1
     assert torch.equal(half.lm_head.weight.data, whole.lm_head.weight.data[155:])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        (
+            "qwen3_moe",
+            {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+        ),
+        ("mixtral", {"num_local_experts": 3}),
+    ],
+)
+def test_stacked_experts_equal_single_ones(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path / "single", model_type, **changes)
+    hf.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    names = load_file(tmp_path / "stacked/model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    prompts = random_prompts([20])
+    single, stacked = (load_model(open_source(tmp_path / kind)) for kind in ("single", "stacked"))
+    assert torch.equal(Eager(single).prompt_logprobs(prompts), Eager(stacked).prompt_logprobs(prompts))
+    names["model.layers.1.mlp.experts.down_proj"] = torch.zeros(2, 48, 5)
+    save_file(names, tmp_path / "stacked/model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=r"layers.1.mlp.experts.down_proj has shape \[2, 48, 5\]"):
+        load_model(open_source(tmp_path / "stacked"))
