@@ -166,7 +166,7 @@ def weight_bytes(model: Mapping[str, Any], dtype: str, quantization: str | None 
     text = model.get("text_config") or model
     hidden, shape = text["hidden_size"], kv_shape(model)
     experts = text.get("num_local_experts") or text.get("num_experts") or 1
-    inner = experts * (experts > 1 and text.get("moe_intermediate_size") or text["intermediate_size"])
+    inner = experts * ((experts > 1 and text.get("moe_intermediate_size")) or text["intermediate_size"])
     queries = text["num_attention_heads"] * shape.head_dim
     layer = 2 * hidden * queries + 2 * hidden * shape.kv_heads * shape.head_dim + 3 * hidden * inner
     tied = text.get("tie_word_embeddings", model.get("tie_word_embeddings", False))
