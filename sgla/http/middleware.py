@@ -15,7 +15,7 @@ from sgla.http.schema import header_value
 from sgla.http.server import RID, UID, unique
 
 OPEN = frozenset(
-    {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
+    {"", "health", "health_generate", "metrics", "ready", "readyz", "ping"}
 )  # first part of the path
 ADMIN = frozenset(
     [

@@ -16,6 +16,7 @@ from sgla.http import (
     native,
     openai_chat,
     openai_text,
+    page,
     parsing,
     responses,
     tokens,
@@ -37,7 +38,7 @@ from sgla.http.schema import (
 )
 from sgla.http.wire import json_response
 
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 REF = "#/components/schemas/{name}"
 OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
 
@@ -73,6 +74,7 @@ OPERATIONS: dict[Any, Operation] = {
     admin.live: Operation("Whether the process should be left alone"),
     admin.ready: Operation("Whether requests are accepted"),
     admin.health_generate: Operation("SGLang: whether a token comes out of the engine"),
+    page.page: Operation("A page to chat with the model and to watch the server", media=HTML),
     admin.version: Operation("The server's version"),
     admin.model_info: Operation("SGLang: facts of the model"),
     admin.server_info: Operation("SGLang: settings, facts and the scheduler's counters"),
@@ -169,7 +171,7 @@ def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
 
 
 def answers(route: str, entry: Operation) -> dict[str, Any]:
-    shape = {"type": "string"} if entry.media == TEXT else {}
+    shape = {"type": "string"} if entry.media != JSON else {}
     content: dict[str, Any] = {entry.media: {"schema": shape}}
     if entry.stream:
         content[EVENTS] = {"schema": {"type": "string"}}

@@ -277,9 +277,13 @@ class Metrics(Collector):
         used = stats.pages_total - stats.pages_free - stats.pages_evictable
         yield self._gauge("num_running_reqs", "Requests in the running batch", stats.running)
         yield self._gauge("num_queue_reqs", "Requests waiting", stats.waiting)
-        yield self._gauge("num_used_tokens", "KV tokens held by requests", used * page_size)
+        for name in ("num_used_tokens", "kv_used_tokens"):
+            yield self._gauge(name, "KV tokens held by requests", used * page_size)
         yield self._gauge(
             "kv_available_tokens", "KV tokens free or evictable", (stats.pages_total - used) * page_size
+        )
+        yield self._gauge(
+            "kv_evictable_tokens", "Cached KV tokens that no request holds", stats.pages_evictable * page_size
         )
         yield self._gauge(
             "token_usage", "Share of the KV cache held by requests", used / max(1, stats.pages_total)
