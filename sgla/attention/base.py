@@ -43,20 +43,33 @@ class ExtendRows(NamedTuple):
     page_table: Int32s
 
 
+class DevicePrefixes(NamedTuple):
+    """What decode rows share, on the GPU: see ``cascade.Prefixes``; ``count`` int32[1] of the ``items`` are valid."""
+
+    count: Tensor
+    items: Tensor
+    order: Tensor
+    skip: Tensor
+    first: Tensor
+
+
 @dataclass(slots=True)
 class DeviceBatch(ForwardBatch):
     """Rows ``[0, decode_rows)`` have one token each, the others are in ``extend``. All tensors are on the GPU.
 
-    ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see ``kernels/cuda``).
+    ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see ``kernels/cuda``), for window
+    0 without those that ``prefixes`` cover.
     """
 
     decode_rows: int = 0
     cum: dict[int, Tensor] = field(default_factory=dict)
     extend: ExtendRows | None = None
+    prefixes: DevicePrefixes | None = None
 
 
 class Decode(Protocol):
     name: str
+    cascades: bool  # honours ``DeviceBatch.prefixes``, which are given only then
 
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
@@ -83,6 +96,11 @@ class Attention:
 
     decode: Decode
     extend: Extend
+
+    @property
+    def in_place(self) -> bool:
+        """Whether ``extend`` wants q in the projection's output ``[T, (Hq + 2 Hkv) * hd]``, with k and v beside it."""
+        return getattr(self.extend, "ragged", False)
 
     @property
     def name(self) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from sgla.attention import cascade
 from sgla.attention.base import DeviceBatch, Shape
 from sgla.kernels.cuda import decode_attention
-from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
 from sgla.kernels.ops import KVLayer
+from sgla.kernels.triton.cascade import attend_prefixes
 
 TILE = decode_attention.TILE
 
 
 class NativeDecode:
     name = "native"
+    cascades = True
 
     def __init__(self, shape: Shape) -> None:
         self._kernel = decode_attention.DecodeAttention(
             shape.max_rows, shape.kv_heads, shape.group, shape.head_dim
         )
+        self._parts = cascade.workspace(shape)
+        self._processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     @staticmethod
     def refuses(shape: Shape) -> str | None:
@@ -36,7 +42,15 @@ class NativeDecode:
         projection: Projection | None = None,
     ) -> Tensor:
         """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
-        n = batch.decode_rows
+        n, prefix = batch.decode_rows, None
+        if batch.prefixes is not None and not window:
+            count, items, order, skip, first = batch.prefixes
+            assert projection is None, "the prefixes' kernel wants q"
+            attend_prefixes(
+                q, kv.k, kv.v, batch.page_table, items, count, order, first, *self._parts, scale, softcap, self._processors
+            )  # fmt: skip
+            prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(
-            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap, projection,
+            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
+            projection, prefix,
         )  # fmt: skip

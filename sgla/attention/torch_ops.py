@@ -11,6 +11,7 @@ from sgla.kernels.ops import KVLayer
 
 class TorchDecode:
     name = "torch"
+    cascades = False
 
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float

@@ -13,6 +13,7 @@ from sgla.kernels.triton import attention
 
 class TritonDecode:
     name = "triton"
+    cascades = False
 
     def __init__(self, shape: Shape) -> None:
         self._kv_heads = shape.kv_heads

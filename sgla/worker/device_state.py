@@ -14,10 +14,11 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 class DeviceTables:
     """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[slots + 1, max_pages] on the GPU. The last
-    slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host."""
+    slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host. ``admissions`` counts the
+    rows that have taken slots."""
 
     def __init__(self, slots: int, context_len: int, page_size: int) -> None:
-        self.page_size = page_size
+        self.page_size, self.admissions = page_size, 0
         self.host = SlotTables(slots + 1, context_len, page_size)
         self.tokens = torch.zeros(self.host.tokens.shape, dtype=torch.int32, device="cuda")
         self.page_table = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
@@ -26,6 +27,7 @@ class DeviceTables:
         """Take in the new rows, then the appended pages; on the device in stream order."""
         if plan.new:
             self._admit(plan.new, sampler)
+            self.admissions += len(plan.new)
         if plan.page_slots:
             slots, counts, pages = column(plan.page_slots), column(plan.page_counts), column(plan.page_ids)
             first = np.cumsum(counts) - counts

@@ -11,6 +11,9 @@
 // go to the page and into the tile at hand. Nothing but q and the new token then depends on the kernel before, so the
 // first tiles are loaded while it runs. (The kernels before that one have finished: each lets its successor start only
 // after it has itself waited.)
+//
+// CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them; their partial
+// results join the row's own when it is written.
 #include "common.cuh"
 
 #ifndef HD
@@ -40,6 +43,9 @@
 #ifndef FUSED
 #define FUSED 0
 #endif
+#ifndef CASCADE
+#define CASCADE 0
+#endif
 
 constexpr int TILE = 16;
 constexpr int CHUNKS = HD / 8;             // 16-byte chunks of a token
@@ -64,6 +70,10 @@ struct Params {
   const float* q_norm;    // FUSED: [HD] or null
   const float* k_norm;
   const float* cos_sin;   // FUSED: [positions, HD], cosines then sines
+  const int* skip;        // CASCADE: [R], tokens, whole tiles
+  const int* first;       // CASCADE: [R + 1]: partial results of the rows before
+  const float* prefix;    // CASCADE: [first[R], Hkv * GROUP, HD] unnormalised
+  const float* prefix_ml; // CASCADE: [first[R], Hkv * GROUP, 2] maxima and sums
   long long page_stride, head_stride;
   int q_stride, table_stride, rows, kv_heads, window;
   float eps;
@@ -76,15 +86,16 @@ struct Cursor {  // a place in the block's list of tiles
   const int* pages;
 };
 
-// Tiles of a row: those that the window can see.
-__device__ __forceinline__ int first_tile(const Params& p, int len) {
+// Tiles of a row: those that the window can see and nobody has attended yet.
+__device__ __forceinline__ int first_tile(const Params& p, int row, int len) {
+  if (CASCADE) return p.skip[row] / TILE;
   return p.window > 0 && len > p.window ? (len - p.window) / TILE : 0;
 }
 
 __device__ __forceinline__ void enter_row(const Params& p, Cursor& c, int row) {
   c.row = row;
   c.len = p.kv_len[row];
-  c.first = first_tile(p, c.len);
+  c.first = first_tile(p, row, c.len);
   c.pages = p.page_table + (long long)p.slots[row] * p.table_stride;
 }
 
@@ -420,6 +431,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         x += f * merge_o[w * GROUP * HD + e];
       }
       if (whole) {
+        if (CASCADE) {
+          const int parts = p.first[at.row + 1] - p.first[at.row];
+          for (int i = 0; i < parts; ++i) {
+            const long long j = (long long)(p.first[at.row] + i) * p.kv_heads * GROUP + at.head * GROUP + head;
+            const float other = p.prefix_ml[2 * j], top = fmaxf(m, other), a = exp2_fast(m - top), b = exp2_fast(other - top);
+            l = a * l + b * p.prefix_ml[2 * j + 1];
+            x = a * x + b * p.prefix[j * HD + e % HD];
+            m = top;
+          }
+        }
         out[e] = f2bf(x / l);
       } else {
         __stcg(p.part + (long long)my_slot * GROUP * HD + e, x);
@@ -443,14 +464,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         __threadfence();
         const int parts = last_block - first_block + 1;
         auto slot = [&](int i) { return 2 * (first_block + i) + (i == 0 ? 1 : 0); };
+        const int prefixes = CASCADE ? p.first[at.row + 1] - p.first[at.row] : 0;
+        auto prefix = [&](int i, int head) {  // the i-th prefix's result for a head
+          return (long long)(p.first[at.row] + i) * p.kv_heads * GROUP + at.head * GROUP + head;
+        };
         for (int head = warp; head < GROUP; head += WARPS) {
           float m = NEG, l = 0.f;
+          for (int i = lane; i < prefixes; i += 32) m = fmaxf(m, p.prefix_ml[2 * prefix(i, head)]);
           for (int i = lane; i < parts; i += 32) m = fmaxf(m, __ldcg(p.part_ml + (slot(i) * GROUP + head) * 2));
 #pragma unroll
           for (int d = 1; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
           for (int i = lane; i < parts; i += 32) {
             const float* ml = p.part_ml + (slot(i) * GROUP + head) * 2;
             l += exp2_fast(__ldcg(ml) - m) * __ldcg(ml + 1);
+          }
+          for (int i = lane; i < prefixes; i += 32) {
+            const float* ml = p.prefix_ml + 2 * prefix(i, head);
+            l += exp2_fast(ml[0] - m) * ml[1];
           }
 #pragma unroll
           for (int d = 1; d < 32; d *= 2) l += __shfl_xor_sync(~0u, l, d);
@@ -481,6 +511,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
           const int e = j * THREADS + threadIdx.x;
+          for (int i = 0; i < prefixes && e < GROUP * HD; ++i) {
+            const long long o = prefix(i, e / HD);
+            x[j] += exp2_fast(p.prefix_ml[2 * o] - merge_ml[e / HD * 2]) * p.prefix[o * HD + e % HD];
+          }
           if (e < GROUP * HD) out[e] = f2bf(x[j] * merge_ml[e / HD * 2 + 1]);
         }
       }

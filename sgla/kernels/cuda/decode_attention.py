@@ -31,6 +31,10 @@ POINTERS = [
     "q_norm",
     "k_norm",
     "cos_sin",
+    "skip",
+    "first",
+    "prefix",
+    "prefix_ml",
 ]
 
 
@@ -53,6 +57,16 @@ class Projection(NamedTuple):
     eps: float
 
 
+class PrefixParts(NamedTuple):
+    """What a row's first ``skip`` tokens (int32[R], whole tiles) gave: the partial results ``first[r]`` to ``first[r + 1]``
+    (int32[R + 1]) of ``out`` float32 ``[*, Hq, hd]``, unnormalised, with maxima (in units of log2) and sums in ``ml``."""
+
+    skip: Tensor
+    first: Tensor
+    out: Tensor
+    ml: Tensor
+
+
 def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
     """None, or why this kernel cannot be used."""
     if torch.cuda.get_device_capability()[0] < 9:
@@ -70,7 +84,14 @@ def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> 
 
 @cache
 def _kernel(
-    head_dim: int, group: int, page_tiles: int, softcap: bool, stages: int, min_tiles: int, fused: bool
+    head_dim: int,
+    group: int,
+    page_tiles: int,
+    softcap: bool,
+    stages: int,
+    min_tiles: int,
+    fused: bool,
+    cascade: bool,
 ) -> Kernel:
     ring = WARPS * stages * 2 * TILE * head_dim * 2
     merge = WARPS * group * head_dim * 4 + WARPS * 8 * 2 * 4
@@ -80,6 +101,7 @@ def _kernel(
         "PAGE_TILES": page_tiles,
         "MIN_TILES": min_tiles,
         "FUSED": int(fused),
+        "CASCADE": int(cascade),
     }
     return Kernel("decode_attention.cu", "decode_attention", defines, ring + merge)
 
@@ -109,11 +131,12 @@ class DecodeAttention:
         window: int = 0,
         softcap: float = 0.0,
         projection: Projection | None = None,
+        prefix: PrefixParts | None = None,
     ) -> Tensor:
         """q bf16 ``[R, Hq * hd]`` -> the same shape; with ``projection`` q is ``[R, (Hq + 2 Hkv) * hd]`` as it comes from the
         linear layer, and the new token's k and v are written to the pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
-        are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window. Rows with
-        ``kv_len`` 0 are left as they are."""
+        are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window and without those
+        that ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are."""
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
@@ -124,6 +147,7 @@ class DecodeAttention:
         if projection is not None:
             assert projection.cos_sin.shape[1] == dim
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
+        assert prefix is None or not window
         tensors = (
             q,
             k,
@@ -137,6 +161,7 @@ class DecodeAttention:
             self._part_ml,
             self._count,
             *extra,
+            *(prefix or (None, None, None, None)),
         )
         log2e = 1.4426950408889634
         params = _Params(
@@ -145,7 +170,14 @@ class DecodeAttention:
             scale / softcap if softcap else scale * log2e, softcap * log2e,
         )  # fmt: skip
         kernel = _kernel(
-            dim, group, page_size // TILE, softcap > 0, self.stages, self.min_tiles, projection is not None
+            dim,
+            group,
+            page_size // TILE,
+            softcap > 0,
+            self.stages,
+            self.min_tiles,
+            projection is not None,
+            prefix is not None,
         )
         kernel.launch(self.blocks, WARPS * 32, params)
         return out

@@ -20,8 +20,8 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _prepare_decode(
-    slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len, out_loc, cum,
-    rows, window, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len, out_loc, cum, skip,
+    rows, window, HAS_SKIP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BLOCK)
     live = r < rows
@@ -39,6 +39,8 @@ def _prepare_decode(
     tiles = tl.cdiv(length, TILE)
     if window > 0:
         tiles -= tl.where(length > window, (length - window) // TILE, 0)
+    if HAS_SKIP:
+        tiles -= tl.load(skip + r, mask=live, other=0) // TILE
     tl.store(cum + 1 + r, tl.cumsum(tiles, 0), mask=live)
 
 
@@ -71,14 +73,16 @@ def prepare_decode(
     cum: Tensor,
     tile: int,
     window: int = 0,
+    skip: Tensor | None = None,
 ) -> None:
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which gets
-    ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row, ``cum[0]`` is 0."""
+    ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row, ``cum[0]`` is 0.
+    ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding)."""
     rows = slots.shape[0]
     _prepare_decode[(1,)](
         slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
-        ids, positions, kv_len, out_loc, cum, rows, window,
-        TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4,
+        ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum, rows, window,
+        HAS_SKIP=skip is not None, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4,
     )  # fmt: skip
 
 
