@@ -8,17 +8,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from sgla.kernels.ops import Norm
+
+
+class Exchange(Protocol):
+    """Collectives on small messages that beat the library's; see ``dist/gpus.py``."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``all_reduce`` can have x. The same on every rank for the same shape."""
+
+    def all_reduce(self, x: Tensor, norm: Norm | None = None) -> Tensor: ...
+    def max(self, keys: Tensor) -> None: ...
+
 
 @dataclass(frozen=True)
 class Shard:
-    """``rank`` of ``size``. All ranks must call the same collectives in the same order."""
+    """``rank`` of ``size``. All ranks must call the same collectives in the same order, with the same shapes."""
 
     rank: int = 0
     size: int = 1
+    exchange: Exchange | None = None
 
     def range(self, count: int, unit: int = 1) -> range:
         """This rank's part of ``count`` things: contiguous, balanced, in multiples of ``unit`` if that divides them.
@@ -35,8 +49,23 @@ class Shard:
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place."""
-        if self.size > 1:
+        if self.exchange is not None and self.exchange.takes(x):
+            self.exchange.all_reduce(x)
+        elif self.size > 1:
             dist.all_reduce(x)
+
+    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor | None:
+        """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result), or None if x is too large for that."""
+        if self.exchange is None or not self.exchange.takes(x):
+            return None
+        return self.exchange.all_reduce(x, norm)
+
+    def max(self, keys: Tensor) -> None:
+        """Largest of each of ``keys`` int64[S] over the ranks, in place. None may be 0."""
+        if self.exchange is not None:
+            self.exchange.max(keys)
+        elif self.size > 1:
+            dist.all_reduce(keys, dist.ReduceOp.MAX)
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Join the ranks' columns: x ``[S, w]``, w this rank's ``range(W)``, into out ``[S, W]`` of every rank."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
-from sgla.kernels.ops import Activation, KVLayer
+from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
 from sgla.kernels.triton import elementwise
 
 if TYPE_CHECKING:
@@ -115,9 +115,21 @@ class LazyQuery:
         )
 
 
+@dataclass(slots=True)
+class LazySum:
+    """A sum over the ranks that an add and a norm may follow."""
+
+    x: Tensor
+    ranks: Ranks
+
+    def force(self) -> Tensor:
+        self.ranks.all_reduce(self.x)
+        return self.x
+
+
 def force(x: Any) -> Tensor:
     """The tensor behind a held-back value."""
-    result: Tensor = x.force() if isinstance(x, LazyNorm | LazyLinear | LazyQuery) else x
+    result: Tensor = x.force() if isinstance(x, LazyNorm | LazyLinear | LazyQuery | LazySum) else x
     return result
 
 
@@ -176,6 +188,10 @@ class GpuOps:
         if self._fuse and isinstance(x, LazyLinear):
             x.run(skinny_gemm.ADD, out=residual)
             return LazyNorm(residual, weight, eps), residual
+        if isinstance(x, LazySum):
+            y = x.ranks.all_reduce_norm(x.x, Norm(residual, weight, eps))
+            if y is not None:
+                return y, residual
         return elementwise.add_rms_norm(force(x), residual, weight, eps)
 
     def add(self, x: Any, y: Any) -> Tensor:
@@ -183,6 +199,7 @@ class GpuOps:
 
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
         dense = w.kind == "bf16"
+        x = force(x) if isinstance(x, LazySum) else x
         if (
             self._fuse
             and dense
@@ -230,6 +247,9 @@ class GpuOps:
 
     def gather(self, x: Any, rows: Tensor) -> Tensor:
         return elementwise.take_rows(force(x), rows)
+
+    def all_reduce(self, x: Any, ranks: Ranks) -> Any:
+        return LazySum(force(x), ranks)
 
     def inplace(self, fn: Callable[[Tensor], None], x: Any) -> Tensor:
         x = force(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,21 @@ class KVLayer:
 
     k: Tensor  # [pages, page_size, Hkv, hd]
     v: Tensor  # [pages, page_size, Hkv, hd]
+
+
+class Norm(NamedTuple):
+    """What ``add_rms_norm`` does with an x: h = residual + x, whose RMSNorm with ``weight`` float32[d] is wanted."""
+
+    residual: Tensor
+    weight: Tensor
+    eps: float
+
+
+class Ranks(Protocol):
+    """What operations need of ``dist.Shard``."""
+
+    def all_reduce(self, x: Tensor) -> None: ...
+    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor | None: ...
 
 
 def embedding(ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
@@ -216,6 +231,14 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
     if recorder is not None:
         return recorder.gather(x, rows)
     return x[rows.long()]
+
+
+def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of x over the ranks, which may take the place of x."""
+    if recorder is not None:
+        return recorder.all_reduce(x, ranks)
+    ranks.all_reduce(x)
+    return x
 
 
 def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sgla.kernels.native import Op
 from sgla.kernels.panels import FORMATS, Kind, Panels
 
 if TYPE_CHECKING:
-    from sgla.kernels.ops import Activation, KVLayer
+    from sgla.kernels.ops import Activation, KVLayer, Ranks
     from sgla.quant import Weight
 
 INPUTS = ("ids", "positions", "slots", "q_start", "kv_len", "out_loc", "page_table", "sample_rows")
@@ -207,6 +207,9 @@ class Recorder:
         out, y = self._new(source.width, True)
         self.nodes.append(Node(Op.GATHER, True, [source, None], [y], k=source.width))
         return out
+
+    def all_reduce(self, x: Tensor, ranks: Ranks) -> Tensor:
+        return self.inplace(ranks.all_reduce, x)
 
     def inplace(self, fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
         buffer = self.buffer(x)

@@ -87,7 +87,7 @@ class RowLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = ops.linear(x, self.weight, self.bias)
-        return y if self.shard.size == 1 else ops.inplace(self.shard.all_reduce, y)
+        return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 
 
 def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:

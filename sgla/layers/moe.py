@@ -92,7 +92,7 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = ops.moe(x, self.router, self.gate_up, self.down, self.top_k, self.normalize, self.activation)
-        return y if self.shard.size == 1 else ops.inplace(self.shard.all_reduce, y)
+        return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 
 
 def _take(weight: Weight, at: int, rows: range, columns: range | None, source: SourceTensor) -> None:

@@ -39,7 +39,7 @@ class LMHead:
         softcap: float = 0.0,
     ) -> None:
         self.shard, self.vocab, self.softcap = build.shard, vocab, softcap
-        own = build.shard.range(vocab)
+        self.own = own = build.shard.range(vocab)
         if tied is not None:
             self.weight = tied.weight.rows(own.start, own.stop)
         else:
@@ -47,9 +47,12 @@ class LMHead:
             build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self.part(hidden)
+        return logits if self.shard.size == 1 else ops.call(self.shard.all_gather, logits, self.vocab)
+
+    def part(self, hidden: Tensor) -> Tensor:
+        """The logits of this rank's part ``own`` of the vocabulary."""
         logits = ops.linear(hidden, self.weight)
-        if self.shard.size > 1:
-            logits = ops.call(self.shard.all_gather, logits, self.vocab)
         return ops.inplace(self._cap, logits) if self.softcap else logits
 
     def _cap(self, logits: Tensor) -> None:

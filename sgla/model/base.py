@@ -46,6 +46,10 @@ class CausalLM(ABC):
         """``[S, d]`` -> float32 ``[S, vocab]``, the same on every rank."""
         return self.lm_head(hidden)
 
+    def logits_part(self, hidden: Tensor) -> Tensor:
+        """The columns ``lm_head.own`` of ``logits``, which this rank computes alone."""
+        return self.lm_head.part(hidden)
+
     def kv_spec(self) -> KVSpec:
         _, kv = split_heads(self.spec.heads, self.spec.kv_heads, self.shard)
         return KVSpec(self.spec.layers, len(kv), self.spec.head_dim)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgla.dist import Shard
 from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.triton import sampling
 from sgla.messages import LogprobBlock, NewRow, RowSampling
@@ -38,11 +39,15 @@ class Scored(NamedTuple):
 
 
 class DeviceSampler:
-    """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU. The last slot is the padding rows'."""
+    """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU. The last slot is the padding rows'.
 
-    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
+    Ranks cannot disagree: each draws from its part of the vocabulary, or rank 0 alone from all of it, and all take the
+    best of the candidates that every rank has seen."""
+
+    def __init__(self, tokens: Tensor, vocab_size: int, shard: Shard | None = None) -> None:
         slots, device = tokens.shape[0], tokens.device
-        self._tokens, self._vocab = tokens, vocab_size
+        self._tokens, self._vocab, self._shard = tokens, vocab_size, shard or Shard()
+        self._best_of_ranks = self._shard.max if self._shard.size > 1 else None
         self.temperatures = torch.zeros(slots, device=device)
         self.top_ps = torch.ones(slots, device=device)
         self.min_ps = torch.zeros(slots, device=device)
@@ -67,11 +72,32 @@ class DeviceSampler:
         """True if ``draw`` alone serves these slots."""
         return bool(self._plain[slots].all())
 
-    def draw(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor, cuts: Tensor | None = None
+    def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor) -> None:
+        """Tokens of rows ``logits``, float32[S, this rank's part of V], into ``out`` and the token table. Capturable."""
+        self._race(logits, slots, positions, out, self._shard.range(self._vocab).start)
+
+    def _race(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        out: Tensor,
+        first: int,
+        cuts: Tensor | None = None,
     ) -> None:
-        """Tokens of rows ``logits`` float32[S, V] into ``out`` and the token table. Capturable."""
-        sampling.sample(logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts)
+        sampling.sample(
+            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts, first, self._best_of_ranks
+        )  # fmt: skip
+
+    def _gather(self, part: Tensor) -> Tensor:
+        full = part.new_empty(part.shape[0], self._vocab)
+        self._shard.all_gather(part, full)
+        return full
+
+    def _follow(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
+        """Take the tokens that rank 0 draws."""
+        keys = torch.full(slots.shape, sampling.WORST, dtype=torch.int64, device=slots.device)
+        sampling.follow(keys, slots, positions, self._tokens, out, self._shard.max)
 
     def sample(
         self,
@@ -84,13 +110,18 @@ class DeviceSampler:
     ) -> list[Scored]:
         """``draw`` with everything requests may ask for. ``logits`` are changed. ``on_host``: slots and positions again;
         ``rows``: the numbers that logprobs carry."""
+        if self._shard.size > 1:
+            logits = self._gather(logits)
+        if self._shard.rank > 0:
+            self._follow(slots, positions, out)
+            return []
         host_slots, host_positions = on_host
         wanted = [i for i, slot in enumerate(host_slots.tolist()) if self._rows[slot].logprobs >= 0]
         raw = logits[wanted] if wanted else None
         self._penalize(logits, host_slots, host_positions)
         self._bias(logits, host_slots, host_positions)
         cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
-        self.draw(logits, slots, positions, out, cuts)
+        self._race(logits, slots, positions, out, 0, cuts)
         if raw is None:
             return []
         chosen = out[: len(host_slots)][wanted]

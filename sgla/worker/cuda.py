@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from sgla import attention, clock
 from sgla.attention import DeviceBatch, ExtendRows
 from sgla.config import Config
-from sgla.dist import Shard
+from sgla.dist.gpus import join_gpus
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
@@ -68,12 +69,11 @@ class CudaRunner:
         rendezvous: str,
         report: Callable[[Progress], None],
     ) -> None:
-        if size > 1:
-            raise ConfigError("tensor parallelism on GPUs is not supported yet; use --tp 1", param="tp")
-        torch.cuda.set_device(rank)
+        self.shard, ranks = join_gpus(rank, size, Path(rendezvous) / "store")
         torch.set_num_threads(1)
         begun = clock.now()
         self._load(config, source, report)
+        self.notes += [ranks] if ranks else []
         loaded = clock.now()
         with torch.inference_mode():
             report(Progress(phase="warmup", message="kernels"))
@@ -101,9 +101,9 @@ class CudaRunner:
         spec = ModelSpec.from_config(source.config)
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         self.context_len = min(config.context_length or spec.context_len, spec.context_len)
-        _, kv_heads = split_heads(spec.heads, spec.kv_heads, Shard())
+        heads, kv_heads = split_heads(spec.heads, spec.kv_heads, self.shard)
         shape = attention.Shape(
-            heads=spec.heads,
+            heads=len(heads),
             kv_heads=len(kv_heads),
             head_dim=spec.head_dim,
             page_size=config.page_size,
@@ -121,7 +121,7 @@ class CudaRunner:
                 source,
                 self._dtype_name,
                 config.quantization,
-                Shard(),
+                self.shard,
                 self.context_len,
                 report,
                 config.random_seed or 0,
@@ -136,7 +136,7 @@ class CudaRunner:
         spec = self.model.kv_spec()
         page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self.dtype.itemsize
         self.tables = DeviceTables(self.slots, self.context_len, config.page_size)
-        self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab)
+        self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
         self.kv = self._allocate(1, config.page_size)
         peak = self._activations()
         torch.cuda.empty_cache()
@@ -310,8 +310,9 @@ class CudaRunner:
         return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
 
     def _logits(self, hidden: Any) -> Tensor:
+        """Of this rank's part of the vocabulary."""
         with self.ops.float32_output():
-            return self.model.logits(hidden)
+            return self.model.logits_part(hidden)
 
     def _score_prompts(
         self, plan: StepPlan, hidden: Tensor, slots: Any, starts: Any, q_lens: Any, order: Any
@@ -327,7 +328,8 @@ class CudaRunner:
             parts = []
             for at in range(0, count, LOGIT_ROWS):
                 size = min(LOGIT_ROWS, count - at)
-                logits = self._logits(hidden[first[r] + at : first[r] + at + size])
+                with self.ops.float32_output():
+                    logits = self.model.logits(hidden[first[r] + at : first[r] + at + size])
                 targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
                 parts.append(score(logits, targets, k))
             if parts:

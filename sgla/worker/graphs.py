@@ -57,7 +57,7 @@ class DecodeGraphs:
         self.sizes = sizes_up_to(self.limit)
         self._runner = runner
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits = torch.empty(self.limit, runner.model.spec.vocab, device="cuda")
+        self._logits = torch.empty(self.limit, len(runner.model.lm_head.own), device="cuda")
         self.columns = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(3, self.limit, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
@@ -106,7 +106,7 @@ class DecodeGraphs:
         with runner.ops.fused(size, decode if isinstance(decode, NativeDecode) else None):
             hidden = runner.model.forward(batch, runner.kv)
             with runner.ops.float32_output(self._logits[:size]):
-                logits = runner.model.logits(hidden)
+                logits = runner.model.logits_part(hidden)
         if logits.data_ptr() != self._logits.data_ptr():  # a soft cap or an all-gather made another tensor
             self._logits[:size].copy_(logits)
         runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size])
@@ -153,7 +153,7 @@ class ShortPrefillGraphs:
         self._pinned = [torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._lengths, self._stage, self._tiles = lengths, 0, tiles
         self._tokens = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
-        self._logits = torch.empty(ROWS, runner.model.spec.vocab, device="cuda")
+        self._logits = torch.empty(ROWS, len(runner.model.lm_head.own), device="cuda")
         self._out = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -215,7 +215,7 @@ class ShortPrefillGraphs:
         with runner.ops.attending(attend):
             hidden = gpu.force(runner.model.forward(batch, runner.kv))
         with runner.ops.fused(ROWS), runner.ops.float32_output(self._logits):
-            logits = runner.model.logits(runner.ops.gather(hidden, at))
+            logits = runner.model.logits_part(runner.ops.gather(hidden, at))
         if logits.data_ptr() != self._logits.data_ptr():
             self._logits.copy_(logits)
         runner.sampler.draw(self._logits, where, ends, self._out)

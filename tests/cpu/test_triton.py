@@ -104,6 +104,15 @@ def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool) -
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(ours.k, theirs.k)
     torch.testing.assert_close(ours.v, theirs.v)
+    v = qkv[:, (q_heads + kv_heads) * dim :].clone()
+    q = elementwise.qk_norm_rope_store(
+        qkv, positions, cos_sin, *weights, 1e-6, ours.k, ours.v, loc, in_place=True
+    )
+    torch.testing.assert_close(q, expected)
+    assert q.data_ptr() == qkv.data_ptr()
+    k, kept = qkv[:, q_heads * dim :].split((kv_heads * dim, kv_heads * dim), 1)
+    torch.testing.assert_close(k.view(tokens, kv_heads, dim), theirs.k[loc.long() // 4, loc.long() % 4])
+    assert torch.equal(kept, v)
 
 
 def test_prepare_decode_and_pages() -> None:
@@ -177,3 +186,35 @@ def test_cuts_keep_what_the_host_sampler_keeps(top_k: int, top_p: float, min_p: 
     weights = ((logits[0][keep] - logits.max()) / temperature).exp()
     keep = keep[weights >= min_p]
     assert set((logits[0] >= cuts[0]).nonzero()[:, 0].tolist()) == set(keep.tolist())
+
+
+def test_ranks_draw_what_one_would() -> None:
+    """Each from its part of the vocabulary; ties go to the lower id, wherever that is."""
+    rows, vocab, split = 16, 10_000, 4_500
+    torch.manual_seed(3)
+    logits = torch.randn(rows, vocab)
+    logits[:4] = logits[:4].round()  # many equal ones
+    slots, positions = torch.arange(rows).int(), torch.arange(rows).int()
+    temperatures = torch.tensor([0.0] * 6 + [0.9] * (rows - 6))
+    seeds = torch.arange(rows)
+    found = []
+    keys: list[torch.Tensor] = []
+
+    def best_of_ranks(own: torch.Tensor) -> None:
+        keys.append(own.clone())
+        own.copy_(torch.stack(keys).max(0).values)
+
+    for parts in ([(0, vocab)], [(0, split), (split, vocab)]):
+        table, out = torch.zeros(rows, rows).int(), torch.zeros(rows).int()
+        for first, stop in parts[::-1]:
+            sampling.sample(
+                logits[:, first:stop].contiguous(), slots, positions, seeds, temperatures, table, out,
+                first=first, best_of_ranks=best_of_ranks if len(parts) > 1 else None,
+            )  # fmt: skip
+        found.append((table, out))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(out[:6].long(), logits[:6].argmax(-1))
+    assert (out >= split).any()
+    sampling.follow(torch.full((rows,), sampling.WORST), slots, positions, table, out, best_of_ranks)
+    assert torch.equal(out, found[0][1])

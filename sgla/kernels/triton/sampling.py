@@ -9,6 +9,8 @@ float order: eight passes of 16 thresholds each, no sort.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from triton.language.extra import libdevice
 
 CHUNK = 4096  # logits a program of the race looks at
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
+WORST = -(1 << 63)  # key of a rank that has no candidate
 
 
 @triton.jit
@@ -41,7 +44,7 @@ def _log(x, FAST: tl.constexpr):
 
 @triton.jit
 def _race(
-    logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks,
+    logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks, first,
     HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -56,7 +59,7 @@ def _race(
         position = tl.load(positions + row).to(tl.uint64)
         key = _mix64(_mix64(seed) ^ position)
         low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-        h = _mix32((i.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
+        h = _mix32(((first + i).to(tl.uint32) * 0x9E3779B1 + low) ^ high)
         v = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
         # E = -log(1 - v); the winners have small ones, where the fast logarithm of 1 - v would be too coarse.
         e = tl.where(v < 0.015625, v * (1.0 + v * (0.5 + v * 0.33333334)), -_log(1.0 - v, FAST))
@@ -64,7 +67,7 @@ def _race(
     x = tl.where(x == x, x, float("-inf"))  # a NaN must not win with an index of its own
     top, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * chunks + chunk, top)
-    tl.store(best_id + row * chunks + chunk, chunk * BLOCK + index)
+    tl.store(best_id + row * chunks + chunk, first + chunk * BLOCK + index)
 
 
 @triton.jit
@@ -74,6 +77,29 @@ def _finish(best, best_id, slots, positions, table, stride, out, chunks, BLOCK: 
     x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
     _, winner = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(best_id + row * chunks + winner)
+    tl.store(out + row, token)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    tl.store(table + slot * stride + position, token, mask=position > 0)
+
+
+@triton.jit
+def _make_keys(best, best_id, keys, chunks, BLOCK: tl.constexpr):
+    """The winner of each row as an integer: the larger the better, and the lower id among equals. Never 0."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
+    top, winner = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    bits = top.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    token = tl.load(best_id + row * chunks + winner)
+    tl.store(keys + row, (order.to(tl.int64) << 32) | (~token).to(tl.uint32, bitcast=True).to(tl.int64))
+
+
+@triton.jit
+def _use_keys(keys, slots, positions, table, stride, out):
+    row = tl.program_id(0).to(tl.int64)
+    token = ~tl.load(keys + row).to(tl.int32)
     tl.store(out + row, token)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
@@ -169,18 +195,41 @@ def sample(
     table: Tensor,
     out: Tensor,
     cuts: Tensor | None = None,
+    first: int = 0,
+    best_of_ranks: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S], and into
-    ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot."""
+    ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot.
+
+    ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys int64[S] by the
+    largest that any rank has."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     best = logits.new_empty(rows, chunks)
     best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     _race[(rows, chunks)](
         logits, slots, positions, seeds, temperatures, cuts if cuts is not None else best, best, best_id, vocab, chunks,
-        HAS_CUTS=cuts is not None, FAST=logits.is_cuda, BLOCK=CHUNK, num_warps=8,
+        first, HAS_CUTS=cuts is not None, FAST=logits.is_cuda, BLOCK=CHUNK, num_warps=8,
     )  # fmt: skip
-    _finish[(rows,)](
-        best, best_id, slots, positions, table, table.stride(0), out, chunks,
-        BLOCK=triton.next_power_of_2(chunks), num_warps=1,
-    )  # fmt: skip
+    block = triton.next_power_of_2(chunks)
+    if best_of_ranks is None:
+        _finish[(rows,)](
+            best, best_id, slots, positions, table, table.stride(0), out, chunks, BLOCK=block, num_warps=1
+        )
+        return
+    keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _make_keys[(rows,)](best, best_id, keys, chunks, BLOCK=block, num_warps=1)
+    follow(keys, slots, positions, table, out, best_of_ranks)
+
+
+def follow(
+    keys: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    out: Tensor,
+    best_of_ranks: Callable[[Tensor], None],
+) -> None:
+    """The end of ``sample``. A rank that does not draw has ``keys`` of ``WORST``."""
+    best_of_ranks(keys)
+    _use_keys[(keys.shape[0],)](keys, slots, positions, table, table.stride(0), out, num_warps=1)

@@ -1,0 +1,103 @@
+"""Ranks on the GPUs of one host: NCCL for large messages, stores into each other's memory for small ones."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sgla.dist.shard import Shard
+from sgla.errors import ConfigError
+from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
+from sgla.kernels.ops import Norm
+
+MESSAGE = 64 << 20  # bytes; larger sums are NCCL's
+
+# Multicast gains nothing here, and a process that dies while it uses it can leave the switch between the GPUs in disorder.
+_NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+class Joined(NamedTuple):
+    shard: Shard
+    note: str  # how the ranks exchange data
+
+
+def join_gpus(rank: int, size: int, store: Path, timeout: float = 300.0, message: int = MESSAGE) -> Joined:
+    """Take GPU number ``rank``, meet the other ranks through the file ``store`` (see ``shard.join``), and stay until the
+    process ends.
+
+    ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes up to which
+    sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
+    """
+    if size > torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError(f"--tp {size} needs {size} GPUs; torch sees {count}", param="tp")
+    torch.cuda.set_device(rank)
+    if size == 1:
+        return Joined(Shard(), "")
+    for name, value in _NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    dist.init_process_group(
+        "nccl",
+        store=dist.FileStore(str(store), size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+        device_id=torch.device("cuda", rank),  # connects now, while the store exists
+    )
+    dist.barrier()
+    refused = _refuses(size)
+    if refused:
+        return Joined(Shard(rank, size), f"ranks: NCCL alone, because {refused}")
+    return Joined(
+        Shard(rank, size, PeerMemory(rank, size, message)),
+        f"ranks: sums up to {message >> 20} MiB through the peers' memory, larger ones through NCCL",
+    )
+
+
+def _refuses(size: int) -> str | None:
+    """Why the ranks cannot store into each other's memory, or None; the same on every rank."""
+    if size > MAX_RANKS:
+        return f"there are more than {MAX_RANKS} ranks"
+    if min(torch.cuda.get_device_capability(device) for device in range(size)) < (9, 0):
+        return "the GPUs are older than compute capability 9.0"
+    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
+        return "the GPUs cannot access each other's memory"
+    return None
+
+
+class PeerMemory:
+    """``AllReduce`` over memory that torch lets the ranks share."""
+
+    def __init__(self, rank: int, size: int, message: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        assert dist.group.WORLD is not None
+        device = torch.device("cuda", rank)
+        self._memory = symmetric.empty(inbox_bytes(size, message), dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        AllReduce.clear(self._memory)
+        torch.cuda.synchronize()
+        dist.barrier()  # nobody sends before all have cleared
+        torch.cuda.synchronize()
+        self._reduce = AllReduce(list(handle.buffer_ptrs), rank, message)
+
+    def takes(self, x: Tensor) -> bool:
+        return self._reduce.takes(x)
+
+    def all_reduce(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        return self._reduce(x, norm)
+
+    def max(self, keys: Tensor) -> None:
+        self._reduce.max(keys)

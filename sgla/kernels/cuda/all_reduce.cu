@@ -1,0 +1,296 @@
+// Sums and maxima over the ranks of one host, through inboxes in each other's memory and without a barrier: a rank stores
+// its part into the inboxes of its peers, and who reads a word knows that it has come because it is no longer EMPTY. The
+// reader empties it again. There are two inboxes, used in turn: a peer can only write to the one of this call again when
+// it has seen our part of the next call, hence after we have emptied it.
+//
+// One shot: every rank sends its rows to all and adds up all rows. Two shots: each row has an owner, who alone gets the
+// parts, adds them up and sends the sum to all; fewer bytes from three ranks on, but twice the latency. The order of the sum
+// is that of the ranks, so all ranks hold the same bits.
+//
+// Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT, NORM (add the sum
+// into the residual and give its RMSNorm).
+#include "common.cuh"
+typedef unsigned long long u64;
+
+#define EMPTY 0x80008000u  // two negative zeros, which are sent as positive ones
+#define PATIENCE 300000000000ull  // nanoseconds to wait for a peer before the kernel fails
+
+struct Params {
+  const uint4* x;       // [rows, width]
+  uint4* out;           // [rows, width]; may be x
+  uint4* residual;      // [rows, width]
+  const float* weight;  // [width * 8]
+  uint4* inbox[8];      // of every rank
+  u32* state;           // calls so far, blocks done in this one
+  long long half;       // vectors of one of the two inboxes
+  int rank, rows, width;  // width: vectors of a row
+  float eps;
+};
+
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// Called now and then while waiting. A peer that is gone ends this process too, so this is for one that is stuck.
+struct Patience {
+  u32 tries = 0;
+  u64 begun = 0;
+  __device__ __forceinline__ void check() {
+    if (++tries & 0xffff) return;
+    if (begun == 0) begun = nanoseconds();
+    if (nanoseconds() - begun > PATIENCE) __trap();
+  }
+};
+
+__device__ __forceinline__ void send(uint4* to, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ bool empty(uint4 v) {
+  return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
+}
+__device__ __forceinline__ u32 tidy(u32 x) { return x == EMPTY ? 0u : x; }
+__device__ __forceinline__ uint4 tidy(uint4 v) { return make_uint4(tidy(v.x), tidy(v.y), tidy(v.z), tidy(v.w)); }
+__device__ __forceinline__ uint4 nothing() { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+
+__device__ __forceinline__ void add(float* sum, uint4 v) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    sum[2 * j] += lo2f(words[j]);
+    sum[2 * j + 1] += hi2f(words[j]);
+  }
+}
+__device__ __forceinline__ uint4 round8(const float* v) {
+  return make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
+}
+
+// Sum of what every rank has sent to `place` (+ r * stride for rank r), with `own` for this one; empties the places.
+__device__ __forceinline__ void collect(float* sum, uint4 own, uint4* place, long long stride, int rank) {
+  uint4 got[RANKS];
+  Patience patience;
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      got[r] = r == rank ? own : look(place + r * stride);
+      missing |= r != rank && empty(got[r]);
+    }
+    patience.check();
+  } while (missing);
+#pragma unroll
+  for (int j = 0; j < 8; j++) sum[j] = 0.f;
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) {
+    if (r != rank) place[r * stride] = nothing();
+    add(sum, got[r]);
+  }
+}
+
+__device__ __forceinline__ float block_sum(float v) {
+  __shared__ float parts[32];
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  __syncthreads();  // the parts of the row before have been read
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = threadIdx.x % 32 < THREADS / 32 ? parts[threadIdx.x % 32] : 0.f;
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+
+// What becomes of the sum of a row.
+__device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS][8]) {
+  const long long base = (long long)row * p.width;
+#if NORM
+  float square = 0.f;
+#pragma unroll
+  for (int k = 0; k < VECS; k++) {
+    const int i = threadIdx.x + k * THREADS;
+    if (i < p.width) {
+      add(v[k], p.residual[base + i]);
+      const uint4 h = round8(v[k]);
+      p.residual[base + i] = h;
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[k][j] = 0.f;
+      add(v[k], h);
+#pragma unroll
+      for (int j = 0; j < 8; j++) square += v[k][j] * v[k][j];
+    }
+  }
+  const float scale = rsqrtf(block_sum(square) / (8 * p.width) + p.eps);
+#endif
+#pragma unroll
+  for (int k = 0; k < VECS; k++) {
+    const int i = threadIdx.x + k * THREADS;
+    if (i < p.width) {
+#if NORM
+      const float4 lo = ((const float4*)p.weight)[2 * i], hi = ((const float4*)p.weight)[2 * i + 1];
+      const float w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[k][j] *= scale * w[j];
+#endif
+      p.out[base + i] = round8(v[k]);
+    }
+  }
+}
+
+__device__ __forceinline__ void end_call(u32* state, u32 call) {
+  __syncthreads();  // all threads have read the state
+  if (threadIdx.x == 0 && atomicAdd(state + 1, 1) == gridDim.x - 1) {
+    state[1] = 0;
+    state[0] = call + 1;
+  }
+}
+
+// Send this rank's part of a row to every peer.
+__device__ __forceinline__ void share(const Params& p, int row, long long half) {
+#pragma unroll
+  for (int k = 0; k < VECS; k++) {
+    const int i = threadIdx.x + k * THREADS;
+    if (i < p.width) {
+      const uint4 v = tidy(p.x[(long long)row * p.width + i]);
+#pragma unroll
+      for (int r = 0; r < RANKS; r++)
+        if (r != p.rank) send(p.inbox[r] + half + ((long long)p.rank * p.rows + row) * p.width + i, v);
+    }
+  }
+}
+
+__device__ __forceinline__ uint4* inbox(const Params& p, int rank) {
+  uint4* found = p.inbox[0];
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) found = r == rank ? p.inbox[r] : found;  // no indexed read of the parameters
+  return found;
+}
+
+__device__ __forceinline__ void one_shot(const Params& p, long long half) {
+  if (blockIdx.x < p.rows) share(p, blockIdx.x, half);
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    if (row + gridDim.x < p.rows) share(p, row + gridDim.x, half);
+    float v[VECS][8];
+#pragma unroll
+    for (int k = 0; k < VECS; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      const long long at = (long long)row * p.width + i;
+      if (i < p.width)
+        collect(v[k], p.x[at], inbox(p, p.rank) + half + at, (long long)p.rows * p.width, p.rank);
+    }
+    finish(p, row, v);
+  }
+}
+
+__device__ __forceinline__ void two_shot(const Params& p, long long half) {
+  const long long each = (p.rows + RANKS - 1) / RANKS * p.width, sums = half + RANKS * each;
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const int owner = row % RANKS;
+    if (owner == p.rank) continue;
+    uint4* to = inbox(p, owner) + half + p.rank * each + row / RANKS * p.width;
+    for (int i = threadIdx.x; i < p.width; i += THREADS) send(to + i, tidy(p.x[(long long)row * p.width + i]));
+  }
+  uint4* own = inbox(p, p.rank);
+  float v[VECS][8];
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    if (row % RANKS != p.rank) continue;
+#pragma unroll
+    for (int k = 0; k < VECS; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < p.width) {
+        const long long at = (long long)row * p.width + i;
+        collect(v[k], p.x[at], own + half + row / RANKS * p.width + i, each, p.rank);
+        const uint4 sum = tidy(round8(v[k]));
+#pragma unroll
+        for (int r = 0; r < RANKS; r++)
+          if (r != p.rank) send(p.inbox[r] + sums + at, sum);
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[k][j] = 0.f;
+        add(v[k], sum);  // what the others get
+      }
+    }
+    finish(p, row, v);
+  }
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    if (row % RANKS == p.rank) continue;
+#pragma unroll
+    for (int k = 0; k < VECS; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < p.width) {
+        uint4* place = own + sums + (long long)row * p.width + i;
+        Patience patience;
+        uint4 sum = look(place);
+        while (empty(sum)) {
+          patience.check();
+          sum = look(place);
+        }
+        *place = nothing();
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[k][j] = 0.f;
+        add(v[k], sum);
+      }
+    }
+    finish(p, row, v);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) all_reduce(Params p) {
+  pdl_wait();
+  pdl_launch();
+  const u32 call = p.state[0];
+  const long long half = (call & 1) * p.half;
+#if TWO_SHOT
+  two_shot(p, half);
+#else
+  one_shot(p, half);
+#endif
+  end_call(p.state, call);
+}
+
+struct MaxParams {
+  long long* keys;  // [rows], none of them 0; replaced by their maxima
+  u64* inbox[8];    // of every rank, empty where 0
+  u32* state;
+  long long half;  // words
+  int rank, rows;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
+  pdl_wait();
+  pdl_launch();
+  const u32 call = p.state[0];
+  const long long half = (call & 1) * p.half;
+  u64* own = p.inbox[0];
+#pragma unroll
+  for (int r = 1; r < RANKS; r++) own = r == p.rank ? p.inbox[r] : own;
+  for (int row = blockIdx.x * THREADS + threadIdx.x; row < p.rows; row += gridDim.x * THREADS) {
+    long long best = p.keys[row];
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != p.rank)
+        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.inbox[r] + half + p.rank * p.rows + row), "l"(best) : "memory");
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      if (r == p.rank) continue;
+      u64* place = own + half + r * p.rows + row;
+      Patience patience;
+      long long other;
+      do {
+        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(other) : "l"(place) : "memory");
+        patience.check();
+      } while (other == 0);
+      *place = 0;
+      best = other > best ? other : best;
+    }
+    p.keys[row] = best;
+  }
+  end_call(p.state, call);
+}

@@ -1,0 +1,117 @@
+"""Launcher of ``all_reduce.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.ops import Norm
+
+MAX_RANKS = 8
+KEYS = 8192  # most rows of ``all_max``
+STATE_BYTES, KEYS_BYTES = 256, 2 * MAX_RANKS * KEYS * 8
+EMPTY = -0x7FFF8000  # 0x80008000 as int32: two negative zeros
+P = ctypes.c_void_p
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in ("x", "out", "residual", "weight")),
+        ("inbox", P * MAX_RANKS),
+        ("state", P),
+        ("half", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rank", "rows", "width")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _MaxParams(ctypes.Structure):
+    _fields_ = (
+        ("keys", P),
+        ("inbox", P * MAX_RANKS),
+        ("state", P),
+        ("half", ctypes.c_longlong),
+        ("rank", ctypes.c_int),
+        ("rows", ctypes.c_int),
+    )
+
+
+@cache
+def _kernel(ranks: int, threads: int, vectors: int, two_shot: bool, norm: bool) -> Kernel:
+    defines = {"RANKS": ranks, "THREADS": threads, "VECS": vectors}
+    return Kernel("all_reduce.cu", "all_reduce", defines | {"TWO_SHOT": int(two_shot), "NORM": int(norm)})
+
+
+@cache
+def _max_kernel(ranks: int) -> Kernel:
+    defines = {"RANKS": ranks, "THREADS": 256, "VECS": 1, "TWO_SHOT": 0, "NORM": 0}
+    return Kernel("all_reduce.cu", "all_max", defines)
+
+
+def inbox_bytes(ranks: int, message: int) -> int:
+    """Memory a rank shares for messages of up to ``message`` bytes."""
+    return 2 * max(2 * message + ranks * (64 << 10), ranks * one_shot_bytes(ranks, message)) + KEYS_BYTES
+
+
+def one_shot_bytes(ranks: int, message: int) -> int:
+    """Messages up to this many bytes go to all ranks whole."""
+    return message if ranks == 2 else min(message, {3: 512 << 10, 4: 256 << 10}.get(ranks, 128 << 10))
+
+
+class AllReduce:
+    """``inboxes``: where this process sees each rank's memory of ``inbox_bytes(ranks, message)`` bytes, which its owner
+    has passed to ``clear`` and no other has touched. All ranks must make the same calls in the same order, on one stream."""
+
+    def __init__(self, inboxes: list[int], rank: int, message: int) -> None:
+        self._ranks, self._rank, self._message = len(inboxes), rank, message
+        pad = [0] * (MAX_RANKS - self._ranks)
+        self._inboxes = (P * MAX_RANKS)(*(address + KEYS_BYTES for address in inboxes), *pad)
+        self._key_inboxes = (P * MAX_RANKS)(*inboxes, *pad)
+        self._half = (inbox_bytes(self._ranks, message) - KEYS_BYTES) // 2
+        self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._key_state = self._state.data_ptr() + STATE_BYTES // 2
+        self._processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+
+    @staticmethod
+    def clear(memory: Tensor) -> None:
+        """Make uint8 ``memory`` an empty inbox."""
+        memory[:KEYS_BYTES].zero_()
+        memory[KEYS_BYTES:].view(torch.int32).fill_(EMPTY)
+
+    def takes(self, x: Tensor) -> bool:
+        return x.dtype == torch.bfloat16 and 0 < x.nbytes <= self._message and x.shape[-1] % 8 == 0
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, two_shot: bool | None = None) -> Tensor:
+        """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new residual."""
+        assert x.is_contiguous()
+        rows, d = x.shape
+        width = d // 8
+        vectors = -(-width // 1024)
+        threads = -(-width // vectors // 32) * 32
+        if two_shot is None:
+            two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
+        residual, weight, eps = (
+            (norm.residual.data_ptr(), norm.weight.data_ptr(), norm.eps) if norm else (0, 0, 0.0)
+        )
+        params = _Params(
+            x.data_ptr(), x.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(), self._half // 16,
+            self._rank, rows, width, eps,
+        )  # fmt: skip
+        # Blocks wait for their peers' counterparts, so all of them must be on the GPU at once.
+        blocks = min(rows, self._processors * max(1, 1024 // threads))
+        _kernel(self._ranks, threads, vectors, two_shot, norm is not None).launch(blocks, threads, params)
+        return x
+
+    def max(self, keys: Tensor) -> None:
+        """The largest over the ranks of each of ``keys`` int64[S], none of which is 0; in place."""
+        assert keys.is_contiguous()
+        rows = keys.shape[0]
+        assert rows <= KEYS
+        params = _MaxParams(
+            keys.data_ptr(), self._key_inboxes, self._key_state, KEYS_BYTES // 16, self._rank, rows
+        )
+        _max_kernel(self._ranks).launch(-(-rows // 256), 256, params)
