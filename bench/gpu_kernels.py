@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Time the GPU kernels against the limits of the chip: one JSON line a measurement.
 
-    python bench/gpu_kernels.py [decode] [skinny] [small] [prefill] [sampling]
+    python bench/gpu_kernels.py [decode] [skinny] [batch] [small] [prefill] [sampling]
 
 Times are medians of graph replays (CUDA events), each over a set of buffers larger than the L2 cache.
 """
@@ -183,6 +183,46 @@ def bench_skinny() -> None:
             weights = []
 
 
+def bench_batch() -> None:
+    from sgla.kernels.cuda import batch_gemm as bg
+
+    for name, shapes in SHAPES.items():
+        for role, (n, k) in zip(("qkv", "o", "gate_up", "down", "head"), shapes):
+            copies = max(1, min(12, (600 << 20) // (n * k * 2)))
+            weights = [torch.randn(n, k, dtype=BF16, device="cuda") * 0.02 for _ in range(copies)]
+            epilogue = {"gate_up": bg.SILU, "head": bg.FLOAT32}.get(role, bg.STORE)
+            for m in (4, 8, 16, 32, 64, 96, 128, 192, 256):
+                x = torch.randn(m, k, dtype=BF16, device="cuda")
+                chosen = bg.choose(m, n, k, role == "gate_up")
+                configs = [bg.Config(tile, split) for tile in (64, 128) for split in (1, 2, 4, 8)]
+                if role == "head":
+                    configs = [bg.Config(64, 1), bg.Config(128, 1)]
+                results = []
+                for config in configs:
+
+                    def body(config: Any = config) -> None:
+                        for w in weights:
+                            bg.linear(x, w, epilogue=epilogue, config=config)
+
+                    results.append((round(time_us(body, copies, 7), 2), f"{config.tile}x{config.split}"))
+                cublas = time_us(lambda: [torch.nn.functional.linear(x, w) for w in weights], copies, 7)
+                ours = next((us for us, c in results if c == f"{chosen.tile}x{chosen.split}"), None)
+                emit(
+                    bench="batch",
+                    model=name,
+                    role=role,
+                    n=n,
+                    k=k,
+                    m=m,
+                    floor_us=round(max(n * k * 2 / 4.34e6, 2 * m * n * k / 795e6), 2),
+                    cublas_us=round(cublas, 2),
+                    chosen=f"{chosen.tile}x{chosen.split}",
+                    us=ours,
+                    best=sorted(results)[:4],
+                )
+            weights = []
+
+
 def bench_small() -> None:
     from sgla.kernels.triton import elementwise as ew
 
@@ -272,7 +312,7 @@ def bench_sampling() -> None:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["decode", "skinny", "small", "prefill", "sampling"]
+    chosen = sys.argv[1:] or ["decode", "skinny", "batch", "small", "prefill", "sampling"]
     emit(machine=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda)
     for name in chosen:
         globals()[f"bench_{name}"]()

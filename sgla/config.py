@@ -83,7 +83,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         None
     )
     itl_target_ms: Annotated[
-        float | None, Doc(description="inter-token target that limits prefill beside decode")
+        float | None, Doc(description="inter-token target that limits prefill beside decode; 0 = no limit")
     ] = None
     policy: Annotated[
         Literal["fcfs", "lpm", "dfs-weight", "priority"], Doc(description="order of the waiting list")

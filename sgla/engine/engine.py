@@ -67,6 +67,7 @@ class Engine:
     def __init__(
         self, model: str = "demo", *, on_progress: Callable[[Progress], None] | None = None, **config: Any
     ) -> None:
+        config.setdefault("itl_target_ms", 0)  # nobody watches single tokens: prefill at full speed
         self.config = msgspec.convert({"model": model, **config}, Config)
         self._counter = itertools.count()
         self._loop = new_loop()

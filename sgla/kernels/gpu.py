@@ -107,12 +107,14 @@ class LazyQuery:
     projection: Projection
     kv: KVLayer
     out_loc: Tensor
+    in_place: bool
 
     def force(self) -> Tensor:
         p = self.projection
         return elementwise.qk_norm_rope_store(
-            self.qkv, self.positions, p.cos_sin, p.q_norm, p.k_norm, p.eps, self.kv.k, self.kv.v, self.out_loc
-        )
+            self.qkv, self.positions, p.cos_sin, p.q_norm, p.k_norm, p.eps,
+            self.kv.k, self.kv.v, self.out_loc, self.in_place,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -229,7 +231,10 @@ class GpuOps:
         kv: KVLayer,
         out_loc: Tensor,
     ) -> Any:
-        lazy = LazyQuery(force(qkv), positions, Projection(cos_sin, q_norm, k_norm, eps), kv, out_loc)
+        in_place = getattr(self.attend, "in_place", False)
+        lazy = LazyQuery(
+            force(qkv), positions, Projection(cos_sin, q_norm, k_norm, eps), kv, out_loc, in_place
+        )
         return lazy if self._decode is not None and cos_sin.shape[1] == kv.k.shape[-1] else lazy.force()
 
     def attention(

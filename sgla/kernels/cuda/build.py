@@ -19,6 +19,7 @@ import torch
 
 HERE = Path(__file__).parent
 _ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LAUNCH_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _LAUNCH_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -26,8 +27,7 @@ class _Attribute(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int),
         ("pad", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
+        ("value", ctypes.c_int * 16),
     )
 
 
@@ -43,34 +43,42 @@ class _Config(ctypes.Structure):
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(code: int, what: str) -> None:
+def check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+        driver().cuGetErrorString(code, ctypes.byref(text))
         raise RuntimeError(f"{what}: CUDA error {code} ({(text.value or b'?').decode()})")
 
 
 class Kernel:
     """One compiled kernel that takes a single structure by value.
 
-    ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes.
+    ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes; ``cluster`` blocks
+    that follow each other see each other's shared memory.
     """
 
-    def __init__(self, file: str, name: str, defines: Mapping[str, int], shared: int = 0) -> None:
+    def __init__(
+        self, file: str, name: str, defines: Mapping[str, int], shared: int = 0, cluster: int = 1
+    ) -> None:
         torch.cuda.current_stream()  # the context must exist
         cubin = _compiled(file, tuple(sorted(defines.items())))
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {file}")
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+        check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {file}")
+        check(driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
         if shared > 48 << 10:
-            code = _driver().cuFuncSetAttribute(self._function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, shared)
-            _check(code, f"{shared} bytes of shared memory for {name}")
+            code = driver().cuFuncSetAttribute(self._function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, shared)
+            check(code, f"{shared} bytes of shared memory for {name}")
         self.shared = shared
-        self._attribute = _Attribute(id=_LAUNCH_SERIALIZATION, value=1)
+        attributes = [_Attribute(_LAUNCH_CLUSTER, 0, (cluster, 1, 1))] if cluster > 1 else []
+        attributes.append(
+            _Attribute(_LAUNCH_SERIALIZATION, 0, (1,))
+        )  # the last one: `launch` may leave it out
+        self._count = len(attributes)
+        self._attributes = (_Attribute * self._count)(*attributes)
 
     def launch(self, grid: int, threads: int, params: ctypes.Structure, dependent: bool = True) -> None:
         """On the current stream. ``dependent``: may start while the kernel before it runs (it waits by itself)."""
@@ -80,11 +88,11 @@ class Kernel:
             (threads, 1, 1),
             self.shared,
             stream,
-            ctypes.pointer(self._attribute),
-            int(dependent),
+            self._attributes,
+            self._count if dependent else self._count - 1,
         )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch")
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch")
 
 
 def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:

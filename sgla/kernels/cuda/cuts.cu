@@ -1,7 +1,7 @@
 // The smallest logit that top-k, top-p and min-p leave in each row, without sorting: two levels of a histogram over the
 // distance to the largest logit. A bin holds the number of its tokens and their weight exp(-distance / T) in one 64-bit
-// word (18 bits of count, the rest fixed point), so a token costs one atomic. Tokens lighter than 4e-9 of the top are
-// left out of the counts; a level resolves 1/100, two resolve 5e-6 of T, below which tokens count as equal.
+// word (18 bits of count, the rest fixed point), so a token costs one atomic. A level resolves 1/100, two resolve 5e-6 of
+// T, below which tokens count as equal. Tokens lighter than 2e-9 of the top cannot be drawn where there is a cut.
 #include "common.cuh"
 
 typedef unsigned long long u64;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) 
   if (top_k > 0 || top_p < 1.f) {
     const float to_bins = 1.f / (temperature * WIDTH);
     auto weigh = [&](float distance) {  // in bins
-      return (u64(exp2_fast(distance * (-WIDTH * 1.442695041f)) * ONE) << COUNT_BITS) | 1;
+      return (u64(exp2_fast(distance * (-WIDTH * 1.442695041f)) * ONE + 0.5f) << COUNT_BITS) | 1;
     };
     for_each(row, p.vocab, [&](float x) {
       const float distance = (top - x) * to_bins;
@@ -127,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) 
         const Found f = search(fine, [&](u64 s) { return ((c.before + s) & COUNT) >= u64(top_k); });
         cut = fmaxf(cut, edge(c.bin, f.bin));
         mass = (c.before + f.upto) >> COUNT_BITS;
-      } else {
+      } else {  // the rest of the k are out of range
+        cut = fmaxf(cut, top - RANGE * temperature);
         mass = c.upto >> COUNT_BITS;
       }
     }

@@ -89,6 +89,7 @@ def _qk_norm_rope_store(
     out_loc,
     q_out,
     eps,
+    s_out,
     q_heads,
     kv_heads,
     page_size,
@@ -102,6 +103,7 @@ def _qk_norm_rope_store(
     HB: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: HB heads of one token, all of q, or all of k, or all of v."""
@@ -156,12 +158,17 @@ def _qk_norm_rope_store(
     ra = a * cos - b * sin
     rb = b * cos + a * sin
     if kind == 0:
-        target = q_out + token * q_heads * HD + head[:, None] * HD
+        target = q_out + token * s_out + head[:, None] * HD
         tl.store(target + i[None, :], ra, mask=mask)
         tl.store(target + half + i[None, :], rb, mask=mask)
         if ROT < HD:
             tl.store(target + ROT + j[None, :], rest, mask=rest_mask)
     else:
+        if IN_PLACE:
+            tl.store(source + i[None, :], ra, mask=mask)
+            tl.store(source + half + i[None, :], rb, mask=mask)
+            if ROT < HD and HAS_K_NORM:
+                tl.store(source + ROT + j[None, :], rest, mask=rest_mask)
         target = k_pages + page + head[:, None] * s_head
         tl.store(target + i[None, :], ra, mask=mask)
         tl.store(target + half + i[None, :], rb, mask=mask)
@@ -222,13 +229,15 @@ def qk_norm_rope_store(
     k: Tensor,
     v: Tensor,
     out_loc: Tensor,
+    in_place: bool = False,
 ) -> Tensor:
-    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous."""
+    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous. ``in_place``: q and k are
+    also changed in ``qkv``, whose first columns are returned."""
     tokens = qkv.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
     rot = cos_sin.shape[1]
-    out = qkv.new_empty(tokens, q_heads * dim)
+    out = qkv[:, : q_heads * dim] if in_place else qkv.new_empty(tokens, q_heads * dim)
     heads = min(8, triton.next_power_of_2(kv_heads))
     grid = (tokens, triton.cdiv(q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
     _qk_norm_rope_store[grid](
@@ -242,6 +251,7 @@ def qk_norm_rope_store(
         out_loc,
         out,
         eps,
+        out.stride(0),
         q_heads,
         kv_heads,
         page_size,
@@ -255,6 +265,7 @@ def qk_norm_rope_store(
         HB=heads,
         HAS_Q_NORM=q_norm is not None,
         HAS_K_NORM=k_norm is not None,
+        IN_PLACE=in_place,
         num_warps=2,
         **_pdl(),
     )
