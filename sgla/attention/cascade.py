@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sgla.attention.base import DevicePrefixes, Shape
-from sgla.kernels.triton.cascade import ITEM
+from sgla.attention.base import Attention, DevicePrefixes, Shape
+from sgla.kernels.triton.cascade import ITEM, tile_rows
 
 Int32s = NDArray[np.int32]
 
@@ -55,14 +55,22 @@ class Cascade:
         self._known: tuple[bytes, int, int] | None = None
         self._plan: Prefixes | None = None
 
+    @classmethod
+    def of(cls, shape: Shape, backend: Attention) -> Cascade | None:
+        """None where the backend does not take prefixes, or no layer sees all tokens."""
+        if not backend.decode.cascades or 0 not in shape.windows:
+            return None
+        return cls(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+
     def plan(
-        self, slots: Int32s, starts: Int32s, page_table: Int32s, admissions: int, tile_rows: int
+        self, slots: Int32s, starts: Int32s, page_table: Int32s, admissions: int, batch: int
     ) -> Prefixes | None:
         """None if sharing does not pay. ``starts``: positions of the tokens to compute. ``admissions`` changes when a slot
-        gets another request; else pages are only appended, and the plan stays as it is. ``tile_rows``: of the kernel."""
-        key = (slots.tobytes(), admissions, tile_rows)
+        gets another request; else pages are only appended, and the plan stays as it is. ``batch``: rows with padding."""
+        key = (slots.tobytes(), admissions, batch)
         if key != self._known:
-            self._known, self._plan = key, self._make(slots, starts, page_table, tile_rows)
+            tile = tile_rows(batch, self._shape.group, self._shape.head_dim)
+            self._known, self._plan = key, self._make(slots, starts, page_table, tile)
         return self._plan
 
     def _make(self, slots: Int32s, starts: Int32s, page_table: Int32s, tile_rows: int) -> Prefixes | None:

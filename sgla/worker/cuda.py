@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sgla import attention, clock
 from sgla.attention import DeviceBatch, ExtendRows
+from sgla.attention.base import DevicePrefixes
+from sgla.attention.cascade import Cascade, pack, unpack
 from sgla.config import Config
 from sgla.dist.gpus import join_gpus
 from sgla.errors import ConfigError, UnsupportedField
@@ -114,6 +116,7 @@ class CudaRunner:
         )
         self.attention, self.notes = attention.choose(config.attention_backend, shape, spec.attention_scale)
         self._captures = config.attention_backend != "torch"
+        self.cascade = Cascade.of(shape, self.attention)
         self.ops = gpu.install(self.attention)
         free = torch.cuda.mem_get_info()[0]
         with torch.device("cuda"):
@@ -272,7 +275,8 @@ class CudaRunner:
         q_start = np.zeros(rows + 1, np.int32)
         np.cumsum(q_lens, out=q_start[1:])
         kv_lens = starts + q_lens
-        cums = [self._tiles(kv_lens[:decodes], window) for window in self.windows]
+        prefixes, skip = self._shared_prefixes(slots[:decodes], starts[:decodes])
+        cums = [self._tiles(kv_lens[:decodes], window, skip) for window in self.windows]
         packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
         d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
         ids, positions, out_loc = torch.empty(3, tokens, dtype=torch.int32, device="cuda")
@@ -297,16 +301,29 @@ class CudaRunner:
             decode_rows=decodes,
             cum=dict(zip(self.windows, packed[4:])),
             extend=extend,
+            prefixes=prefixes,
         )
         self.attention.plan(batch)
         return batch
 
-    def _tiles(self, kv_lens: Any, window: int) -> Any:
+    def _shared_prefixes(self, slots: Any, starts: Any) -> tuple[DevicePrefixes | None, Any]:
+        """What these decode rows share, and ``skip``."""
+        rows = len(slots)
+        plan, tables = None, self.tables
+        if self.cascade is not None and rows:
+            plan = self.cascade.plan(slots, starts, tables.host.page_table, tables.admissions, rows)
+        if plan is None:
+            return None, np.zeros(rows, np.int32)
+        return unpack(upload(pack(plan, rows)), rows), plan.skip
+
+    def _tiles(self, kv_lens: Any, window: int, skip: Any) -> Any:
         """``DeviceBatch.cum`` on the host."""
         tile = attention.TILE
         tiles = -(-kv_lens // tile)
         if window:
             tiles = tiles - np.where(kv_lens > window, (kv_lens - window) // tile, 0)
+        else:
+            tiles = tiles - skip // tile
         return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
 
     def _logits(self, hidden: Any) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sgla import attention
 from sgla.attention import DeviceBatch
+from sgla.attention.base import DevicePrefixes
+from sgla.attention.cascade import Prefixes, pack, unpack
 from sgla.attention.native import NativeDecode
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
@@ -28,6 +30,11 @@ def sizes_up_to(limit: int) -> list[int]:
     """Batch sizes that get a graph: a batch runs in the next larger one."""
     sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
     return [size for size in sizes if size < limit] + [limit]
+
+
+def cascade_sizes(sizes: list[int]) -> list[int]:
+    """Those that get a second graph, for rows that share prefixes: fewer, since such batches are large or rare."""
+    return [size for size in sizes if size in (8, 16) or size % 32 == 0 or size == sizes[-1]]
 
 
 class Capture:
@@ -50,7 +57,10 @@ class Capture:
 
 class DecodeGraphs:
     """One graph for each size, all in one memory pool. ``columns`` int32[3, limit] is what they read: slots, positions of
-    the input token (-1: padding), positions of the sampled one (0: padding)."""
+    the input token (-1: padding), positions of the sampled one (0: padding).
+
+    Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is written when the
+    set of rows changes."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self.limit = runner.slots
@@ -58,6 +68,11 @@ class DecodeGraphs:
         self._runner = runner
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits = torch.empty(self.limit, len(runner.model.lm_head.own), device="cuda")
+        self._cascade_sizes = cascade_sizes(self.sizes) if runner.cascade is not None else []
+        self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
+        self._plan: Prefixes | None = None  # what the buffer holds
+        flat = torch.from_numpy(pack(None, self.limit))
+        self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
         self.columns = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(3, self.limit, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
@@ -74,16 +89,20 @@ class DecodeGraphs:
         self.columns[1].fill_(-1)
         for size in reversed(self.sizes):
             self._graphs[size] = capture(lambda size=size: self._forward(size))  # type: ignore[misc]
+        for size in reversed(self._cascade_sizes):
+            self._cascades[size] = capture(lambda size=size: self._forward(size, True))  # type: ignore[misc]
 
-    def _forward(self, size: int) -> None:
-        """The step of ``size`` rows described by ``columns``."""
+    def _forward(self, size: int, cascade: bool = False) -> None:
+        """The step of ``size`` rows described by ``columns``; ``cascade``: with the prefixes in the buffer."""
         runner, tables = self._runner, self._runner.tables
         slots, starts, ends = (c[:size] for c in self.columns)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
         first, *others = runner.windows
+        prefixes = self._prefixes(size) if cascade else None
         step.prepare_decode(
             slots, starts, tables.tokens, tables.page_table, tables.page_size,
             self._ids[:size], self._positions[:size], kv_len, self._out_loc[:size], cum[first], attention.TILE, first,
+            prefixes.skip if prefixes is not None else None,
         )  # fmt: skip
         for window in others:
             step.count_tiles(kv_len, cum[window], attention.TILE, window)
@@ -101,9 +120,11 @@ class DecodeGraphs:
             sample_rows=self._q_start[:size],
             decode_rows=size,
             cum=cum,
+            prefixes=prefixes,
         )
         decode = runner.attention.decode
-        with runner.ops.fused(size, decode if isinstance(decode, NativeDecode) else None):
+        whole = isinstance(decode, NativeDecode) and not cascade  # the prefixes' kernel wants q before that one makes it
+        with runner.ops.fused(size, decode if whole else None):
             hidden = runner.model.forward(batch, runner.kv)
             with runner.ops.float32_output(self._logits[:size]):
                 logits = runner.model.logits_part(hidden)
@@ -111,18 +132,36 @@ class DecodeGraphs:
             self._logits[:size].copy_(logits)
         runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size])
 
+    def _prefixes(self, size: int) -> DevicePrefixes:
+        count, items, order, skip, first = unpack(self._shared, self.limit)
+        return DevicePrefixes(count, items, order[:size], skip[:size], first[: size + 1])
+
+    def _plan_prefixes(self, slots: Any, starts: Any) -> Prefixes | None:
+        cascade = self._runner.cascade
+        if cascade is None:
+            return None
+        size = next(size for size in self._cascade_sizes if size >= len(slots))
+        tables = self._runner.tables
+        return cascade.plan(slots, starts, tables.host.page_table, tables.admissions, size)
+
     def run(self, slots: Any, starts: Any) -> tuple[Tensor, list[Scored]]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and the logprobs that rows want."""
         rows = len(slots)
-        size = next(size for size in self.sizes if size >= rows)
+        plan = self._plan_prefixes(slots, starts)
+        sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
+        size = next(size for size in sizes if size >= rows)
         pinned = self._pinned[self._stage]
+        if plan is not None and plan is not self._plan:
+            shared, self._plan = self._pinned_shared[self._stage], plan
+            shared.numpy()[:] = pack(plan, self.limit)
+            self._shared.copy_(shared, non_blocking=True)
         self._stage = (self._stage + 1) % STAGES
         host = pinned.numpy()
         host[0, :rows], host[1, :rows] = slots, starts
         host[0, rows:], host[1, rows:], host[2, rows:] = self._runner.slots, -1, 0
         np.add(starts, 1, out=host[2, :rows])
         self.columns.copy_(pinned, non_blocking=True)
-        self._graphs[size].replay()
+        graphs[size].replay()
         sampler = self._runner.sampler
         if sampler.plain(slots):
             return self.out, []
