@@ -44,9 +44,9 @@ class ExtendRows(NamedTuple):
 
 
 class DevicePrefixes(NamedTuple):
-    """What decode rows share, on the GPU: see ``cascade.Prefixes``; ``count`` int32[1] of the ``items`` are valid."""
+    """What decode rows share, on the GPU: see ``cascade.Prefixes``; ``valid`` int32[1] of the ``items`` are there."""
 
-    count: Tensor
+    valid: Tensor
     items: Tensor
     order: Tensor
     skip: Tensor

@@ -196,8 +196,8 @@ def pack(prefixes: Prefixes | None, rows: int) -> Int32s:
 
 
 def unpack(flat: Tensor, rows: int) -> DevicePrefixes:
-    count, items, order, skip, first = flat.split([1, ITEMS * ITEM, rows, rows, rows + 1])
-    return DevicePrefixes(count, items, order, skip, first)
+    valid, items, order, skip, first = flat.split([1, ITEMS * ITEM, rows, rows, rows + 1])
+    return DevicePrefixes(valid, items, order, skip, first)
 
 
 def workspace(shape: Shape) -> tuple[Tensor, Tensor]:

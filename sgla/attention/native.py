@@ -44,10 +44,10 @@ class NativeDecode:
         """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
         n, prefix = batch.decode_rows, None
         if batch.prefixes is not None and not window:
-            count, items, order, skip, first = batch.prefixes
+            valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
             attend_prefixes(
-                q, kv.k, kv.v, batch.page_table, items, count, order, first, *self._parts, scale, softcap, self._processors
+                q, kv.k, kv.v, batch.page_table, items, valid, order, first, *self._parts, scale, softcap, self._processors
             )  # fmt: skip
             prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(

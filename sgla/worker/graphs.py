@@ -123,8 +123,9 @@ class DecodeGraphs:
             prefixes=prefixes,
         )
         decode = runner.attention.decode
-        whole = isinstance(decode, NativeDecode) and not cascade  # the prefixes' kernel wants q before that one makes it
-        with runner.ops.fused(size, decode if whole else None):
+        # The prefixes' kernel wants q before the decode kernel would make it.
+        fused = decode if isinstance(decode, NativeDecode) and not cascade else None
+        with runner.ops.fused(size, fused):
             hidden = runner.model.forward(batch, runner.kv)
             with runner.ops.float32_output(self._logits[:size]):
                 logits = runner.model.logits_part(hidden)
@@ -133,8 +134,8 @@ class DecodeGraphs:
         runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size])
 
     def _prefixes(self, size: int) -> DevicePrefixes:
-        count, items, order, skip, first = unpack(self._shared, self.limit)
-        return DevicePrefixes(count, items, order[:size], skip[:size], first[: size + 1])
+        valid, items, order, skip, first = unpack(self._shared, self.limit)
+        return DevicePrefixes(valid, items, order[:size], skip[:size], first[: size + 1])
 
     def _plan_prefixes(self, slots: Any, starts: Any) -> Prefixes | None:
         cascade = self._runner.cascade
