@@ -61,7 +61,7 @@ class Tab:
         for domain in ("Page", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
-        await self.until("document.readyState === 'complete'")
+        await self.until("location.protocol !== 'about:' && document.readyState === 'complete'")
 
     async def js(self, expression: str) -> Any:
         """The value of an expression in the page."""
