@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels import ops
+from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
@@ -129,9 +129,12 @@ class LazySum:
         return self.x
 
 
+LAZY = (LazyNorm, LazyLinear, LazyQuery, LazySum, mixture.Few, mixture.Grouped)
+
+
 def force(x: Any) -> Tensor:
     """The tensor behind a held-back value."""
-    result: Tensor = x.force() if isinstance(x, LazyNorm | LazyLinear | LazyQuery | LazySum) else x
+    result: Tensor = x.force() if isinstance(x, LAZY) else x
     return result
 
 
@@ -189,6 +192,11 @@ class GpuOps:
         residual = force(residual)
         if self._fuse and isinstance(x, LazyLinear):
             x.run(skinny_gemm.ADD, out=residual)
+            return LazyNorm(residual, weight, eps), residual
+        if isinstance(x, mixture.Few | mixture.Grouped):
+            if not self._fuse:
+                return x.add_norm(residual, weight, eps), residual
+            x.add(residual)
             return LazyNorm(residual, weight, eps), residual
         if isinstance(x, LazySum):
             y = x.ranks.all_reduce_norm(x.x, Norm(residual, weight, eps))
@@ -249,6 +257,21 @@ class GpuOps:
         if isinstance(x, LazyLinear) and x.bias is None and x.fusable:
             return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
         return elementwise.act_mul(force(x), kind)
+
+    def moe(
+        self,
+        x: Any,
+        router: Weight,
+        gate_up: Weight,
+        down: Weight,
+        top_k: int,
+        normalize: bool,
+        activation: Activation,
+    ) -> mixture.Few | mixture.Grouped:
+        norm = None
+        if isinstance(x, LazyNorm):
+            x, norm = x.x, (x.weight, x.eps)
+        return mixture.run(force(x), norm, router, gate_up, down, top_k, normalize, activation)
 
     def gather(self, x: Any, rows: Tensor) -> Tensor:
         return elementwise.take_rows(force(x), rows)

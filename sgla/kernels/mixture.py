@@ -1,0 +1,102 @@
+"""``ops.moe`` on an NVIDIA GPU: which kernels a number of tokens takes, and the sum over the experts held back until it is
+known whether it goes into the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.ops import Activation
+from sgla.kernels.triton import elementwise, moe, moe_tiles
+
+if TYPE_CHECKING:
+    from sgla.quant import Weight
+
+FEW = 4  # tokens whose experts are read for each token alone: they seldom share one
+ROUTED = 16  # tokens up to which norm and router are one kernel
+
+
+@dataclass(slots=True)
+class Few:
+    """The inner activations of few tokens, times their probabilities."""
+
+    inner: Tensor
+    ids: Tensor
+    down: Weight
+    top_k: int
+    width: int
+
+    def force(self) -> Tensor:
+        return self._down(None)
+
+    def add(self, residual: Tensor) -> None:
+        """Add the result to ``residual`` in place."""
+        self._down(residual)
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the result to ``residual`` in place and return its RMSNorm."""
+        return elementwise.rms_norm(self._down(residual), weight, eps)
+
+    def _down(self, out: Tensor | None) -> Tensor:
+        return moe.few_down(
+            self.inner, self.down.data, self.down.scale, self.ids, self.top_k, self.width, out
+        )
+
+
+@dataclass(slots=True)
+class Grouped:
+    """The outputs of each pair of token and expert."""
+
+    y: Tensor
+    probabilities: Tensor
+
+    def force(self) -> Tensor:
+        return moe.combine(self.y, self.probabilities)
+
+    def add(self, residual: Tensor) -> None:
+        moe.combine(self.y, self.probabilities, residual)
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
+
+
+def run(
+    x: Tensor,
+    norm: tuple[Tensor, float] | None,
+    router: Weight,
+    gate_up: Weight,
+    down: Weight,
+    top_k: int,
+    normalize: bool,
+    activation: Activation,
+) -> Few | Grouped:
+    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3."""
+    assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
+    tokens, d = x.shape
+    if tokens <= ROUTED:
+        weight, eps = norm or (None, 0.0)
+        x, logits = moe.norm_router(x, weight, eps, router.data)
+    else:
+        x = x if norm is None else elementwise.rms_norm(x, *norm)
+        logits = _logits(x, router.data)
+    if tokens <= FEW:
+        inner, ids = moe.few_gate_up(x, logits, gate_up.data, gate_up.scale, top_k, normalize, activation)
+        return Few(inner, ids, down, top_k, d)
+    probabilities, chosen = moe.route(logits, top_k, normalize)
+    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size())
+    order, blocks = moe.group(chosen, router.n, tiles.rows)
+    inner = moe.experts(
+        x, None, gate_up.data, None, down.k, order, blocks, top_k, tiles.rows, tiles.gate_up, activation
+    )
+    y = moe.experts(inner, None, down.data, None, d, order, blocks, top_k, tiles.rows, tiles.down)
+    return Grouped(y, probabilities)
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    """float32 ``[T, E]``: rounded to bfloat16, near experts would tie."""
+    if x.dtype == torch.float32:
+        return x @ router.t()
+    return torch.mm(x, router.t(), out_dtype=torch.float32)

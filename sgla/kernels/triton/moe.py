@@ -1,0 +1,476 @@
+# mypy: allow-untyped-defs
+"""Mixture of experts on the GPU: routing, grouped matrix products, and vector products for very few tokens.
+
+A *pair* is one token's choice of one expert: token ``p // top_k``. Sorted by expert, pairs form *blocks* of equal size,
+each of one expert, with a table int32 ``[blocks, 3]``: expert (-1: nothing to do), first and last + 1 place in the order.
+Grids depend on the number of tokens alone, so that every launch can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sgla.kernels.triton.elementwise import _begin, _pdl
+
+
+class Tile(NamedTuple):
+    """How one grouped product is cut: ``n`` outputs (of gate and of up each) and ``k`` inputs at a time."""
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+    swap: bool  # weights are the wide side of the tensor-core instruction: for blocks of few rows
+    bulk: bool  # weights come through the bulk copy engine (TMA)
+
+
+class Tiles(NamedTuple):
+    """For up to ``tokens`` tokens: pairs in a block, and the cuts of the two products."""
+
+    tokens: int
+    rows: int
+    gate_up: Tile
+    down: Tile
+
+
+class Cut(NamedTuple):
+    """How a product for few tokens is cut: ``n`` outputs of a program, ``k`` inputs at a time."""
+
+    n: int
+    k: int
+    warps: int
+
+
+GATE_UP, DOWN = Cut(8, 2048, 8), Cut(8, 256, 4)
+
+
+@triton.jit
+def _activate(gate, GELU: tl.constexpr):
+    if GELU:
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2 * u)
+    return gate * tl.sigmoid(gate)
+
+
+@triton.jit
+def _norm_router(
+    x, norm, router, normed, logits, eps, d, experts,
+    HAS_NORM: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the logits of BE experts for one token, and from the first one the normed token too."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    i = tl.arange(0, D)
+    w = tl.load(
+        router + e[:, None] * d + i[None, :], mask=(e < experts)[:, None] & (i < d)[None, :], other=0.0
+    )
+    if HAS_NORM:
+        n = tl.load(norm + i, mask=i < d, other=0.0).to(tl.float32)
+    _begin(PDL)
+    v = tl.load(x + token * d + i, mask=i < d, other=0.0)
+    if HAS_NORM:
+        f = v.to(tl.float32)
+        v = (f * tl.rsqrt(tl.sum(f * f) / d + eps) * n).to(v.dtype)
+        if tl.program_id(1) == 0:
+            tl.store(normed + token * d + i, v, mask=i < d)
+    y = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)
+    tl.store(logits + token * experts + e, y, mask=e < experts)
+
+
+@triton.jit
+def _route(
+    logits, ids, probabilities, tokens, experts, top_k,
+    NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the best experts of BT tokens; equal logits go to the lower number."""
+    _begin(PDL)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i = tl.arange(0, E)
+    live = (t < tokens)[:, None]
+    v = tl.load(
+        logits + t[:, None] * experts + i[None, :], mask=live & (i < experts)[None, :], other=float("-inf")
+    )
+    top = tl.max(v, 1)
+    total = tl.sum(tl.exp(v - top[:, None]), 1)
+    column = tl.arange(0, K)[None, :]
+    chosen = tl.zeros([BT, K], tl.int32)
+    p = tl.zeros([BT, K], tl.float32)
+    for j in range(top_k):
+        best = tl.max(v, 1)
+        expert = tl.argmax(v, 1)
+        chosen = tl.where(column == j, expert[:, None], chosen)
+        p = tl.where(column == j, tl.exp(best - top)[:, None], p)
+        v = tl.where(i[None, :] == expert[:, None], float("-inf"), v)
+    scale = tl.sum(p, 1) if NORMALIZE else total
+    at = t[:, None] * top_k + column
+    mask = live & (column < top_k)
+    tl.store(ids + at, tl.minimum(chosen, experts - 1), mask=mask)  # within bounds even for NaN
+    tl.store(probabilities + at, p / scale[:, None], mask=mask)
+
+
+@triton.jit
+def _group(
+    ids, order, blocks, pairs, count,
+    ROWS: tl.constexpr, E: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the places of one expert's pairs in the order, and its blocks."""
+    _begin(PDL)
+    expert = tl.program_id(0)
+    i = tl.arange(0, CHUNK)
+    bins = tl.arange(0, E)
+    sizes = tl.zeros([E], tl.int32)
+    for at in range(0, pairs, CHUNK):
+        live = at + i < pairs
+        sizes += tl.histogram(tl.load(ids + at + i, mask=live, other=0), E, mask=live)
+    needed = (sizes + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(bins < expert, sizes, 0))
+    first = tl.sum(tl.where(bins < expert, needed, 0))
+    size = tl.sum(tl.where(bins == expert, sizes, 0))
+    own = (size + ROWS - 1) // ROWS
+    b = tl.arange(0, BLOCKS)
+    entry = blocks + (first + b) * 3
+    tl.store(entry, tl.zeros([BLOCKS], tl.int32) + expert, mask=b < own)
+    tl.store(entry + 1, start + b * ROWS, mask=b < own)
+    tl.store(entry + 2, tl.minimum(start + (b + 1) * ROWS, start + size), mask=b < own)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(blocks + b * 3, tl.full([BLOCKS], -1, tl.int32), mask=(b >= first + own) & (b < count))
+    seen = start
+    for at in range(0, pairs, CHUNK):
+        found = tl.load(ids + at + i, mask=at + i < pairs, other=-1) == expert
+        rank = tl.cumsum(found.to(tl.int32), 0)
+        tl.store(order + seen + rank - 1, at + i, mask=found)
+        seen += tl.sum(found.to(tl.int32))
+
+
+@triton.jit
+def _weight(
+    w, row, last, k, depth, BN: tl.constexpr, BK: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr
+):
+    """``w[row : row + BN, k : k + BK]``; rows from ``last`` on are anything."""
+    if BULK:
+        tile = w.load([row, k])
+    else:
+        r = row + tl.arange(0, BN)
+        c = k + tl.arange(0, BK)
+        at = w + r.to(tl.int64)[:, None] * depth + c[None, :]
+        if EVEN:
+            tile = tl.load(at, mask=(r < last)[:, None], other=0.0)
+        else:
+            tile = tl.load(at, mask=(r < last)[:, None] & (c < depth)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _dot(x, w, acc, SWAP: tl.constexpr):
+    if SWAP:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _experts(
+    x, x_scale, w, w_scale, order, blocks, out, n, k, top_k,
+    GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr, BULK: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN outputs of the pairs of one block.
+
+    GATED: x is by token, w has gate rows and up rows of each expert, out is in the pairs' order. Otherwise x is in that
+    order and out by pair.
+    """
+    _begin(PDL)
+    tiles = tl.cdiv(n, BN)
+    block = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * BN
+    expert = tl.load(blocks + block * 3)
+    if expert < 0:
+        return
+    place = tl.load(blocks + block * 3 + 1) + tl.arange(0, BM)
+    live = place < tl.load(blocks + block * 3 + 2)
+    pair = tl.load(order + place, mask=live, other=0)
+    row = pair // top_k if GATED else place
+    c = tl.arange(0, BK)
+    at = x + row.to(tl.int64)[:, None] * k + c[None, :]
+    top = expert * (2 * n if GATED else n) + first
+    last = top - first + n
+    shape: tl.constexpr = [BN, BM] if SWAP else [BM, BN]
+    acc = tl.zeros(shape, tl.float32)
+    up = tl.zeros(shape, tl.float32)
+    for depth in range(0, k, BK):
+        if EVEN:
+            a = tl.load(at + depth, mask=live[:, None], other=0.0)
+        else:
+            a = tl.load(at + depth, mask=live[:, None] & (depth + c < k)[None, :], other=0.0)
+        acc = _dot(a, _weight(w, top, last, depth, k, BN, BK, BULK, EVEN), acc, SWAP)
+        if GATED:
+            up = _dot(a, _weight(w, top + n, last + n, depth, k, BN, BK, BULK, EVEN), up, SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    column = first + tl.arange(0, BN)
+    inside = column < n
+    if SCALED:
+        by_row = tl.load(x_scale + row, mask=live, other=0.0)[:, None]
+        by_column = w_scale + expert * (2 * n if GATED else n) + column
+        acc = acc * by_row * tl.load(by_column, mask=inside, other=0.0)[None, :]
+        if GATED:
+            up = up * by_row * tl.load(by_column + n, mask=inside, other=0.0)[None, :]
+    target = pair
+    if GATED:
+        acc = _activate(acc, GELU) * up
+        target = place
+    to = out + target.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(to, acc, mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _combine(
+    y, probabilities, residual, norm, out, total, eps, d, TOP_K: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the weighted sum of one token's experts. ADD: into the residual. NORM: and the norm of that."""
+    _begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, D)
+    v = tl.zeros([D], tl.float32)
+    if ADD:
+        v = tl.load(residual + token * d + i, mask=i < d, other=0.0).to(tl.float32)
+    for j in tl.static_range(TOP_K):
+        p = tl.load(probabilities + token * TOP_K + j)
+        v += p * tl.load(y + (token * TOP_K + j) * d + i, mask=i < d, other=0.0).to(tl.float32)
+    h = v.to(total.dtype.element_ty)
+    tl.store(total + token * d + i, h, mask=i < d)
+    if NORM:
+        v = h.to(tl.float32)
+        w = tl.load(norm + i, mask=i < d, other=0.0).to(tl.float32)
+        tl.store(out + token * d + i, v * tl.rsqrt(tl.sum(v * v) / d + eps) * w, mask=i < d)
+
+
+@triton.jit
+def _few_gate_up(
+    x, logits, w, w_scale, ids, out, f, experts,
+    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, E: tl.constexpr,
+    D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN inner activations of one pair, times its probability. Each routes for itself: that is quicker than
+    another launch."""
+    _begin(PDL)
+    pair = tl.program_id(0)
+    token = pair // TOP_K
+    i = tl.arange(0, E)
+    v = tl.load(logits + token * experts + i, mask=i < experts, other=float("-inf"))
+    mine = v[:, None]
+    others = v[None, :]
+    ahead = (others > mine) | ((others == mine) & (i[None, :] < i[:, None]))
+    rank = tl.sum(ahead.to(tl.int32), 1)
+    expert = tl.minimum(tl.sum(tl.where(rank == pair % TOP_K, i, 0)), experts - 1)
+    weight = tl.exp(v - tl.max(v, 0))
+    p = tl.sum(tl.where(rank == pair % TOP_K, weight, 0.0))
+    p /= tl.sum(tl.where(rank < TOP_K, weight, 0.0)) if NORMALIZE else tl.sum(weight)
+    if tl.program_id(1) == 0:
+        tl.store(ids + pair, expert)
+    r = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    source = w + (expert.to(tl.int64) * 2 * f + r)[:, None] * D + k[None, :]
+    gate = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for at in tl.static_range(0, D, BK):
+        mask = (r < f)[:, None] & (at + k < D)[None, :]
+        g = tl.load(source + at, mask=mask, other=0.0)
+        u = tl.load(source + f.to(tl.int64) * D + at, mask=mask, other=0.0)
+        a = tl.load(x + token.to(tl.int64) * D + at + k, mask=at + k < D, other=0.0).to(tl.float32)[None, :]
+        gate += g.to(tl.float32) * a
+        up += u.to(tl.float32) * a
+    g = tl.sum(gate, 1)
+    u = tl.sum(up, 1)
+    if SCALED:
+        scale = w_scale + expert * 2 * f + r
+        g *= tl.load(scale, mask=r < f, other=0.0)
+        u *= tl.load(scale + f, mask=r < f, other=0.0)
+    tl.store(out + pair.to(tl.int64) * f + r, p * _activate(g, GELU) * u, mask=r < f)
+
+
+@triton.jit
+def _few_down(
+    x, w, w_scale, ids, out, d,
+    TOP_K: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN outputs of one token, summed over its experts."""
+    _begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(ids + token * TOP_K + j).to(tl.int64) * d + c
+        part = tl.zeros([BN, BK], tl.float32)
+        for at in tl.static_range(0, F, BK):
+            a = tl.load(x + (token * TOP_K + j) * F + at + k, mask=at + k < F, other=0.0).to(tl.float32)
+            source = w + row[:, None] * F + (at + k)[None, :]
+            part += (
+                tl.load(source, mask=(c < d)[:, None] & (at + k < F)[None, :], other=0.0).to(tl.float32)
+                * a[None, :]
+            )
+        if SCALED:
+            part *= tl.load(w_scale + row, mask=c < d, other=0.0)[:, None]
+        acc += part
+    y = tl.sum(acc, 1)
+    to = out + token * d + c
+    if ADD:
+        y += tl.load(to, mask=c < d, other=0.0).to(tl.float32)
+    tl.store(to, y, mask=c < d)
+
+
+def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
+    """``(normed x, router logits float32 [T, E])``; for few tokens. Without ``norm`` x itself."""
+    tokens, d = x.shape
+    experts = router.shape[0]
+    normed = x if norm is None else torch.empty_like(x)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(d)
+    each = max(1, min(8192 // width, triton.next_power_of_2(experts)))
+    _norm_router[(tokens, triton.cdiv(experts, each))](
+        x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
+        HAS_NORM=norm is not None, D=width, BE=each, **_pdl(),
+    )  # fmt: skip
+    return normed, logits
+
+
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``."""
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    each = 1 if tokens <= 512 else 4
+    _route[(triton.cdiv(tokens, each),)](
+        logits, ids, probabilities, tokens, experts, top_k, NORMALIZE=normalize, E=triton.next_power_of_2(experts),
+        K=triton.next_power_of_2(top_k), BT=each, num_warps=each, **_pdl(),
+    )  # fmt: skip
+    return probabilities, ids
+
+
+def group(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Sort the pairs of ids int32 ``[T, top_k]`` by expert: ``(order int32 [T * top_k], blocks int32 [B, 3])``, with B blocks
+    of ``rows`` pairs at most."""
+    pairs = ids.numel()
+    active = min(experts, pairs)
+    count = active + (pairs - active) // rows
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    blocks = torch.empty(count, 3, dtype=torch.int32, device=ids.device)
+    chunk = min(4096, triton.next_power_of_2(pairs))
+    _group[(experts,)](
+        ids, order, blocks, pairs, count, ROWS=rows, E=triton.next_power_of_2(experts),
+        BLOCKS=triton.next_power_of_2(count), CHUNK=chunk, num_warps=8 if chunk > 1024 else 4, **_pdl(),
+    )  # fmt: skip
+    return order, blocks
+
+
+def experts(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor | None,
+    n: int,
+    order: Tensor,
+    blocks: Tensor,
+    top_k: int,
+    rows: int,
+    tile: Tile,
+    activation: str | None = None,
+) -> Tensor:
+    """One product of the grouped pairs with the ``n`` outputs of their experts.
+
+    With ``activation`` the product of gate and up: x by token ``[T, k]``, w ``[E * 2 n, k]`` -> ``[P, n]`` in the pairs' order.
+    Without: x in that order ``[P, k]``, w ``[E * n, k]`` -> ``[P, n]`` by pair. Scales: of e4m3 x ``[rows of x]`` and w
+    ``[rows of w]``; the result is bfloat16 then.
+    """
+    pairs, k = order.numel(), x.shape[1]
+    out = torch.empty(pairs, n, dtype=x.dtype if x_scale is None else torch.bfloat16, device=x.device)
+    bulk = tile.bulk and k * w.element_size() % 16 == 0
+    source = TensorDescriptor.from_tensor(w, [tile.n, tile.k]) if bulk else w
+    _experts[(blocks.shape[0] * triton.cdiv(n, tile.n),)](
+        x, x_scale if x_scale is not None else x, source, w_scale if w_scale is not None else x, order, blocks, out,
+        n, k, top_k, GATED=activation is not None, GELU=activation == "gelu_tanh", SCALED=x_scale is not None,
+        SWAP=tile.swap, BULK=bulk, EVEN=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def combine(y: Tensor, probabilities: Tensor, out: Tensor | None = None) -> Tensor:
+    """The weighted sums over each token's experts: y ``[T * top_k, d]``, probabilities ``[T, top_k]`` -> ``[T, d]``; with
+    ``out`` added to that in place."""
+    total = (
+        torch.empty(probabilities.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
+        if out is None
+        else out
+    )
+    _launch_combine(y, probabilities, total, out is not None, None, 0.0)
+    return total
+
+
+def combine_norm(y: Tensor, probabilities: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add the weighted sums to the residual in place and return its RMSNorm."""
+    return _launch_combine(y, probabilities, residual, True, weight, eps)
+
+
+def _launch_combine(
+    y: Tensor, probabilities: Tensor, total: Tensor, add: bool, norm: Tensor | None, eps: float
+) -> Tensor:
+    tokens, top_k = probabilities.shape
+    d = y.shape[1]
+    out = total if norm is None else torch.empty_like(total)
+    width = triton.next_power_of_2(d)
+    _combine[(tokens,)](
+        y, probabilities, total, norm if norm is not None else total, out, total, eps, d, TOP_K=top_k, ADD=add,
+        NORM=norm is not None, D=width, num_warps=4 if width <= 4096 else 8, **_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def few_gate_up(
+    x: Tensor,
+    logits: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    top_k: int,
+    normalize: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Route and compute the inner activations, times the experts' probabilities: x ``[T, d]`` -> ``[T * top_k, f]``, and ids
+    int32 ``[T * top_k]``."""
+    tokens, d = x.shape
+    number = logits.shape[1]
+    f = w.shape[0] // number // 2
+    ids = torch.empty(tokens * top_k, dtype=torch.int32, device=x.device)
+    out = torch.empty(tokens * top_k, f, dtype=x.dtype, device=x.device)
+    _few_gate_up[(tokens * top_k, triton.cdiv(f, GATE_UP.n))](
+        x, logits, w, w_scale if w_scale is not None else x, ids, out, f, number,
+        TOP_K=top_k, NORMALIZE=normalize, GELU=activation == "gelu_tanh", SCALED=w_scale is not None,
+        E=triton.next_power_of_2(number), D=d, BN=GATE_UP.n, BK=min(GATE_UP.k, triton.next_power_of_2(d)),
+        num_warps=GATE_UP.warps, **_pdl(),
+    )  # fmt: skip
+    return out, ids
+
+
+def few_down(
+    x: Tensor, w: Tensor, w_scale: Tensor | None, ids: Tensor, top_k: int, d: int, out: Tensor | None = None
+) -> Tensor:
+    """The sums over each token's experts of what ``few_gate_up`` returned: ``[T, d]``; with ``out`` added to that in place."""
+    tokens, f = ids.numel() // top_k, x.shape[1]
+    total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
+    _few_down[(tokens, triton.cdiv(d, DOWN.n))](
+        x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
+        SCALED=w_scale is not None, F=f, BN=DOWN.n, BK=min(DOWN.k, triton.next_power_of_2(f)),
+        num_warps=DOWN.warps, **_pdl(),
+    )  # fmt: skip
+    return total

@@ -1,0 +1,101 @@
+"""The kernels of the mixture of experts against the torch oracle. Without a GPU they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from sgla.kernels import ops
+from sgla.kernels.triton import moe
+from sgla.kernels.triton.moe import Tile
+from sgla.quant import pack
+
+
+def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
+    logits = torch.randn(7, 12)
+    logits[3] = 0.0
+    for normalize in (True, False):
+        p, ids = moe.route(logits, 3, normalize)
+        expected, best = ops.route(logits, 3, normalize)
+        torch.testing.assert_close(p, expected)
+        assert ids[3].tolist() == [0, 1, 2]
+        others = [0, 1, 2, 4, 5, 6]
+        assert torch.equal(ids[others].long(), best[others])
+
+
+@pytest.mark.parametrize(("tokens", "experts", "rows"), [(1, 5, 16), (9, 5, 4), (60, 40, 16), (700, 8, 64)])
+def test_groups_hold_every_pair_once_under_its_expert(tokens: int, experts: int, rows: int) -> None:
+    ids = torch.randint(0, experts, (tokens, 2), dtype=torch.int32)
+    order, blocks = moe.group(ids, experts, rows)
+    assert torch.equal(order.long(), ids.view(-1).argsort(stable=True))
+    seen = []
+    for expert, first, last in blocks.tolist():
+        if expert >= 0:
+            assert 0 < last - first <= rows
+            assert (ids.view(-1)[order[first:last].long()] == expert).all()
+            seen += range(first, last)
+    assert seen == list(range(2 * tokens))
+
+
+def weights(experts: int, f: int, d: int):
+    return (
+        torch.randn(experts, d),
+        torch.randn(experts * 2 * f, d) * d**-0.5,
+        torch.randn(experts * d, f) * f**-0.5,
+    )
+
+
+def oracle(x, router, gate_up, down, top_k: int, normalize: bool, activation="silu") -> torch.Tensor:
+    packed = (pack(w, "f32") for w in (router, gate_up, down))
+    return ops.moe(x, *packed, top_k, normalize, activation)
+
+
+@pytest.mark.parametrize(
+    ("d", "f", "rows", "tile"),
+    [
+        (64, 32, 16, Tile(16, 32, 4, 2, False, False)),
+        (64, 48, 16, Tile(32, 16, 4, 2, True, False)),
+        (40, 24, 4, Tile(16, 16, 4, 2, True, True)),
+    ],
+)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_grouped_equals_the_oracle(d: int, f: int, rows: int, tile: Tile, activation) -> None:
+    experts, top_k, tokens = 6, 2, 19
+    x = torch.randn(tokens, d)
+    router, gate_up, down = weights(experts, f, d)
+    expected = oracle(x, router, gate_up, down, top_k, True, activation)
+    p, ids = moe.route(x @ router.T, top_k, True)
+    order, blocks = moe.group(ids, experts, rows)
+    inner = moe.experts(x, None, gate_up, None, f, order, blocks, top_k, rows, tile, activation)
+    y = moe.experts(inner, None, down, None, d, order, blocks, top_k, rows, tile)
+    torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
+    residual, norm = torch.randn(tokens, d), torch.rand(d)
+    total = residual.clone()
+    normed = moe.combine_norm(y, p, total, norm, 1e-6)
+    torch.testing.assert_close(total, residual + expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(normed, ops.rms_norm(total, norm, 1e-6), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("d", "f", "experts", "normalize"), [(64, 32, 8, True), (40, 24, 5, False)])
+def test_few_tokens_equal_the_oracle(d: int, f: int, experts: int, normalize: bool) -> None:
+    tokens, top_k = 3, 2
+    h, norm = torch.randn(tokens, d), torch.rand(d)
+    router, gate_up, down = weights(experts, f, d)
+    x, logits = moe.norm_router(h, norm, 1e-6, router)
+    torch.testing.assert_close(x, ops.rms_norm(h, norm, 1e-6), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, x @ router.T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moe.norm_router(x, None, 0.0, router)[1], logits)
+    expected = oracle(x, router, gate_up, down, top_k, normalize)
+    inner, ids = moe.few_gate_up(x, logits, gate_up, None, top_k, normalize, "silu")
+    assert torch.equal(ids.view(tokens, top_k).long(), ops.route(logits, top_k, normalize)[1])
+    y = moe.few_down(inner, down, None, ids, top_k, d)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    total = h.clone()
+    assert moe.few_down(inner, down, None, ids, top_k, d, out=total) is total
+    torch.testing.assert_close(total, h + expected, rtol=1e-4, atol=1e-5)
