@@ -19,11 +19,12 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.layers.build import Build, Slot, SourceTensor
+from sgla.layers.build import Build, Slot, SourceTensor, columns_of
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.registry import check_architecture, model_class
 from sgla.model.spec import ModelSpec
+from sgla.model.upload import begin_thread, synchronize, threads_for, upload_to
 from sgla.quant import Kind, Weight, pack
 
 OnProgress = Callable[[Progress], None]
@@ -126,10 +127,18 @@ def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnP
 
     # The largest first: the embedding would otherwise keep one thread busy after all others are done.
     order = sorted(jobs, key=lambda name: -prod(jobs[name].shape))
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="load") as pool:
+    device = _device()
+    synchronize(device)  # the threads write, on streams of their own, to what this one has made
+    with ThreadPoolExecutor(threads_for(device), "load", begin_thread, (device,)) as pool:
         for count in pool.map(take, order):
             done += count
             on_progress(Progress(phase="load", message="weights", done=done, total=total))
+    synchronize(device)
+
+
+def _device() -> torch.device:
+    """Where tensors are made, with its number: worker threads do not inherit it."""
+    return torch.empty(0).device
 
 
 def _canonical(name: str) -> str:
@@ -148,7 +157,7 @@ def _complain(what: str, names: list[str]) -> list[str]:
 
 def _stream(source: ModelSource, build: Build, seed: int) -> Iterator[tuple[str, SourceTensor]]:
     if source.kind == "dummy":
-        device = torch.get_default_device()  # worker threads do not inherit it
+        device = _device()
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
         return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
@@ -168,38 +177,48 @@ def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[t
             if len(shape) == 2:
                 yield part.name, tensor
             else:
-                yield part.name, _Slice(tensor.view, (len(part.rows), shape[2]), part.expert, part.rows.start)
+                size = (len(part.rows), shape[2])
+                yield part.name, _Slice(tensor.view, size, tensor.upload, part.expert, part.rows.start)
 
 
 def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
     """Files are memory-mapped; nothing is read before a slot asks for it."""
     from safetensors import SafetensorError, safe_open
 
+    upload = upload_to(_device())
     for path in source.files:
         try:
             file = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 view = file.get_slice(name)
-                yield name, _Stored(view, tuple(view.get_shape()))
+                yield name, _Stored(view, tuple(view.get_shape()), upload)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file. What is read is what is asked for; ``upload`` brings it to its device."""
 
     view: Any
     shape: tuple[int, ...]
+    upload: Callable[[Tensor], Tensor]
 
-    def dense(self, rows: range | None = None) -> Tensor:
-        values: Tensor = self.view[:] if rows is None else self.view[rows.start : rows.stop]
+    def dense(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        rows, columns = rows or range(self.shape[0]), columns or range(self.shape[-1])
+        values = self.read(slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         if not values.is_floating_point():
             raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
+        return self.upload(values)
+
+    def read(self, rows: slice, columns: slice) -> Tensor:
+        values: Tensor = self.view[rows] if len(self.shape) == 1 else self.view[rows, columns]
         return values
 
-    def weight(self, kind: Kind, rows: range) -> Weight:
-        return pack(self.dense(rows), kind)
+    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+        if kind in ("f32", "bf16"):
+            return pack(self.dense(rows, columns), kind)
+        return columns_of(pack(self.dense(rows), kind), columns)
 
 
 @dataclass(frozen=True)
@@ -229,11 +248,11 @@ class _Packed:
     def dense(self, rows: range | None = None) -> Tensor:
         return torch.from_numpy(self.tensor.numpy(rows))
 
-    def weight(self, kind: Kind, rows: range) -> Weight:
+    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
         """Q4_0 and Q4_1 have the same groups and constants as int4, so they are taken over as they are."""
         if kind == "int4" and (parts := self.tensor.four_bit(rows)) is not None:
-            return Weight.from_int4(*(torch.from_numpy(part) for part in parts))
-        return pack(self.dense(rows), kind)
+            return columns_of(Weight.from_int4(*(torch.from_numpy(part) for part in parts)), columns)
+        return columns_of(pack(self.dense(rows), kind), columns)
 
 
 @lru_cache(1)
@@ -265,5 +284,5 @@ class _Dummy:
         index = torch.arange(at, at + len(rows) * width, device=self.device) % len(noise)
         return noise[index].view(len(rows), width) * width**-0.5
 
-    def weight(self, kind: Kind, rows: range) -> Weight:
-        return pack(self.dense(rows), kind)
+    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+        return columns_of(pack(self.dense(rows), kind), columns)
