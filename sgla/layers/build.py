@@ -30,8 +30,9 @@ class SourceTensor(Protocol):
         """Any floating-point type; ``rows`` of the first dim, or everything."""
         ...
 
-    def weight(self, kind: Kind, rows: range) -> Weight:
-        """Rows in the format ``kind``; without a detour over floats where the file has that format."""
+    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+        """Rows, or a part of their columns, in the format ``kind``; without a detour over floats where the file has that
+        format. Scales are those of whole rows."""
         ...
 
 
@@ -92,20 +93,23 @@ def empty_weight(n: int, k: int, kind: Kind) -> Weight:
     return Weight(kind, n, k, data, scale, minimum)
 
 
+def columns_of(weight: Weight, columns: range | None) -> Weight:
+    """A part of the columns, or all. Raises ConfigError if int4 cannot be cut there."""
+    if columns is None or len(columns) == weight.k:
+        return weight
+    if weight.kind == "int4" and (
+        columns.start % GROUP or (columns.stop % GROUP and columns.stop != weight.k)
+    ):
+        raise ConfigError(f"int4 weights split over ranks in groups of {GROUP}; use another --tp or int8")
+    return weight.columns(columns.start, columns.stop)
+
+
 def fill(weight: Weight, at: int, source: SourceTensor, rows: range, columns: range | None = None) -> None:
     """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on."""
     step = max(1, CHUNK // source.shape[1])
     for start in range(rows.start, rows.stop, step):
         taken = range(start, min(start + step, rows.stop))
-        part = source.weight(weight.kind, taken)
-        if columns is not None and len(columns) < part.k:
-            if weight.kind == "int4" and (
-                columns.start % GROUP or (columns.stop % GROUP and columns.stop != part.k)
-            ):
-                raise ConfigError(
-                    f"int4 weights split over ranks in groups of {GROUP}; use another --tp or int8"
-                )
-            part = part.columns(columns.start, columns.stop)
+        part = source.weight(weight.kind, taken, columns)
         place = weight.rows(at + start - rows.start, at + taken.stop - rows.start)
         for name in ("data", "scale", "minimum"):
             if (values := getattr(part, name)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -228,10 +227,9 @@ class _Slice(_Stored):
     expert: int
     first: int
 
-    def dense(self, rows: range | None = None) -> Tensor:
-        rows = rows or range(self.shape[0])
-        start, stop = self.first + rows.start, self.first + rows.stop
-        values: Tensor = self.view[self.expert : self.expert + 1, start:stop][0]
+    def read(self, rows: slice, columns: slice) -> Tensor:
+        rows = slice(self.first + rows.start, self.first + rows.stop)
+        values: Tensor = self.view[self.expert : self.expert + 1, rows, columns][0]
         return values
 
 
