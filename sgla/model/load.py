@@ -18,7 +18,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.layers.build import Build, Slot, SourceTensor, columns_of
+from sgla.layers.build import CHUNK, Build, Slot, SourceTensor, columns_of
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.registry import check_architecture, model_class
@@ -37,6 +37,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 _NAMED = 8  # tensor names shown in an error
+POOL = 1_000_003  # random values of dummy weights
 
 
 def load_model(
@@ -56,24 +57,43 @@ def load_model(
     """
     spec = ModelSpec.from_config(source.config)
     check_architecture(spec.architecture)
-    kind, vocab_kind, plain = _kinds(dtype, quantization)
+    kind, vocab_kind, plain = kinds_of(dtype, quantization)
     build = Build(shard or Shard(), kind, vocab_kind, plain)
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
         )
     model = model_class(spec.architecture)(spec, build, context_len or spec.context_len)
-    _fill(
-        build.table,
-        _stream(source, build, seed),
-        spec,
-        model.ignored,
-        on_progress or (lambda progress: None),
+    load_weights(
+        source,
+        build,
+        spec.architecture,
+        tied=spec.tied,
+        ignored=model.ignored,
+        on_progress=on_progress,
+        seed=seed,
     )
     return model
 
 
-def _kinds(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
+def load_weights(
+    source: ModelSource,
+    build: Build,
+    architecture: str,
+    *,
+    tied: bool = False,
+    ignored: tuple[str, ...] = (),
+    rename: Callable[[str], str] = lambda name: name,
+    on_progress: OnProgress | None = None,
+    seed: int = 0,
+) -> None:
+    """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared one; ``ignored``
+    are prefixes of renamed ones. Raises WeightError."""
+    tensors = ((rename(name), tensor) for name, tensor in _stream(source, build, seed))
+    _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
+
+
+def kinds_of(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
     """Formats of linear layers, of embedding and output layer, and of what is never quantized."""
     plain: Kind = "f32" if dtype == "float32" else "bf16"
     if quantization in ("int8", "int4"):
@@ -85,7 +105,8 @@ def _kinds(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
 def _fill(
     table: dict[str, Slot],
     tensors: Iterator[tuple[str, SourceTensor]],
-    spec: ModelSpec,
+    architecture: str,
+    tied: bool,
     ignored: tuple[str, ...],
     on_progress: OnProgress,
 ) -> None:
@@ -100,9 +121,7 @@ def _fill(
             if tuple(tensor.shape) != table[name].shape:
                 wanted = list(table[name].shape)
                 misshapen.append(f"{raw} has shape {list(tensor.shape)}, expected {wanted}")
-        elif not (
-            _BUFFERS.match(name) or raw.startswith(ignored) or (spec.tied and name == "lm_head.weight")
-        ):
+        elif not (_BUFFERS.match(name) or raw.startswith(ignored) or (tied and name == "lm_head.weight")):
             unexpected.append(raw)
     complaints = (
         _complain("missing", [name for name in table if name not in jobs])
@@ -110,7 +129,7 @@ def _fill(
         + _complain("misshapen", misshapen)
     )
     if complaints:
-        raise WeightError(f"the weights do not fit {spec.architecture}: " + "; ".join(complaints))
+        raise WeightError(f"the weights do not fit {architecture}: " + "; ".join(complaints))
     _run(table, jobs, on_progress)
 
 
@@ -255,8 +274,10 @@ class _Packed:
 
 @lru_cache(1)
 def _noise(seed: int, device: torch.device) -> Tensor:
-    """A pool of normal values, the same on every device; its odd length keeps rows of a matrix from repeating."""
-    return torch.randn(1_000_003, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
+    """A pool of POOL normal values, the same on every device, and its beginnings again, so that any CHUNK of them is one
+    slice. The odd length keeps rows of a matrix from repeating."""
+    noise = torch.randn(POOL, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
+    return noise.repeat(-(-CHUNK // POOL) + 1)
 
 
 @dataclass(frozen=True)
@@ -277,10 +298,13 @@ class _Dummy:
             value = 0.0 if self.name.endswith("bias") else 1.0
             return torch.full((len(rows),), value, device=self.device)
         width = self.shape[1]
-        at = zlib.crc32(self.name.encode()) + rows.start * width
-        noise = _noise(self.seed, self.device)
-        index = torch.arange(at, at + len(rows) * width, device=self.device) % len(noise)
-        return noise[index].view(len(rows), width) * width**-0.5
+        at = (zlib.crc32(self.name.encode()) + rows.start * width) % POOL
+        noise, count = _noise(self.seed, self.device), len(rows) * width
+        if count <= CHUNK:
+            values = noise[at : at + count]
+        else:
+            values = noise[torch.arange(at, at + count, device=self.device) % POOL]
+        return values.view(len(rows), width) * width**-0.5
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
         return columns_of(pack(self.dense(rows), kind), columns)
