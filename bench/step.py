@@ -78,10 +78,11 @@ def measure(runner: CudaRunner, rows: int, context: int, steps: int = 100) -> di
     runner.finish(flights.pop(0))
     step_ms = (time.perf_counter() - begun) / steps * 1e3
     spec = runner.model.spec
-    layer = (
-        spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-        + 3 * spec.hidden * spec.intermediate
-    )
+    inner = float(spec.intermediate)
+    if spec.moe:  # experts that some row needs, on average
+        experts = spec.moe.experts
+        inner = spec.moe.intermediate * experts * (1 - (1 - spec.moe.top_k / experts) ** rows)
+    layer = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 3 * spec.hidden * inner
     weights = 2 * (spec.layers * layer + spec.vocab * spec.hidden)
     kv = 4 * rows * context * spec.layers * spec.kv_heads * spec.head_dim
     return {

@@ -1,0 +1,251 @@
+"""Find how the grouped products of a mixture of experts are best cut: the data of ``sgla/kernels/triton/moe_tiles.py``.
+
+    python bench/gpu_moe.py tune [--model bench/models/qwen3-30b-a3b] [--fp8]     # prints the table, JSON lines above it
+    python bench/gpu_moe.py few                                                  # the kernels for very few tokens
+
+Times are medians of graph replays over random routings; each layer's experts are far larger than the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgla.kernels.triton import moe
+from sgla.kernels.triton.moe import Cut, Tile, Tiles
+from sgla.model.spec import ModelSpec
+
+BF16 = torch.bfloat16
+TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+ROWS = {
+    8: (16,),
+    16: (16,),
+    32: (16,),
+    64: (16, 32),
+    128: (16, 32),
+    256: (16, 32),
+    512: (32, 64),
+    1024: (64, 128),
+}
+SHARED = 224 << 10  # bytes of shared memory of a program, at most
+
+
+def emit(**fields: Any) -> None:
+    print("JSON " + json.dumps(fields), flush=True)
+
+
+def time_us(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:
+    """Median microseconds of one of the bodies."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        bodies[0]()
+        with torch.cuda.graph(graph, stream=stream):
+            for body in bodies:
+                body()
+    times = []
+    for _ in range(repeats + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(bodies))
+    return sorted(times[1:])[repeats // 2]
+
+
+class Layer:
+    """Random experts of one layer, and some routings of a number of tokens."""
+
+    def __init__(self, spec: ModelSpec, fp8: bool) -> None:
+        assert spec.moe is not None
+        self.experts, self.f, self.d, self.top_k = (
+            spec.moe.experts,
+            spec.moe.intermediate,
+            spec.hidden,
+            spec.moe.top_k,
+        )
+        self.fp8, self.size = fp8, 1 if fp8 else 2
+        self.gate_up = self._weight(self.experts * 2 * self.f, self.d)
+        self.down = self._weight(self.experts * self.d, self.f)
+
+    def _weight(self, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        w = torch.empty(n, k, dtype=BF16, device="cuda").normal_(0, k**-0.5)
+        return (w.to(torch.float8_e4m3fn), torch.ones(n, device="cuda")) if self.fp8 else (w, None)
+
+    def _input(self, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = torch.randn(rows, k, dtype=BF16, device="cuda")
+        return (x.to(torch.float8_e4m3fn), torch.ones(rows, device="cuda")) if self.fp8 else (x, None)
+
+    def routings(self, tokens: int) -> list[torch.Tensor]:
+        count = 6 if tokens <= 64 else 2
+        return [
+            torch.rand(tokens, self.experts, device="cuda").topk(self.top_k).indices.int()
+            for _ in range(count)
+        ]
+
+    def time(self, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]) -> float:
+        grouped = [moe.group(i, self.experts, rows) for i in ids]
+        x = self._input(tokens if gated else tokens * self.top_k, self.d if gated else self.f)
+        w, n = (self.gate_up, self.f) if gated else (self.down, self.d)
+        act = "silu" if gated else None
+        return time_us(
+            [lambda g=g: moe.experts(*x, *w, n, *g, self.top_k, rows, tile, act) for g in grouped]  # type: ignore[misc]
+        )
+
+
+def candidates(rows: int, gated: bool, size: int) -> list[Tile]:
+    both = 2 if gated else 1
+    found = []
+    if rows <= 32:
+        for n, k, stages in itertools.product((64, 128, 256), (64, 128, 256), (2, 3, 4, 5)):
+            for warps in (4, 8) if n >= 128 else (4,):
+                found.append(Tile(n, k * 2 // size, warps, stages, True, True))
+        found += [
+            Tile(n, k * 2 // size, 4, s, False, True) for n in (32, 64) for k in (64, 128) for s in (3, 4)
+        ]
+        found += [Tile(64, k * 2 // size, 4, s, True, False) for k in (64, 128) for s in (3, 4)]
+    else:
+        for n, k, stages in itertools.product((64, 128, 256), (64, 128), (3, 4)):
+            for warps in (4, 8):
+                found.append(Tile(n, k * 2 // size, warps, stages, False, True))
+    limit = 256 if rows <= 32 else 128 * 128 * 2
+    return [
+        t
+        for t in found
+        if t.stages * t.k * size * (both * t.n + rows) <= SHARED
+        and both * t.n * (1 if rows <= 32 else rows) <= limit * (t.warps // 4)
+        and t.k * size <= 256
+    ]
+
+
+def compile_one(job: tuple[str, bool, int, bool, Tile]) -> None:
+    model, fp8, rows, gated, tile = job
+    small = Small(model, fp8)
+    try:
+        small.time(16, rows, tile, gated, [])
+    except Exception as error:  # a cut the compiler refuses is no candidate
+        print("refused", tile, str(error)[:100], flush=True)
+
+
+class Small(Layer):
+    """The same shapes with two experts: what a compilation depends on is all there."""
+
+    def __init__(self, model: str, fp8: bool) -> None:
+        spec = read_spec(model)
+        assert spec.moe is not None
+        self.experts, self.f, self.d, self.top_k = 2, spec.moe.intermediate, spec.hidden, spec.moe.top_k
+        self.fp8, self.size = fp8, 1 if fp8 else 2
+        self.gate_up, self.down = self._weight(4 * self.f, self.d), self._weight(2 * self.d, self.f)
+
+    def time(self, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]) -> float:
+        order, blocks = moe.group(torch.zeros(16, self.top_k, dtype=torch.int32, device="cuda"), 2, rows)
+        x = self._input(16 if gated else 16 * self.top_k, self.d if gated else self.f)
+        w, n = (self.gate_up, self.f) if gated else (self.down, self.d)
+        moe.experts(*x, *w, n, order, blocks, self.top_k, rows, tile, "silu" if gated else None)
+        return 0.0
+
+
+def read_spec(model: str) -> ModelSpec:
+    return ModelSpec.from_config(json.loads((Path(model) / "config.json").read_text()))
+
+
+def tune(model: str, fp8: bool) -> None:
+    spec, size = read_spec(model), 1 if fp8 else 2
+    jobs = [
+        (model, fp8, rows, gated, tile)
+        for rows in (16, 32, 64, 128)
+        for gated in (True, False)
+        for tile in candidates(rows, gated, size)
+    ]
+    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+        pool.map(compile_one, jobs, chunksize=2)
+    emit(bench="moe_compiled", jobs=len(jobs))
+    layer = Layer(spec, fp8)
+    table = []
+    kept: dict[tuple[int, bool], list[Tile]] = {}
+    for tokens in sorted(TOKENS, key=lambda t: t not in (256, 64)):  # these choose what the others try
+        ids = layer.routings(tokens)
+        best = None
+        for rows in ROWS.get(tokens, (128,)):
+            parts = []
+            for gated in (True, False):
+                timed = []
+                for tile in kept.get((rows, gated), candidates(rows, gated, size)):
+                    try:
+                        timed.append((layer.time(tokens, rows, tile, gated, ids), tile))
+                    except Exception as error:
+                        print("failed", tile, str(error)[:100], flush=True)
+                timed.sort()
+                kept[rows, gated] = list(dict.fromkeys([*(t for _, t in timed[:8])]))
+                parts.append(timed[0])
+                emit(
+                    tokens=tokens,
+                    rows=rows,
+                    gated=gated,
+                    best=[(round(us, 1), list(t)) for us, t in timed[:5]],
+                )
+            total = parts[0][0] + parts[1][0]
+            if best is None or total < best[0]:
+                best = (total, Tiles(tokens, rows, parts[0][1], parts[1][1]), parts)
+        assert best is not None
+        active = sum(int(i.unique().numel()) for i in ids) / len(ids)
+        floor = active * 3 * layer.f * layer.d * size / 4.34e6
+        emit(bench="moe", fp8=fp8, tokens=tokens, gate_up_us=round(best[2][0][0], 1), down_us=round(best[2][1][0], 1), read_floor_us=round(floor, 1))  # fmt: skip
+        table.append(best[1])
+    print(f"({layer.experts}, {layer.f}, {layer.d}, {size}): [")
+    for tiles in sorted(table):
+        print(f"    {tiles!r},".replace("True", "True"))
+    print("],", flush=True)
+
+
+def few(model: str, fp8: bool) -> None:
+    spec = read_spec(model)
+    layer = Layer(spec, fp8)
+    router, norm = (
+        torch.randn(layer.experts, layer.d, dtype=BF16, device="cuda"),
+        torch.ones(layer.d, device="cuda"),
+    )
+    for tokens in (1, 2, 4, 8):
+        xs = [torch.randn(tokens, layer.d, dtype=BF16, device="cuda") for _ in range(6)]
+        logits = [torch.randn(tokens, layer.experts, device="cuda") for _ in xs]
+        calls = list(zip(xs, logits))
+        for n, k, warps in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)):
+            moe.GATE_UP = Cut(n, k, warps)
+            us = time_us(
+                [lambda c=c: moe.few_gate_up(*c, *layer.gate_up, layer.top_k, True, "silu") for c in calls]
+            )  # type: ignore[misc]
+            emit(bench="few_gate_up", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
+        moe.GATE_UP = Cut(8, 2048, 8)
+        inner = [moe.few_gate_up(*c, *layer.gate_up, layer.top_k, True, "silu") for c in calls]
+        for n, k, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (2, 4, 8)):
+            moe.DOWN = Cut(n, k, warps)
+            us = time_us(
+                [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.top_k, layer.d) for i in inner]  # type: ignore[misc]
+            )
+            emit(bench="few_down", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
+        us = time_us([lambda x=x: moe.norm_router(x, norm, 1e-6, router) for x in xs])  # type: ignore[misc]
+        emit(bench="norm_router", tokens=tokens, us=round(us, 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["tune", "few"])
+    parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
+    parser.add_argument("--fp8", action="store_true")
+    args = parser.parse_args()
+    with torch.inference_mode():
+        (tune if args.what == "tune" else few)(args.model, args.fp8)
+
+
+if __name__ == "__main__":
+    main()
