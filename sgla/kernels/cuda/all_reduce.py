@@ -85,6 +85,12 @@ class AllReduce:
     def takes(self, x: Tensor) -> bool:
         return x.dtype == torch.bfloat16 and 0 < x.nbytes <= self._message and x.shape[-1] % 8 == 0
 
+    def fits(self, x: Tensor, two_shot: bool) -> bool:
+        """Whether an inbox has room for x sent that way."""
+        row = x.shape[1] * x.itemsize
+        places = self._ranks * -(-len(x) // self._ranks) + len(x) if two_shot else self._ranks * len(x)
+        return places * row <= self._half
+
     def __call__(self, x: Tensor, norm: Norm | None = None, two_shot: bool | None = None) -> Tensor:
         """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new residual."""
         assert x.is_contiguous()
@@ -94,6 +100,7 @@ class AllReduce:
         threads = -(-width // vectors // 32) * 32
         if two_shot is None:
             two_shot = x.nbytes > one_shot_bytes(self._ranks, self._message)
+        assert self.fits(x, two_shot)
         residual, weight, eps = (
             (norm.residual.data_ptr(), norm.weight.data_ptr(), norm.eps) if norm else (0, 0, 0.0)
         )

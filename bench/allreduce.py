@@ -1,0 +1,143 @@
+"""Sums over the ranks of one host inside a CUDA graph, one JSON line a size: ours, NCCL's and torch's symmetric memory.
+
+    python bench/allreduce.py [--ranks 2] [--width 4096] [--rows 1,16,64,256,1024,8192]
+
+Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind it. Medians over
+replays, the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from sgla.dist.gpus import MESSAGE, join_gpus
+from sgla.kernels.ops import Norm
+from sgla.kernels.triton import elementwise
+
+OPS = 20  # in a graph
+REPLAYS = 15
+
+
+def in_graph(op: Callable[[], object]) -> float:
+    """Microseconds of ``op``, on the slowest rank."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        op()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(OPS):
+                op()
+        times = []
+        for _ in range(REPLAYS):
+            dist.barrier()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / OPS * 1e3)
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(slowest.item(), 2)
+
+
+def variants(rank: int, ranks: int, rows: int, width: int) -> dict[str, Callable[[], object]]:
+    shard = STATE["shard"]
+    x, residual = (torch.randn(rows, width, device="cuda").bfloat16() * 1e-3 for _ in range(2))
+    weight = torch.ones(width, device="cuda")
+    norm = Norm(residual, weight, 1e-6)
+    found: dict[str, Callable[[], object]] = {"nccl": lambda: dist.all_reduce(x)}
+
+    def nccl_norm() -> None:
+        dist.all_reduce(x)
+        elementwise.add_rms_norm(x, residual, weight, 1e-6)
+
+    found["nccl_norm"] = nccl_norm
+    ours = shard.exchange
+    if ours is not None and ours.takes(x):
+        reduce = ours._reduce
+        if reduce.fits(x, False):
+            found["one_shot"] = lambda: reduce(x, None, False)
+            found["one_shot_norm"] = lambda: reduce(x, norm, False)
+        if ranks > 2 or rows in (1, 256):
+            found["two_shot"] = lambda: reduce(x, None, True)
+            found["two_shot_norm"] = lambda: reduce(x, norm, True)
+    if x.nbytes <= STATE["shared"].nbytes:
+        y = STATE["shared"][: x.numel()].view(rows, width)
+        group = dist.group.WORLD.group_name
+        found["torch_one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(y, "sum", group)
+        found["torch_two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", group)
+    return found
+
+
+def check(rank: int, ranks: int, rows: int, width: int) -> None:
+    """Against NCCL, and the same bits on every rank."""
+    shard = STATE["shard"]
+    torch.manual_seed(rank)
+    x = torch.randn(rows, width, device="cuda").bfloat16()
+    expected = x.float()
+    dist.all_reduce(expected)
+    shard.all_reduce(x)
+    assert ((x.float() - expected).norm() / expected.norm()).item() < 5e-3, (rows, width)
+    low, high = x.float(), x.float()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    assert torch.equal(low, high), (rows, width)
+
+
+STATE: dict[str, object] = {}
+
+
+def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    shard, note = join_gpus(rank, ranks, Path(store), message=args.message)
+    STATE["shard"] = shard
+    STATE["shared"] = shared = symmetric.empty(
+        4 << 20, dtype=torch.bfloat16, device=torch.device("cuda", rank)
+    )
+    symmetric.rendezvous(shared, dist.group.WORLD)
+    base = {
+        "bench": "allreduce",
+        "machine": f"{torch.cuda.get_device_name()} x{ranks}",
+        "torch": torch.__version__,
+    }
+    if rank == 0:
+        print(note, flush=True)
+    for width in map(int, args.width.split(",")):
+        for rows in map(int, args.rows.split(",")):
+            check(rank, ranks, rows, width)
+            times = {name: in_graph(op) for name, op in variants(rank, ranks, rows, width).items()}
+            check(rank, ranks, rows, width)
+            if rank == 0:
+                print("JSON " + json.dumps(base | {"rows": rows, "width": width, "us": times}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--width", default="4096")
+    parser.add_argument("--rows", default="1,4,16,64,128,256,512,1024,2048,8192")
+    parser.add_argument("--message", type=int, default=MESSAGE)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (args.ranks, f"{folder}/store", args), args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Tensor parallelism: the collectives with ranks that are streams of one GPU, and whole engines on several GPUs."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgla.errors import SglaError
+from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
+from sgla.kernels.ops import Norm
+from sgla.messages import SamplingParams
+
+BF16 = torch.bfloat16
+MESSAGE = 4 << 20
+
+
+class StreamRanks:
+    """Ranks that share one GPU: each has a stream, and its inbox is where the others can write, as with several GPUs."""
+
+    def __init__(self, count: int) -> None:
+        self.memory = [
+            torch.empty(inbox_bytes(count, MESSAGE), dtype=torch.uint8, device="cuda") for _ in range(count)
+        ]
+        for memory in self.memory:
+            AllReduce.clear(memory)
+        addresses = [memory.data_ptr() for memory in self.memory]
+        self.ranks = [AllReduce(addresses, rank, MESSAGE) for rank in range(count)]
+        self.streams = [torch.cuda.Stream() for _ in range(count)]
+
+    def each(self, call: Any, *arguments: list[Any]) -> None:
+        """``call`` with every rank and its arguments, on its stream."""
+        torch.cuda.synchronize()
+        for stream, own in zip(self.streams, zip(self.ranks, *arguments)):
+            with torch.cuda.stream(stream):
+                call(*own)
+        torch.cuda.synchronize()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("count", "rows", "d"),
+    [(2, 1, 4096), (2, 256, 4096), (2, 600, 1024), (3, 7, 2048), (4, 37, 5120), (8, 9, 8192), (8, 1, 16384)],
+)
+def test_all_reduce(count: int, rows: int, d: int, norm: bool, two_shot: bool) -> None:
+    ranks = StreamRanks(count)
+    weight = torch.rand(d, device="cuda") + 0.5
+    for _ in range(5):  # the inboxes take turns and must be empty again
+        parts = [torch.randn(rows, d, dtype=BF16, device="cuda") for _ in range(count)]
+        for part in parts:
+            part[:, ::7] = -0.0  # what an empty place looks like
+        residual = torch.randn(rows, d, dtype=BF16, device="cuda")
+        residuals = [residual.clone() for _ in range(count)]
+        expected = total = torch.stack([part.double() for part in parts]).sum(0)
+        if norm:
+            total = total + residual.double()
+            expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        norms = [Norm(h, weight, 1e-6) if norm else None for h in residuals]
+        ranks.each(AllReduce.__call__, parts, norms, [two_shot] * count)
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        assert relative(parts[0], expected) < 1e-2
+        if norm:
+            assert all(torch.equal(h, residuals[0]) for h in residuals)
+            assert relative(residuals[0], total) < 5e-3
+
+
+def test_sizes_may_change_from_call_to_call() -> None:
+    ranks = StreamRanks(2)
+    for rows in (1, 300, 2, 64, 64, 1):
+        parts = [torch.randn(rows, 4096, dtype=BF16, device="cuda") for _ in range(2)]
+        expected = parts[0].float() + parts[1].float()
+        ranks.each(AllReduce.__call__, parts)
+        assert relative(parts[0], expected) < 5e-3
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_max(count: int) -> None:
+    ranks = StreamRanks(count)
+    for rows in (1, 256, 1000):
+        keys = [torch.randint(-(1 << 62), 1 << 62, (rows,), device="cuda") | 1 for _ in range(count)]
+        expected = torch.stack(keys).max(0).values
+        ranks.each(AllReduce.max, keys)
+        assert all(torch.equal(k, expected) for k in keys)
+
+
+# --- several GPUs
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "odd vocabulary, tied": {"vocab_size": 5001, "tie_word_embeddings": True},
+    "one KV head": {"num_key_value_heads": 1, "num_attention_heads": 8},
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    from sgla.engine import Engine
+
+    config = json.loads((Path(__file__).parents[2] / "bench/models/qwen3-0.6b/config.json").read_text())
+    engines = []
+
+    def make(tp: int, **shape: Any) -> Engine:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        shape = {"num_hidden_layers": 3, "vocab_size": 5000, "tie_word_embeddings": False} | shape
+        (folder / "config.json").write_text(json.dumps(config | shape))
+        engines.append(
+            Engine(
+                str(folder), load_format="dummy", device="cuda", tp=tp, kv_cache_bytes=256 << 20,
+                context_length=1024, max_running_requests=24, step_tokens=1024,
+            )
+        )  # fmt: skip
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+def params(i: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=24, ignore_eos=True, seed=i, **more)
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Greedy, drawn, cut, penalized, and long enough for eager prefill."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 0.9, "top_p": 0.8, "top_k": 50},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "logprobs": 3},
+    ]
+    prompts = [[(7 * i + j * j) % 5000 for j in range(20 + 45 * i)] for i in range(16)]
+    return prompts, [params(i, **kinds[i % 4]) for i in range(16)]
+
+
+def agreement(a: list[list[int]], b: list[list[int]]) -> float:
+    """Share of tokens before the first difference: sums in bf16 depend on the split, and then the rest differs."""
+    same = sum(next((i for i, (x, y) in enumerate(zip(p, q)) if x != y), len(p)) for p, q in zip(a, b))
+    return same / sum(map(len, a))
+
+
+@needs_two
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_equal_one(make: Any, shape: str) -> None:
+    prompts, sampling = requests()
+    outputs = {}
+    for tp in (1, 2):
+        engine = make(tp, **SHAPES[shape])
+        outputs[tp] = engine.generate(prompts, sampling)
+        engine.shutdown()
+    one, two = ([list(o.tokens) for o in outputs[tp]] for tp in (1, 2))
+    assert agreement(one, two) >= 0.8
+    assert len({tuple(tokens) for tokens in two}) == 16
+
+
+@needs_two
+def test_the_death_of_a_rank_ends_requests_with_an_error(make: Any) -> None:
+    engine = make(2)
+    found: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            long = SamplingParams(max_tokens=900, ignore_eos=True)
+            while True:
+                engine.generate([[1, 2, 3]] * 8, long)
+        except SglaError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    time.sleep(1.0)
+    begun = time.monotonic()
+    engine._ready()._executor._ranks[1].process.kill()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert time.monotonic() - begun < 10
+    assert "SIGKILL" in str(found[0])
