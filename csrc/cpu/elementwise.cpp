@@ -20,12 +20,17 @@ void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
       scale = from_f16(head[0]), low = from_f16(head[PANEL]);
       dword += INT4_HEAD;
     }
+    if (K == FIXED && k % FIXED_GROUP == 0) {
+      scale = from_bf16(((const uint16_t*)(dword - n % PANEL * 4))[n % PANEL]);
+      dword += FIXED_HEAD;
+    }
     uint32_t bits;
     std::memcpy(&bits, dword, 4);
     for (int i = 0; i < PER && k + i < width; i++) {
       if (K == F32) std::memcpy(out + k, &bits, 4);
       if (K == BF16) out[k + i] = from_bf16(bits >> (16 * i));
       if (K == INT8) out[k + i] = (float)(int8_t)(bits >> (8 * i));
+      if (K == FIXED) out[k + i] = (float)(int16_t)(bits >> (16 * i)) * scale;
       if (K == INT4) out[k + i] = std::fmaf((float)(bits >> (4 * i) & 15), scale, low);
     }
   }
@@ -61,6 +66,7 @@ void run_embedding(Context& c, const Instr& i) {
       case BF16: unpack_row<BF16>(w, i.k, id, out); break;
       case INT8: unpack_row<INT8>(w, i.k, id, out); break;
       case INT4: unpack_row<INT4>(w, i.k, id, out); break;
+      case FIXED: unpack_row<FIXED>(w, i.k, id, out); break;
     }
     float scale = scales ? scales[id] : 1.0f;
     if (scale == 1.0f && i.f[0] == 1.0f) return;

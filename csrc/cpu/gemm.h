@@ -2,7 +2,7 @@
 //
 // A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4 values
 // that follow each other along k, zero-padded at the end. int4 panels have, before each 4 rows (32 k), 32 scales and 32
-// minima in float16. Every output element is one chain of fused multiply-adds in the order of k, whatever the number of
+// minima in float16; fixed ones (fixed.h; 2 int16 in a dword), before each 32 rows (64 k), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of k, whatever the number of
 // rows: so results do not depend on the batch.
 #pragma once
 
@@ -17,14 +17,17 @@ constexpr int MAX_MR = LANES == 8 ? 3 : 1;
 
 constexpr int64_t ROW_BYTES = PANEL * 4;
 constexpr int64_t INT4_HEAD = PANEL * 4;  // scales and minima of a group
+constexpr int64_t FIXED_GROUP = 64;        // channels of k with one scale
+constexpr int64_t FIXED_HEAD = PANEL * 2;  // scales of a group
 constexpr int64_t PREFETCH = 4096;        // bytes ahead of the reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
 
 // k values in a dword
-constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT4 ? 8 : 4; }
+constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == INT8 ? 4 : kind == INT4 ? 8 : 2; }
 
-// Bytes of the first k channels of a panel (k a multiple of 32, or the panel's whole k).
+// Bytes of the first k channels of a panel (k a multiple of 64, or the panel's whole k).
 constexpr int64_t panel_bytes(Kind kind, int64_t k) {
   if (kind == INT4) return (k + 31) / 32 * (INT4_HEAD + 4 * ROW_BYTES);
+  if (kind == FIXED) return (k + FIXED_GROUP - 1) / FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP / 2 * ROW_BYTES);
   return (k + per_dword(kind) - 1) / per_dword(kind) * ROW_BYTES;
 }
 

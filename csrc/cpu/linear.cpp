@@ -5,15 +5,13 @@
 
 #include <algorithm>
 
-#include "gemm.h"
+#include "fixed.h"
 
 namespace {
 
-constexpr int64_t PLAIN_ROWS = 2;    // up to here x is read where it lies
+constexpr int64_t PLAIN_ROWS = 2;  // up to here x is read where it lies
 constexpr int64_t TASK_ROWS = 192;
 constexpr int64_t TASK_PANELS = 4;
-constexpr int64_t BLOCK_K = 512;
-constexpr int64_t X_STRIDE = BLOCK_K + 16;  // spreads the rows over the sets of a cache
 constexpr int64_t CHUNK_BYTES = 32 << 10;
 constexpr int64_t X_BYTES = 448 << 10;      // of packed rows: half an L2 cache
 constexpr int64_t X_BYTES_MAX = 2 << 20;
@@ -22,8 +20,9 @@ struct Linear {
   const Instr& i;
   Kind kind;
   Act act;
-  bool x_bf16, y_bf16;
+  bool x_bf16, y_bf16, fixed;  // fixed: x is packed as integers
   int64_t rows, panels, n_out, ldx;
+  int64_t x_stride;  // of packed rows, in dwords: spreads them over the sets of a cache
   const float* x;
   const uint8_t* w;
   int64_t stride;  // bytes of a panel
@@ -33,6 +32,13 @@ struct Linear {
     n_out = act == NONE ? i.n : i.n / 2;
     panels = (n_out + PANEL - 1) / PANEL;
     ldx = x_width(i.k);
+#if defined(__AVX512VNNI__)
+    fixed = kind == FIXED || kind == INT8 || kind == INT4;
+    x_stride = fixed ? FIXED_X_STRIDE : x_width(BLOCK_K) + 16;
+#else
+    fixed = false;
+    x_stride = x_width(BLOCK_K) + 16;
+#endif
     x = c.at(i.in[0]);
     w = (const uint8_t*)i.p[0];
     stride = panel_bytes(kind, i.k);
@@ -61,8 +67,15 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
   switch (kind) {
     case F32: return rows_times_panel<Kernels<F32, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
     case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+#if defined(__AVX512VNNI__)
+    case INT8: return rows_times_panel<FixedKernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+    case INT4: return rows_times_panel<FixedKernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+    case FIXED: return rows_times_panel<FixedKernels<FIXED, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+#else
     case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
     case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+    case FIXED: return;  // such panels are made for AVX512_VNNI alone
+#endif
   }
 }
 
@@ -92,14 +105,22 @@ void convert(Kind kind, const uint8_t* w, int64_t k, float* out) {
 }
 
 int64_t k_blocks(const Linear& l) { return (l.i.k + BLOCK_K - 1) / BLOCK_K; }
-int64_t packed_bytes(const Linear& l, int64_t rows) { return k_blocks(l) * rows * X_STRIDE * (int64_t)sizeof(float); }
+int64_t packed_bytes(const Linear& l, int64_t rows) { return k_blocks(l) * rows * l.x_stride * (int64_t)sizeof(float); }
 
-// Rows of x in blocks of BLOCK_K channels, at a stride that spreads them over the sets of a cache.
+void pack_row(const Linear& l, const float* x, int64_t k, float* out) {
+#if defined(__AVX512VNNI__)
+  if (l.kind == FIXED) return quantize_row<FIXED>(x, k, out);
+  if (l.kind == INT8) return quantize_row<INT8>(x, k, out);
+  if (l.kind == INT4) return quantize_row<INT4>(x, k, out);
+#endif
+  std::memcpy(out, x, l.x_width(k) * sizeof(float));
+}
+
+// Rows of x in blocks of BLOCK_K channels.
 void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K) {
     const float* x = l.x + row * l.ldx + l.x_width(k);
-    int64_t nbytes = l.x_width(std::min(BLOCK_K, l.i.k - k)) * sizeof(float);
-    for (int64_t r = 0; r < rows; r++, out += X_STRIDE) std::memcpy(out, x + r * l.ldx, nbytes);
+    for (int64_t r = 0; r < rows; r++, out += l.x_stride) pack_row(l, x + r * l.ldx, std::min(BLOCK_K, l.i.k - k), out);
   }
 }
 
@@ -107,9 +128,9 @@ void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
 void compute_direct(const Linear& l, int64_t panel, const float* packed, float* tile) {
   const uint8_t* w = l.panel(panel);
   if (!packed) return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true);
-  for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * X_STRIDE) {
+  for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * l.x_stride) {
     int64_t count = std::min(BLOCK_K, l.i.k - k);
-    multiply(l.kind, l.x_bf16, packed, X_STRIDE, w + panel_bytes(l.kind, k), count, l.rows, tile, k == 0);
+    multiply(l.kind, l.x_bf16, packed, l.x_stride, w + panel_bytes(l.kind, k), count, l.rows, tile, k == 0);
   }
 }
 
@@ -131,16 +152,16 @@ struct Output {
 // conversion is, the fewer rows.
 bool is_direct(const Linear& l) {
   if (l.rows <= MAX_MR) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
-  int64_t limit = l.kind == INT4 ? MAX_MR : l.kind == INT8 ? 24 : 48;
+  int64_t limit = l.fixed ? 48 : l.kind == INT4 ? MAX_MR : l.kind == INT8 ? 24 : 48;
   return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;
 }
 
 // Many rows: a block of the panels is converted once; then a register block's rows of x stay in the L1 cache while the
 // panels stream out of L2.
 void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, int64_t count, int64_t rows, const Output& out) {
-  bool as_is = l.kind == F32 || l.x_bf16;
+  bool as_is = l.kind == F32 || l.x_bf16 || l.fixed;
   const float* x = s.x;
-  for (int64_t k0 = 0; k0 < l.i.k; k0 += BLOCK_K, x += rows * X_STRIDE) {
+  for (int64_t k0 = 0; k0 < l.i.k; k0 += BLOCK_K, x += rows * l.x_stride) {
     int64_t k = std::min(BLOCK_K, l.i.k - k0);
     const uint8_t* w[TASK_PANELS];
     for (int64_t p = 0; p < count; p++) {
@@ -154,7 +175,7 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
       int64_t some = std::min<int64_t>(MAX_MR, rows - m);
       if (k0 == 0) out.fetch(m, some);
       for (int64_t p = 0; p < count; p++)
-        multiply(as_is ? l.kind : F32, l.x_bf16, x + m * X_STRIDE, X_STRIDE, w[p], k, some,
+        multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, some,
                  s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0);
     }
   }
@@ -225,7 +246,7 @@ struct Finish {
 
 void run_direct(Context& c, const Linear& l) {
   Scratch s(c);
-  const float* packed = l.rows > PLAIN_ROWS ? s.x : nullptr;
+  const float* packed = l.fixed || l.rows > PLAIN_ROWS ? s.x : nullptr;
   if (packed) pack_x(l, 0, l.rows, s.x);
   float *tile = s.tiles, *up = l.act == NONE ? nullptr : tile + TASK_ROWS * PANEL;
   int64_t even = l.panels / (4 * c.threads), chunk = std::max<int64_t>(1, std::min(CHUNK_BYTES / l.stride, even));

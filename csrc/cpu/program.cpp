@@ -1,6 +1,6 @@
 // The thread team and the executor of programs.
 
-#include "program.h"
+#include "fixed.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -167,6 +167,34 @@ void plan_attention(Team& t, const Instr& attention) {
 
 }  // namespace
 
+namespace {
+
+// 64 values of channel j of a panel: integers below 2^12 times a power of two.
+void pack_group(const uint16_t* x, int64_t j, uint8_t* out) {
+  vf v[FIXED_GROUP / LANES], top{};
+  for (int i = 0; i < FIXED_GROUP / LANES; i++) {
+    v[i] = load_bf16(x + i * LANES);
+    top = vmax(top, as_float((vi)v[i] & 0x7fffffff));
+  }
+  int exponent = to_bf16(max_of(top)) >> 7;
+  bool tiny = exponent < 12;
+  uint16_t scale = exponent == 255 ? 0x7fc0 : tiny ? 0 : (exponent - 11) << 7;
+  ((uint16_t*)out)[j] = scale;
+  float up = tiny || exponent == 255 ? 0 : 1 / from_bf16(scale);
+  alignas(64) int32_t q[FIXED_GROUP];
+  for (int i = 0; i < FIXED_GROUP / LANES; i++) {
+    const vf magic = splat(12582912.0f);
+    vi rounded = (vi)(v[i] * up + magic) - (vi)magic;
+    std::memcpy(q + i * LANES, &rounded, sizeof rounded);
+  }
+  for (int64_t i = 0; i < FIXED_GROUP / 2; i++) {
+    uint32_t pair = (uint16_t)q[2 * i] | (uint32_t)q[2 * i + 1] << 16;
+    std::memcpy(out + FIXED_HEAD + i * ROW_BYTES + j * 4, &pair, 4);
+  }
+}
+
+}  // namespace
+
 extern "C" {
 
 Team* sgla_team(int threads) {
@@ -230,9 +258,18 @@ void sgla_pack(const uint32_t* x, int64_t n, int64_t k, int64_t group, int64_t h
   }
 }
 
+// Rows of bfloat16 [n, k], k a multiple of 64, into FIXED panels.
+void sgla_pack_fixed(const uint16_t* x, int64_t n, int64_t k, uint8_t* out) {
+  for (int64_t p = 0; p * PANEL < n; p++)
+    for (int64_t g = 0; g < k; g += FIXED_GROUP, out += FIXED_HEAD + FIXED_GROUP / 2 * ROW_BYTES)
+      for (int64_t j = 0; j < std::min<int64_t>(PANEL, n - p * PANEL); j++) pack_group(x + (p * PANEL + j) * k + g, j, out);
+}
+
 const char* sgla_isa() {
 #if defined(__AVX512BF16__)
   return "avx512_bf16";
+#elif defined(__AVX512VNNI__)
+  return "avx512_vnni";
 #elif defined(__AVX512F__)
   return "avx512";
 #elif defined(__AVX2__)

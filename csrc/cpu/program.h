@@ -20,7 +20,7 @@ enum Op : int32_t {
   TO_BF16,
 };
 
-enum Kind : int64_t { F32, BF16, INT8, INT4 };
+enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED };
 enum Act : int64_t { NONE, SILU, GELU_TANH };
 
 struct Instr {

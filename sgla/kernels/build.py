@@ -34,6 +34,7 @@ class Level(NamedTuple):
 
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
 _AVX512 = [*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"]
+_VNNI = [*(f"-m{flag}" for flag in _AVX512), "-mavx512vnni"]
 
 
 def _level(name: str, flags: list[str]) -> Level:
@@ -45,10 +46,11 @@ LEVELS = [  # best first
     # Twice the rate of float32 on Zen 4; on Intel's CPUs with AMX (Sapphire Rapids) the float32 kernels are faster.
     Level(
         "avx512_bf16",
-        [*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16"],
-        frozenset(_AVX512) | {"avx512_bf16"},
+        [*_VNNI, "-mavx512bf16"],
+        frozenset(_AVX512) | {"avx512_vnni", "avx512_bf16"},
         without=frozenset({"amx_tile"}),
     ),
+    Level("avx512_vnni", _VNNI, frozenset(_AVX512) | {"avx512_vnni"}),
     _level("avx512", _AVX512),
     _level("avx2", _AVX2),
     _level("generic", []),

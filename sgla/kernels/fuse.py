@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.native import Op
-from sgla.kernels.panels import KINDS, WIDTH
+from sgla.kernels.panels import FORMATS, WIDTH
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2}
 
@@ -136,7 +136,7 @@ def _use_bf16(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
     The producer writes them if nobody else wants float32; otherwise a conversion is inserted.
     """
     uses, made = _uses(nodes, outputs), _producers(nodes)
-    linears = [n for n in nodes if n.op == Op.LINEAR and KINDS[n.a[A_KIND]] == "bf16"]
+    linears = [n for n in nodes if n.op == Op.LINEAR and FORMATS[n.a[A_KIND]] == "bf16"]
     wanted: dict[Buffer, int] = {}
     for node in linears:
         assert node.inputs[0] is not None

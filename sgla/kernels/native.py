@@ -75,6 +75,7 @@ class Library:
         dll.sgla_team_free.argtypes = (c_void_p,)
         dll.sgla_run.argtypes = (c_void_p, POINTER(Instr), c_int64, POINTER(Step), c_void_p)
         dll.sgla_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p)
+        dll.sgla_pack_fixed.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         dll.sgla_argmax.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         self.dll = dll
         self.isa: str = dll.sgla_isa().decode()

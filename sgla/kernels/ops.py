@@ -79,7 +79,11 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """``x @ w.T + bias``: x [T, k], w [n, k], bias [n] -> [T, n]. Weight-only quantization: x is never rounded to ints."""
+    """``x @ w.T + bias``: x [T, k], w [n, k], bias [n] -> [T, n].
+
+    Native kernels may round x, for weights that are not float32: to bfloat16 if the weight is, or to 14 bits under a scale
+    for each row and 64 channels (csrc/cpu/fixed.h).
+    """
     if recorder is not None:
         return recorder.linear(x, w, bias)
     return F.linear(x, w.dequant(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -12,10 +12,13 @@ from torch import Tensor
 from sgla.kernels.native import library, memory
 
 Kind = Literal["f32", "bf16", "int8", "int4"]
-KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]  # the order of ``Kind`` in program.h
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]
+Format = Literal[Kind, "fixed"]  # fixed: bfloat16 weights for CPUs with AVX512_VNNI (csrc/cpu/fixed.h)
+FORMATS: list[Format] = [*KINDS, "fixed"]  # the order of ``Kind`` in program.h
 
 WIDTH = 32  # output channels of a panel
 INT4_ROWS = 4  # dword rows of a group of 32 int4 channels
+FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
 _PER_DWORD = {"f32": 1, "bf16": 2, "int8": 4, "int4": 4}  # elements of the plain tensor (int4: bytes of two)
 
@@ -25,19 +28,23 @@ class Panels:
     """One linear's weight ``[n, k]``; the plain tensors are as in ``quant.Weight``.
 
     ``data`` uint8: panels of 32 channels as rows of 32 dwords, int4 groups led by 32 scales and 32 minima in float16.
-    ``scale`` float32, padded to whole panels (int8 only).
+    ``fixed`` groups of 64 led by 32 scales in bfloat16. ``scale`` float32, padded to whole panels (int8 only).
     """
 
-    kind: Kind
+    kind: Format
     n: int
     k: int
     data: Tensor
     scale: Tensor | None
 
     @classmethod
-    def of(cls, kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Panels:
-        """Reorder plain CPU tensors."""
+    def of(
+        cls, kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str = ""
+    ) -> Panels:
+        """Reorder plain CPU tensors for the kernels of level ``isa`` (default: the best library's)."""
         n = data.shape[0]
+        if kind == "bf16" and (isa or library().isa) == "avx512_vnni":
+            return cls._fixed(n, k, data)
         data = F.pad(data, (0, -data.shape[1] % _PER_DWORD[kind])).contiguous()
         dwords = data.shape[1] // _PER_DWORD[kind]
         int4 = kind == "int4"
@@ -57,9 +64,26 @@ class Panels:
             scale = F.pad(scale.float(), (0, -n % WIDTH))
         return cls(kind, n, k, out, scale)
 
+    @classmethod
+    def _fixed(cls, n: int, k: int, data: Tensor) -> Panels:
+        data = F.pad(data, (0, -k % FIXED_GROUP)).contiguous()
+        out = memory.take(
+            -(-n // WIDTH) * data.shape[1] // FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP * WIDTH * 2)
+        )
+        library().dll.sgla_pack_fixed(data.data_ptr(), n, data.shape[1], out.data_ptr())
+        return cls("fixed", n, k, out, None)
+
     def plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The tensors ``of`` was given: data, scale, minimum."""
+        """The tensors ``of`` was given: data (of ``fixed`` as rounded), scale, minimum."""
         count = -(-self.n // WIDTH)
+        if self.kind == "fixed":
+            body = self.data.view(count, -(-self.k // FIXED_GROUP), -1)
+            scale = body[:, :, :FIXED_HEAD].contiguous().view(torch.bfloat16)  # [panels, groups, 32]
+            pairs = (
+                body[:, :, FIXED_HEAD:].contiguous().view(torch.int16).view(*scale.shape[:2], -1, WIDTH, 2)
+            )
+            values = pairs * scale[:, :, None, :, None]
+            return values.permute(0, 3, 1, 2, 4).reshape(count * WIDTH, -1)[: self.n, : self.k], None, None
         if self.kind != "int4":
             data = self._rows(self.data.view(torch.int32).view(count, -1, WIDTH))
             return data[:, : self.k], None if self.scale is None else self.scale[: self.n], None

@@ -72,7 +72,7 @@ class Program:
     ) -> Program:
         """Record ``fn(batch) -> tensor``, the output of an op. ``isa`` forces an instruction-set level (tests)."""
         lib = library(isa)
-        recorder = Recorder()
+        recorder = Recorder(lib.isa)
         batch = recorder.batch()
         ops.recorder = recorder
         try:

@@ -49,10 +49,13 @@ class Weight:
         )
         return sum(t.nbytes for t in parts if t is not None)
 
-    def to_panels(self) -> Panels:
-        """Move to the order of the native CPU kernels, once; plain copies are given up. Raises BuildError."""
+    def to_panels(self, isa: str = "") -> Panels:
+        """Move to the order of the native CPU kernels, once; plain copies are given up. Raises BuildError.
+
+        ``isa``: the level of the kernels, the best one if empty.
+        """
         if self.panels is None:
-            self.panels = Panels.of(self.kind, self.k, self.data, self.scale, self.minimum)
+            self.panels = Panels.of(self.kind, self.k, self.data, self.scale, self.minimum, isa)
             self.data, self.scale, self.minimum = self.data.new_empty(0), None, None
         return self.panels
 
