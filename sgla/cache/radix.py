@@ -258,7 +258,7 @@ class RadixCache:
         self._push(node)
         if len(self._heap) > 4 * self._nodes + 64:
             self._heap.clear()
-            for leaf in filter(self._is_leaf, self._walk_all()):
+            for leaf in filter(self._is_leaf, self.walk()):
                 self._push(leaf)
 
     def _push(self, node: Node) -> None:
@@ -267,7 +267,7 @@ class RadixCache:
 
     # --- checking
 
-    def _walk_all(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[Node]:
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -279,7 +279,7 @@ class RadixCache:
         queued = {(id(node), key) for key, _, node in self._heap}
         pages: list[int] = []
         evictable = nodes = 0
-        for node in self._walk_all():
+        for node in self.walk():
             nodes += 1
             pages.extend(node.pages)
             assert len(node.key) == len(node.pages) * self._width > 0, "key and pages disagree"

@@ -1,0 +1,249 @@
+"""The last steps of the scheduler: kept in memory, written down when asked for or after a crash, and played again.
+
+The scheduler is pure: from the same state the same calls give the same plans. So the log is a snapshot of it and every
+call since. A log holds the token ids of prompts and outputs; treat its files as you would treat the prompts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from sgla import __version__
+from sgla.errors import ConfigError
+from sgla.messages import Delta, StepPlan, StepResult, Submit
+from sgla.sched.core import Core
+from sgla.sched.limits import Limits
+from sgla.sched.snapshot import freeze, thaw
+from sgla.sched.stats import Finished
+
+T = TypeVar("T")
+
+# A snapshot takes a few ms of the loop, tens with a full cache. So a chapter goes on until the scheduler is idle, unless it
+# takes more memory than this.
+BYTES_KEPT = 32 << 20
+TOKEN_BYTES, PLAN_BYTES = (
+    40,
+    800,
+)  # of a prompt's token in lists and plans; of a plan and its result, without the rows
+MAGIC = b"sgla steps 1\n"
+
+
+class Call(msgspec.Struct, kw_only=True, array_like=True, tag=True):
+    """One call of the scheduler. ``raised``: the exception that came out of it."""
+
+    raised: str = ""
+
+
+class Offer(Call):
+    submit: Submit
+    now: float
+
+
+class Cancel(Call):
+    rid: str
+    reason: str
+
+
+class Expire(Call):
+    now: float
+
+
+class Plan(Call):
+    now: float
+    plan: StepPlan | None = None
+
+
+class Retire(Call):
+    result: StepResult
+    now: float
+
+
+class Flush(Call):
+    pass
+
+
+AnyCall = Offer | Cancel | Expire | Plan | Retire | Flush
+
+
+class Chapter(msgspec.Struct, array_like=True):
+    """``calls`` of a scheduler that was in the state ``snapshot`` (``sched.snapshot``) before them."""
+
+    snapshot: bytes
+    calls: list[AnyCall]
+
+
+class StepLog(msgspec.Struct, kw_only=True):
+    """What is in a file. ``time``: seconds since 1970 when it was written; ``why``: what for."""
+
+    version: str
+    time: float
+    why: str
+    limits: Limits
+    chapters: list[Chapter]
+
+
+class RecordedCore(Core):
+    """A Core that remembers at least its last ``steps`` steps and all that led to them; costs about 1 us a call.
+
+    Its memory has chapters, each with a snapshot: the current one and the one before. A new one begins after ``steps``
+    steps, in ``drain_finished``, which is called when nobody waits for the scheduler, and if possible while it is idle.
+    """
+
+    __slots__ = (
+        "_chapters",
+        "_size",
+        "_start",
+        "_tokens",
+    )  # so they are not among the vars() that decide its plans
+
+    def __init__(self, limits: Limits, steps: int) -> None:
+        super().__init__(limits)
+        self._size = steps
+        self._chapters: deque[Chapter] = deque(maxlen=2)
+        self._begin()
+
+    def offer(self, submit: Submit, now: float) -> None:
+        self._bytes += TOKEN_BYTES * len(submit.tokens)
+        self._do(Offer(submit=submit, now=now), super().offer, submit, now)
+
+    def cancel(self, rid: str, reason: str) -> Delta | None:
+        return self._do(Cancel(rid=rid, reason=reason), super().cancel, rid, reason)
+
+    def expire(self, now: float) -> list[Delta]:
+        due = self.next_deadline
+        if due is None or due > now:  # as nearly always: nothing happens
+            return super().expire(now)
+        return self._do(Expire(now=now), super().expire, now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        call = Plan(now=now)
+        call.plan = plan = self._do(call, super().plan, now)
+        if plan is not None:
+            self._bytes += PLAN_BYTES + 4 * len(plan.slots)
+        return plan
+
+    def retire(self, result: StepResult, now: float) -> list[Delta]:
+        return self._do(Retire(result=bare(result), now=now), super().retire, result, now)
+
+    def flush_cache(self) -> bool:
+        return self._do(Flush(), super().flush_cache)
+
+    def drain_finished(self) -> list[Finished]:
+        finished = super().drain_finished()
+        if self._bytes >= BYTES_KEPT or (self._steps - self._start >= self._size and self.idle):
+            self._begin()
+        return finished
+
+    def written(self, why: str) -> bytes:
+        """The log as the bytes of a file."""
+        steps = StepLog(
+            version=__version__,
+            time=time.time(),
+            why=why,
+            limits=self.limits,
+            chapters=list(self._chapters),
+        )
+        return MAGIC + msgspec.msgpack.encode(steps)
+
+    def _begin(self) -> None:
+        self._bytes = 0
+        self._start = self._steps
+        self._chapters.append(Chapter(freeze(self), []))
+
+    def _do(self, call: AnyCall, function: Callable[..., T], *args: Any) -> T:
+        self._chapters[-1].calls.append(call)
+        try:
+            return function(*args)
+        except Exception as error:
+            call.raised = f"{type(error).__name__}: {error}"
+            raise
+
+
+def bare(result: StepResult) -> StepResult:
+    """Without what no plan depends on."""
+    if result.logprobs or result.vectors:
+        return replace(result, logprobs=[], vectors=[b""] * len(result.vectors))
+    return result
+
+
+def write(folder: str, core: RecordedCore, why: str) -> Path:
+    """Write the log into ``folder`` under a name with the time. Raises OSError."""
+    path = Path(folder) / time.strftime("steps-%Y%m%d-%H%M%S.sgla", time.gmtime())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(core.written(why))
+    return path
+
+
+def read(data: bytes) -> StepLog:
+    """Raises ConfigError for bytes that are no log of this version."""
+    if not data.startswith(MAGIC):
+        raise ConfigError("this is not a step log")
+    try:
+        return msgspec.msgpack.decode(data[len(MAGIC) :], type=StepLog)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the step log cannot be read: {error}") from error
+
+
+class Replay(msgspec.Struct, kw_only=True):
+    """What came of playing a chapter. ``difference``: where the copy first did something else; None: nowhere."""
+
+    calls: int = 0
+    steps: int = 0
+    requests: int = 0
+    outputs: int = 0
+    ended_by: str = ""  # the exception that came out of the last call, and comes out again
+    difference: str | None = None
+
+
+def replay(chapter: Chapter) -> Replay:
+    """Play the calls on a copy of the scheduler. Raises ConfigError for a snapshot of another version."""
+    try:
+        core = thaw(chapter.snapshot)
+    except (pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(f"the snapshot is of another version of sgla: {error}") from error
+    told = Replay()
+    for call in chapter.calls:
+        told.calls += 1
+        told.ended_by = call.raised
+        told.difference = play(core, call, told)
+        if told.difference is not None:
+            told.difference = f"call {told.calls} ({type(call).__name__.lower()}): {told.difference}"
+            break
+    return told
+
+
+def play(core: Core, call: AnyCall, told: Replay) -> str | None:
+    """Repeat one call; what is different from the record, if anything."""
+    plan = None
+    try:
+        if isinstance(call, Offer):
+            told.requests += 1
+            core.offer(call.submit, call.now)
+        elif isinstance(call, Cancel):
+            core.cancel(call.rid, call.reason)
+        elif isinstance(call, Expire):
+            core.expire(call.now)
+        elif isinstance(call, Plan):
+            plan = core.plan(call.now)
+            told.steps += plan is not None
+        elif isinstance(call, Retire):
+            told.outputs += sum(len(delta.tokens) for delta in core.retire(call.result, call.now))
+        else:
+            core.flush_cache()
+    except Exception as error:  # it is compared: a crash is replayed too
+        raised = f"{type(error).__name__}: {error}"
+        return None if raised == call.raised else f"raised {raised}, then {call.raised or 'nothing'}"
+    if call.raised:
+        return f"raised nothing, then {call.raised}"
+    if isinstance(call, Plan) and plan != call.plan:
+        return f"planned {plan}, then {call.plan}"
+    return None
