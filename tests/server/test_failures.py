@@ -50,10 +50,13 @@ def test_port_answers_while_the_model_loads(tiny_model: Path) -> None:
         assert server.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, streaming: bool) -> None:
+@pytest.mark.parametrize(("streaming", "ranks"), [(False, 1), (True, 1), (False, 2)])
+def test_killed_worker_ends_every_request_and_the_process(
+    tiny_model: Path, streaming: bool, ranks: int
+) -> None:
+    """With two ranks the one that is left waits for the dead one in a collective."""
     before = shm_files()
-    with serving("--model", str(tiny_model), "--context-length", "4096") as server:
+    with serving("--model", str(tiny_model), "--context-length", "4096", "--tp", str(ranks)) as server:
         answers: list[Any] = []
         threads = [
             in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": streaming}) for _ in range(4)
@@ -61,7 +64,8 @@ def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, stre
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 4)
         family = server.family()
         killed = time.monotonic()
-        server.workers()[0].send_signal(signal.SIGKILL)
+        assert len(server.workers()) == ranks
+        server.workers()[-1].send_signal(signal.SIGKILL)
         for thread in threads:
             thread.join(5)
         took = time.monotonic() - killed
