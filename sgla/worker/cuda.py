@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,7 +27,17 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
 from sgla.layers.linear import split_heads
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import (
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    Control,
+    Facts,
+    NewRow,
+    Progress,
+    RowSampling,
+    StepPlan,
+    StepResult,
+)
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.device import DeviceSampler, Scored, score, to_host
@@ -41,6 +52,13 @@ LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
+WARM_UP = (
+    600,
+    1000,
+    2000,
+    4000,
+    8000,
+)  # tokens of steps that are run at start: the libraries have kernels for each size
 
 
 @dataclass(slots=True)
@@ -87,12 +105,14 @@ class CudaRunner:
                 self.graphs.capture(capture)
                 self.short.capture(capture)
                 torch.cuda.synchronize()
+            captured = clock.now()
+            self._last_end: torch.cuda.Event | None = None
+            self._warm_up()
         self.facts.timings |= {
             "weights": loaded - begun,
-            "warmup": sized - loaded,
-            "graphs": clock.now() - sized,
+            "warmup": sized - loaded + clock.now() - captured,
+            "graphs": captured - sized,
         }
-        self._last_end: torch.cuda.Event | None = None
         self._profiler = Profiler(rank)
 
     # --- start-up
@@ -192,6 +212,29 @@ class CudaRunner:
             self.sampler.draw(most, zeros, zeros, out)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+    def _warm_up(self) -> None:
+        """Requests with all that a request can ask for, so that no kernel is compiled or loaded under traffic. All their
+        pages are the dummy page."""
+        page_size = self.tables.page_size
+        everything = RowSampling(
+            temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, logprobs=1, frequency=0.1, logit_bias=[(0, 0.1)]
+        )
+        sizes = [n for n in (*WARM_UP, 3) if n <= min(self.step_tokens, self.context_len - 1)]
+        for size in sizes:
+            for start in (0, size // 2):  # as a whole, and behind a prefix
+                row = NewRow(
+                    slot=0,
+                    tokens=bytes(4 * size),
+                    prompt_len=size,
+                    pages=bytes(4 * -(-size // page_size)),
+                    sampling=everything,
+                )
+                self.execute(_lone_row(start, size - start, row))
+        one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
+        append = msgspec.structs.replace(_lone_row(3, 1), page_slots=zero, page_counts=one, page_ids=zero)
+        self.execute(append)
+        self._last_end = None
 
     # --- steps
 
@@ -365,6 +408,19 @@ class CudaRunner:
             case "profile_stop":
                 return self._profiler.stop()
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
+
+
+def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
+    """Slot 0 alone computes ``count`` tokens from ``start`` on and samples."""
+    columns = [np.array([value], np.int32).tobytes() for value in (0, start, count)]
+    return StepPlan(
+        step=0,
+        slots=columns[0],
+        starts=columns[1],
+        q_lens=columns[2],
+        flags=DECODE_FLAGS,
+        new=[new] if new else [],
+    )
 
 
 def upload(host: Any) -> Tensor:

@@ -67,7 +67,7 @@ def _act_mul(x, out, f, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constex
     tl.store(out + row * f + i, act * up, mask=i < f)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _take_rows(rows, x, out, d, scale, PDL: tl.constexpr, BLOCK: tl.constexpr):
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -77,7 +77,7 @@ def _take_rows(rows, x, out, d, scale, PDL: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * d + i, v.to(tl.float32) * scale, mask=i < d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
 def _qk_norm_rope_store(
     qkv,
     positions,

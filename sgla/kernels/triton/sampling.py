@@ -42,7 +42,7 @@ def _log(x, FAST: tl.constexpr):
     return libdevice.fast_logf(x) if FAST else tl.log(x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _race(
     logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks, first,
     HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
@@ -70,7 +70,7 @@ def _race(
     tl.store(best_id + row * chunks + chunk, first + chunk * BLOCK + index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out"])
 def _finish(best, best_id, slots, positions, table, stride, out, chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)

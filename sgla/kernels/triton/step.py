@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+# Steps differ in their counts and in where a column begins; neither is worth a compilation in the midst of traffic.
+@triton.jit(do_not_specialize=["count"])
 def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < count
@@ -120,7 +121,9 @@ def _admit(
         tl.store(seeds + slot, (high << 32) | low)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slots", "starts", "q_start", "ids", "positions", "out_loc"],
+)
 def _prepare_extend(
     slots, starts, q_start, tokens, token_stride, page_table, table_stride, page_size, ids, positions, out_loc,
     BLOCK: tl.constexpr,
