@@ -44,6 +44,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "safetensors", "gguf", "dummy"],
         Doc(description="where weights come from; dummy = random"),
     ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "classify"],
+        Doc(description="what the model is for; auto = what its files say"),
+    ] = "auto"
     revision: Annotated[str | None, Doc(description="hub revision")] = None
     download_dir: Annotated[str | None, Doc(description="cache folder for downloads")] = None
     dtype: Annotated[
@@ -136,6 +140,12 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["sglang", "vllm"] | None, Doc(description="show the metrics under this server's names, too")
     ] = None
     profile_folder: Annotated[str, Doc(description="where /stop_profile writes traces")] = "profile"
+    moderation_labels: Annotated[
+        list[str],
+        Doc(
+            description="LABEL=CATEGORY: what /v1/moderations calls a class of the model; LABEL= flags nothing"
+        ),
+    ] = []
     sampling_defaults: Annotated[
         Literal["model", "openai"], Doc(description="defaults from generation_config.json or OpenAI's")
     ] = "model"

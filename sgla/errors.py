@@ -1,7 +1,7 @@
 """The exception tree. Every error a user can cause carries its HTTP status and a stable code.
 
 SglaError
-  BadRequest 400            InvalidField, ContextTooLong, UnsupportedField
+  BadRequest 400            InvalidField, ContextTooLong, UnsupportedField, UnsupportedTask
   Unauthorized 401
   NotFound 404              ModelNotFound
   TooLarge 413
@@ -63,6 +63,12 @@ class InvalidField(BadRequest):
 
 class UnsupportedField(BadRequest):
     code = "unsupported_parameter"
+
+
+class UnsupportedTask(BadRequest):
+    """The model cannot do what the route is for."""
+
+    code = "unsupported_task"
 
 
 class ContextTooLong(BadRequest):

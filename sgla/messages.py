@@ -63,7 +63,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """Ingress -> tokenize. Exactly one of ``text``, ``messages``, ``token_ids`` is set."""
+    """Ingress -> tokenize. Exactly one of ``text``, ``messages``, ``token_ids`` is set.
+
+    ``pool``: the request is for a vector instead of tokens, see ``RowSampling.pool``; then ``pair`` is the second text of a
+    pair, and a longer input is cut to its first ``truncate`` tokens, special tokens included (-1: to the model's limit).
+    """
 
     rid: str
     sampling: SamplingParams
@@ -79,9 +83,15 @@ class Job(msgspec.Struct, kw_only=True):
     priority: int = 0
     deadline: float | None = None  # absolute, on clock.now()
     namespace: str = ""  # prefix-cache isolation (cache_salt)
+    suffix: str | None = None  # what comes after the answer: the model fills in the middle
+    keep_last: int | None = None  # a longer prompt loses its beginning (-1: what the context has no room for)
+    drop_turns: bool = False  # a chat that is too long loses its oldest turns
     index_base: int = 0  # choice index of this job's first child
     clip: bool = False  # max_tokens beyond the context's end means: up to there
     arrival: float = 0.0
+    pool: list[int] | None = None
+    pair: str | None = None
+    truncate: int | None = None
 
 
 class Submit(msgspec.Struct, kw_only=True):
@@ -98,6 +108,7 @@ class Submit(msgspec.Struct, kw_only=True):
     deadline: float | None = None
     namespace: str = ""
     arrival: float = 0.0
+    segment: int = 0  # NewRow.segment
 
 
 class Opened(msgspec.Struct):
@@ -133,6 +144,9 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of
     grammar_after: tuple[str, ...] = ()  # Grammar.after
     grammar_opener: str = ""  # Grammar.opener; "" also where the prompt ends with it
+    # None: the row produces tokens. Else it produces one vector when its prompt is computed: [] what the model's head makes
+    # of the hidden states; ids: log-probabilities of these tokens as the next one (of a model that generates).
+    pool: list[int] | None = None
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -147,10 +161,12 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     prompt_len: int
     pages: bytes
     sampling: RowSampling
+    segment: int = 0  # where the second text of a pair begins, for models that tell the two apart; 0: nowhere
 
 
 SAMPLE = 1  # StepPlan.flags: the row's last token is the last known one, so sample its successor
 PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this row's span predicts
+POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches the prompt's end
 
 
 class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
@@ -199,6 +215,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     gap: float = 0.0  # idle time of the worker before this step, waiting for a plan
     error: str | None = None  # the step failed; fatal to the worker
     failed: list[tuple[int, str]] = []  # (i, why): the i-th SAMPLE row cannot go on; its token means nothing
+    vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -219,6 +236,7 @@ class Delta(msgspec.Struct, kw_only=True):
     matched: int | None = None  # the stop token id that ended it (it is the last of ``tokens``)
     cached_tokens: int = 0
     error: Rejected | None = None  # with finish == "error"
+    vector: bytes | None = None  # float32[*], with finish == "stop": the answer to a request with ``pool``
 
 
 class Deltas(msgspec.Struct):
@@ -249,6 +267,7 @@ class Event(msgspec.Struct, kw_only=True):
     finish: str | None = None
     matched: str | int | None = None
     usage: Usage
+    vector: bytes | None = None  # float32[*], see Delta
 
     def merge(self, later: Event) -> None:
         """Append a later event of the same choice."""
@@ -285,6 +304,40 @@ class Control(msgspec.Struct, kw_only=True):
     args: dict[str, Any] = {}
 
 
+class Dense(msgspec.Struct, kw_only=True):
+    """A linear layer behind the pooling: ``activation(x @ w.T + b)``. ``folder``: where its weights are."""
+
+    folder: str
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: str = "identity"  # identity | tanh | relu | gelu
+
+
+class Pooling(msgspec.Struct, kw_only=True):
+    """How a model that answers with vectors makes them (``model/pooling.py`` reads it from the model's files).
+
+    The worker pools the hidden states by ``kind``, applies ``dense`` and, with task ``classify``, the classification head,
+    and returns float32[size]; ``normalize`` and ``activation`` are applied to that in the main process, because a request
+    may ask for another treatment.
+    """
+
+    task: str  # embed | classify
+    kind: str  # cls | mean | last | max | mean_sqrt_len
+    size: int
+    normalize: bool = False
+    dense: list[Dense] = []
+    labels: list[str] = []
+    activation: str = (
+        "identity"  # sigmoid | softmax | identity: what makes probabilities or scores of the logits
+    )
+    dimensions: list[int] | None = (
+        None  # lengths an embedding may be cut to ([]: any); None: it was not trained for that
+    )
+    encoder: bool = False  # bidirectional: a prompt is computed in one step, and nothing of it is kept
+    max_length: int | None = None  # the longest input the files recommend
+
+
 class Facts(msgspec.Struct, kw_only=True):
     """Executor -> main process once the model is loaded: what the scheduler's limits are made from."""
 
@@ -300,6 +353,8 @@ class Facts(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why
     grammars: bool = False  # the sampler honours RowSampling.grammar
+    pooling: Pooling | None = None  # the model answers with vectors alone
+    scores: bool = False  # of a model that generates: RowSampling.pool is honoured
 
 
 class Progress(msgspec.Struct, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.model.registry import is_encoder
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import choose
 
@@ -75,7 +76,8 @@ def resolve(
         raise ConfigError(
             f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
-    dtype = settle("dtype", Choice("bfloat16", "half the memory traffic of float32, which bounds decode"))
+    encoder = is_encoder(str((model or {}).get("architectures", [""])[0]))
+    dtype = settle("dtype", choose_dtype(encoder))
     cuda = device == "cuda"
     settle("threads", choose_threads(machine, config.tp))
     settle("depth", Choice(2, "plans the next step while this one runs"))
@@ -97,10 +99,14 @@ def resolve(
         if cuda
         else Choice(200.0, "five tokens a second while prompts are read"),
     )
-    room = settle("kv_cache_bytes", choose_kv_bytes(machine, cuda, model, dtype, config))
-    if model:
+    if encoder:
+        reasons["kv_cache_bytes"] = "an encoder keeps no KV"
+        reasons["context_length"] = "the longest input the model's files recommend"
+    else:
+        room = settle("kv_cache_bytes", choose_kv_bytes(machine, cuda, model, dtype, config))
+    if model and not encoder:
         settle("context_length", choose_context(kv_shape(model), dtype, room * config.tp))
-    elif config.context_length is None:
+    elif config.context_length is None and not encoder:
         reasons["context_length"] = "the model's own limit, or what the KV cache holds"
     if not config.served_model_name:
         filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
@@ -113,6 +119,12 @@ def choose_device(machine: Machine) -> Choice:
     if machine.gpus:
         return Choice("cpu", f"{machine.gpus[0].name} is there, but torch {machine.torch} is a CPU build")
     return Choice("cpu", "no NVIDIA GPU")
+
+
+def choose_dtype(encoder: bool) -> Choice:
+    if encoder:
+        return Choice("float32", "an encoder computes in float32")
+    return Choice("bfloat16", "half the memory traffic of float32, which bounds decode")
 
 
 def choose_threads(machine: Machine, tp: int) -> Choice:
@@ -226,4 +238,9 @@ def check(config: Config) -> None:
         raise ConfigError("--api-key is empty; leave it out to serve without one", param="api_key")
     if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
         raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", param="ssl_certfile")
+    for entry in config.moderation_labels:
+        if "=" not in entry:
+            raise ConfigError(
+                f"--moderation-labels takes LABEL=CATEGORY, got {entry!r}", param="moderation_labels"
+            )
     choose("", config.tool_call_parser, config.reasoning_parser)

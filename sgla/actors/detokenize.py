@@ -93,10 +93,26 @@ class Detokenize(Actor[Deltas]):
             delta.error.rid = child.parent
             self._reject(delta.error)
             return
+        if delta.vector is not None:
+            self._answer(child, delta)
+            return
         if delta.tokens and child.last is not None:
             self._metrics.inter_token(now - child.last, len(delta.tokens))
         self._emit(child, delta, first=child.last is None)
         child.last = now
+
+    def _answer(self, child: _Child, delta: Delta) -> None:
+        """The vector of a request that asked for one."""
+        self._deliver(
+            Event(
+                rid=child.parent,
+                index=child.index,
+                prompt_tokens=child.prompt,
+                finish=delta.finish,
+                usage=Usage(len(child.prompt), 0, delta.cached_tokens),
+                vector=delta.vector,
+            )
+        )
 
     def _emit(self, child: _Child, delta: Delta, first: bool) -> None:
         piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import BadRequest, Draining, Loading, Overloaded, SglaError
+from sgla.errors import BadRequest, Draining, Loading, Overloaded, SglaError, UnsupportedTask
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
 OPEN_BYTES = 256 << 20
+PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
 
 
 class Sink(Protocol):
@@ -118,6 +119,7 @@ class Ingress:
         assert self._tokenize is not None
         if job.rid in self._open:
             raise BadRequest(f"a request with id {job.rid!r} is already running", param="request_id")
+        check_task(job, self.facts)
         n = job.sampling.n
         cost = job_bytes(job)
         if self._open and (self._children + n > self._capacity or self._bytes + cost > OPEN_BYTES):
@@ -205,10 +207,26 @@ class Ingress:
         return await self._control(command)
 
 
+def check_task(job: Job, facts: Facts | None) -> None:
+    """Raise UnsupportedTask for a job that the model cannot do."""
+    assert facts is not None
+    pooling = facts.pooling
+    if pooling is not None and job.pool is None:
+        raise UnsupportedTask(
+            f"this server's model makes {PRODUCTS[pooling.task]}, not text; serve a model that generates for this route"
+        )
+    if pooling is None and job.pool is not None and not (job.pool and facts.scores):
+        raise UnsupportedTask(
+            "label_token_ids are not scored on this device; serve the model with --device cpu"
+            if job.pool
+            else "this server's model makes text, not vectors; serve an embedding or classification model for this route"
+        )
+
+
 def job_bytes(job: Job) -> int:
     """Approximate size of the prompt in bytes."""
     if job.text is not None:
-        return len(job.text)
+        return len(job.text) + len(job.pair or "")
     if job.token_ids is not None:
         return 8 * len(job.token_ids)
     return sum(len(part) if isinstance(part, str) else 64 for m in job.messages or [] for part in _texts(m))

@@ -18,7 +18,7 @@ from sgla.actors.ingress import Ingress
 from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
 from sgla.config import Config
-from sgla.errors import Draining, SglaError
+from sgla.errors import ConfigError, Draining, SglaError
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
 from sgla.observe.metrics import Metrics
@@ -165,10 +165,16 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     """The model's files, downloaded if need be, and ``config`` with every open value filled in. Blocks."""
     from sgla.hub.fetch import resolve_model
     from sgla.hub.source import open_source
+    from sgla.model.pooling import read_pooling
     from sgla.resolve import resolve
 
     source = open_source(resolve_model(config, report), config.load_format)
-    return resolve(config, model=source.config).config, source
+    resolved = resolve(config, model=source.config).config
+    if resolved.device == "cuda" and read_pooling(source, config.task) is not None:
+        raise ConfigError(
+            "embedding and classification models run on the CPU; give --device cpu", param="device"
+        )
+    return resolved, source
 
 
 def settle_device(config: Config) -> Config:
@@ -217,7 +223,9 @@ def make_limits(config: Config, facts: Facts) -> Any:
         max_queued=config.max_queued_requests,
         policy=config.policy,
         eviction=config.eviction,
-        prefix_cache=config.prefix_cache,
+        # Only the last token's hidden state can be had without those before it.
+        prefix_cache=config.prefix_cache and (facts.pooling is None or facts.pooling.kind == "last"),
+        encoder=facts.pooling is not None and facts.pooling.encoder,
     )
 
 

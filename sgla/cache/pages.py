@@ -14,7 +14,7 @@ class PagePool:
     __slots__ = ("_free", "_out", "total")
 
     def __init__(self, total: int) -> None:
-        assert total >= 2, "a pool needs the dummy page and one more"
+        assert total >= 1, "a pool needs the dummy page"
         self.total = total
         self._free = list(range(total - 1, 0, -1))
         self._out = bytearray(total)

@@ -35,11 +35,14 @@ def model_config(config: Config) -> dict[str, Any] | None:
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     """Bytes by purpose for all ranks together, and what the KV cache holds. Weights are estimated from the shape."""
+    weights = weight_bytes(model, config.dtype, config.quantization)
+    if config.kv_cache_bytes is None:  # an encoder
+        return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
     per_token = kv_shape(model).bytes_per_token(config.dtype)
     kv = (config.kv_cache_bytes or 0) * config.tp
     pages = kv // (per_token * config.page_size)
     return {
-        "weights": weight_bytes(model, config.dtype, config.quantization),
+        "weights": weights,
         "kv_cache": kv,
         "kv_bytes_per_token": per_token,
         "kv_pages": pages,

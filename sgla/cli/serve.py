@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import load_config
@@ -34,12 +35,24 @@ def run(args: argparse.Namespace) -> int:
 def ready_text(config: Config, facts: Facts, url: str, seconds: float) -> str:
     """What is served, and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
     name = (config.served_model_name or [config.model])[0]
-    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    route, fields = example(facts)
+    body = {"model": name, **fields}
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
     text = json.dumps(body).replace("'", "'\\''")
     return (
-        f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens, "
-        f"KV cache {(facts.pages - 1) * facts.page_size} tokens\n"
+        f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens"
+        + (f", KV cache {(facts.pages - 1) * facts.page_size} tokens\n" if facts.pages > 1 else "\n")
         + "".join(f"note: {note}\n" for note in facts.notes)
-        + f"try: curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{text}'"
+        + f"try: curl {url}{route} {key}-H 'Content-Type: application/json' -d '{text}'"
     )
+
+
+def example(facts: Facts) -> tuple[str, dict[str, Any]]:
+    """A route that the model answers, and the fields of a body for it."""
+    if facts.pooling is None:
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    if facts.pooling.task == "embed":
+        return "/v1/embeddings", {"input": "Hello!"}
+    if facts.pooling.size == 1:
+        return "/v1/score", {"text_1": "Hello!", "text_2": "Good morning!"}
+    return "/v1/classify", {"input": "Hello!"}

@@ -33,6 +33,7 @@ class Output(msgspec.Struct, kw_only=True):
     finish: str | None = None
     matched: str | int | None = None
     usage: Usage = msgspec.field(default_factory=Usage)
+    vector: bytes | None = None  # float32[*], of a job with ``pool``
 
     def add(self, event: Event) -> None:
         """Append an event of this choice."""
@@ -45,6 +46,7 @@ class Output(msgspec.Struct, kw_only=True):
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         self.finish, self.matched, self.usage = event.finish, event.matched, event.usage
+        self.vector = event.vector
 
 
 class _QueueSink:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sgla.errors import UnsupportedField, WorkerDied
 from sgla.executor.base import Results
 from sgla.messages import (
+    POOL,
     PROMPT_LOGPROBS,
     SAMPLE,
     Control,
@@ -86,6 +87,7 @@ class FakeModel:
         self._seed = seed
         self._cost = cost
         self._slots: list[FakeSlot | None] = [None] * facts.slots
+        self._encoder = facts.pooling is not None and facts.pooling.encoder
         self._store = [[0] * facts.page_size for _ in range(facts.pages)] if verify else None
         self._step = 0
 
@@ -97,15 +99,18 @@ class FakeModel:
             self._slots[new.slot] = FakeSlot(new)
         self._append_pages(plan)
         rows = self._rows(plan)
-        if self._store is not None:
+        if self._store is not None and not self._encoder:
             self._write(rows)
             self._read(rows)
         tokens = array("i")
         blocks: list[LogprobBlock] = []
+        vectors: list[bytes] = []
         for r, (slot, start, end, flags) in enumerate(rows):
             slot.computed = end
             if flags & PROMPT_LOGPROBS:
                 blocks.append(self._prompt_block(r, slot, start, end))
+            if flags & POOL and end == slot.prompt_len:
+                vectors.append(self.vector(slot.tokens))
             if flags & SAMPLE:
                 assert end == len(slot.tokens), "a SAMPLE row must end at the last known token"
                 token = self._sample(slot)
@@ -121,7 +126,16 @@ class FakeModel:
             seconds = self._cost(
                 count, sum((end - start) * (start + end + 1) // 2 for _, start, end, _ in rows)
             )
-        return StepResult(step=plan.step, tokens=tokens.tobytes(), logprobs=blocks, seconds=seconds)
+        return StepResult(
+            step=plan.step, tokens=tokens.tobytes(), logprobs=blocks, seconds=seconds, vectors=vectors
+        )
+
+    def vector(self, tokens: list[int]) -> bytes:
+        """float32[4] of a prompt."""
+        state = 0
+        for token in tokens:
+            state = mix(state, token)
+        return array("f", [(state >> 16 * i & 0xFFFF) / 0x10000 - 0.5 for i in range(4)]).tobytes()
 
     def continuation(
         self, prompt: list[int], sampling: RowSampling, stop_ids: frozenset[int], max_new: int
@@ -163,7 +177,10 @@ class FakeModel:
             assert count > 0, "an empty row"
             assert slot.computed <= start, "a token is computed twice"
             assert end <= len(slot.tokens), "a row reads a token that does not exist"
-            assert end <= len(slot.pages) * self.facts.page_size, "a row without pages"
+            if self._encoder:
+                assert (start, end) == (0, slot.prompt_len), "a part of a prompt"
+            else:
+                assert end <= len(slot.pages) * self.facts.page_size, "a row without pages"
             rows.append((slot, start, end, flags))
         return rows
 

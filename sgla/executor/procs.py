@@ -32,7 +32,7 @@ from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
 
-RUNNERS = {"cpu": "sgla.worker.runner:Runner", "cuda": "sgla.worker.cuda:CudaRunner"}  # by device
+RUNNERS = {"cpu": "sgla.worker.start:cpu_runner", "cuda": "sgla.worker.cuda:CudaRunner"}  # by device
 GRACE = 2.0  # seconds a worker gets to leave by itself
 LAST_LINES = 20
 ENTRY = "from sgla.executor.child import main; main()"

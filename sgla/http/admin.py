@@ -70,11 +70,14 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """200 if one token comes out of the engine."""
+    """200 if one token, or one vector, comes out of the engine."""
     server = request.app[SERVER]
     server.ingress.require_ready()
+    facts = server.ingress.facts
+    pools = facts is not None and facts.pooling is not None
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    await server.collect(make_work(request, RequestFields(timeout=20.0), [{"token_ids": [0]}], sampling))
+    prompt = {"token_ids": [0], "pool": [] if pools else None}
+    await server.collect(make_work(request, RequestFields(timeout=20.0), [prompt], sampling))
     return json_response({"status": "ready"})
 
 
@@ -91,7 +94,7 @@ async def model_info(request: web.Request) -> web.Response:
             "model_path": config.model,
             "tokenizer_path": config.tokenizer or config.model,
             "served_model_name": server.ingress.model_names[0],
-            "is_generation": True,
+            "is_generation": facts is None or facts.pooling is None,
             "preferred_sampling_params": None,
             "weight_version": "default",
             "max_model_len": facts.context_len if facts is not None else None,

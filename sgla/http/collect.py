@@ -23,6 +23,7 @@ class Choice:
         "texts",
         "tokens",
         "usage",
+        "vector",
     )
 
     def __init__(self, index: int, rid: str = "") -> None:
@@ -36,6 +37,7 @@ class Choice:
         self.finish: str | None = None
         self.matched: str | int | None = None
         self.usage = Usage()
+        self.vector: bytes | None = None
 
     def add(self, event: Event) -> None:
         if event.text:
@@ -49,6 +51,7 @@ class Choice:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         self.rid, self.finish, self.matched, self.usage = event.rid, event.finish, event.matched, event.usage
+        self.vector = event.vector
 
     @property
     def text(self) -> str:

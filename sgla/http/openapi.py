@@ -12,18 +12,27 @@ from sgla import __version__
 from sgla.http import (
     admin,
     anthropic,
+    classify,
     control,
+    embeddings,
+    moderations,
     native,
     openai_chat,
     openai_text,
     page,
     parsing,
+    rerank,
     responses,
+    score,
     tokens,
 )
 from sgla.http.anthropic_input import CountTokensRequest, MessagesRequest
+from sgla.http.classify import ClassifyRequest
+from sgla.http.embeddings import EmbeddingRequest, EncodeRequest
 from sgla.http.middleware import ADMIN, OPEN
+from sgla.http.moderations import ModerationRequest
 from sgla.http.parsing import ParseCallRequest, SeparateRequest
+from sgla.http.rerank import RerankRequest
 from sgla.http.responses_input import ResponsesRequest
 from sgla.http.schema import (
     RANGES,
@@ -36,6 +45,7 @@ from sgla.http.schema import (
     ProfileRequest,
     TokenizeRequest,
 )
+from sgla.http.score import ScoreRequest
 from sgla.http.wire import json_response
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
@@ -66,6 +76,12 @@ OPERATIONS: dict[Any, Operation] = {
     admin.models: Operation("OpenAI: the names of the model"),
     admin.model: Operation("OpenAI: one name of the model"),
     native.generate: Operation("SGLang: continue texts or token ids", GenerateRequest, stream=True),
+    embeddings.embeddings: Operation("OpenAI: vectors of texts", EmbeddingRequest),
+    embeddings.encode: Operation("SGLang: vectors of texts or token ids", EncodeRequest),
+    rerank.rerank: Operation("Cohere, Jina: documents by relevance", RerankRequest),
+    score.score: Operation("vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest),
+    classify.classify: Operation("vLLM, SGLang: classes of texts", ClassifyRequest),
+    moderations.moderations: Operation("OpenAI: what of a text is harmful", ModerationRequest),
     tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest),
     tokens.detokenize: Operation("vLLM: token ids to text", DetokenizeRequest),
     parsing.parse_function_call: Operation("SGLang: the tool calls in a text", ParseCallRequest),

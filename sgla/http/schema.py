@@ -149,6 +149,9 @@ RANGES: dict[str, Range] = {
     "logprob_start_len": Range(-1, 2**31 - 1),
     "priority": Range(-(2**31), 2**31 - 1),
     "timeout": Range(0, open_low=True),
+    "dimensions": TOKENS,
+    "top_n": TOKENS,
+    "truncate_prompt_tokens": Range(-1, 2**31 - 1),
 }
 
 

@@ -21,18 +21,43 @@ _CLASSES = {
     "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
     "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3"),
 }
+# Families of encoders; the names in config.json end with one of the suffixes.
+_ENCODERS = ("Bert", "DistilBert", "Roberta", "XLMRoberta")
+_ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
+_DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
+_POOLED_DECODERS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def supported() -> list[str]:
     """The architecture names that ``config.json`` may have."""
-    return sorted(_CLASSES)
+    encoders = [family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES]
+    families = [name.removesuffix("ForCausalLM") for name in _POOLED_DECODERS]
+    decoders = [family + suffix for family in families for suffix in _DECODER_SUFFIXES]
+    return sorted({*_CLASSES, *encoders, *decoders})
+
+
+def is_encoder(name: str) -> bool:
+    """Whether the architecture is a bidirectional encoder, which makes no text."""
+    return any(name == family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES)
+
+
+def body_of(name: str) -> str | None:
+    """What makes the hidden states of an architecture that pools them: an encoder's family, or the decoder's own
+    architecture; None if there is nothing."""
+    if is_encoder(name):
+        return next(family for family in _ENCODERS if name.removeprefix(family) in _ENCODER_SUFFIXES)
+    for suffix in _DECODER_SUFFIXES:
+        decoder = name.removesuffix(suffix) + "ForCausalLM"
+        if name.endswith(suffix) and decoder in _POOLED_DECODERS:
+            return decoder
+    return None
 
 
 def check_architecture(name: str) -> None:
     """Raises ConfigError for an architecture that is not supported. Loads no torch."""
-    if name in _CLASSES:
+    if name in supported():
         return
-    near = difflib.get_close_matches(name, _CLASSES, n=2)
+    near = difflib.get_close_matches(name, supported(), n=2)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ConfigError(
         f"architecture {name!r} is not supported.{hint} Supported: {', '.join(supported())}", param="model"
@@ -40,8 +65,10 @@ def check_architecture(name: str) -> None:
 
 
 def model_class(name: str) -> type[CausalLM]:
-    """The class of architecture ``name``. Raises ConfigError if there is none."""
+    """The class of architecture ``name``, which generates. Raises ConfigError if there is none."""
     check_architecture(name)
+    if name not in _CLASSES:
+        raise ConfigError(f"{name} makes no text", param="model")
     module, attribute = _CLASSES[name]
     found: type[CausalLM] = getattr(import_module(f"sgla.model.{module}"), attribute)
     return found

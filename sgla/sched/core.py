@@ -18,7 +18,7 @@ from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel
 from sgla.sched.limits import Limits
 from sgla.sched.logprobs import attach, collect_prompt
-from sgla.sched.memory import Memory
+from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import Request, State
 from sgla.sched.stats import Finished, Ledger, Stats
@@ -41,7 +41,7 @@ class Core:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._memory = Memory(limits)
+        self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits)
         self._costs = CostModel(limits.itl_target, limits.step_tokens)
         self._open: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by arrival
@@ -246,6 +246,8 @@ class Core:
         A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
         """
         need = request.known - request.planned
+        if self.limits.encoder:
+            return need if need <= budget.tokens else 0
         share = 0.5 if others and need > self.limits.step_tokens else 1.0
         count = budget.grant(request.planned, need, share)
         if count < need:
@@ -357,7 +359,8 @@ class Core:
         count = self._chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // self.limits.page_size)
         lacking = min(lacking, memory.available)
-        if lacking <= 0 or not memory.grow(request, lacking):
+        roomy = self.limits.encoder and count > 0
+        if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
             memory.release(request)
             return False
         self._waiting.remove(request)
@@ -431,12 +434,14 @@ class Core:
         if result.logprobs:
             attach(step.rows, result.logprobs, deltas)
         deltas += broken
+        vectors = iter(result.vectors)
         for request in step.ends:
+            vector = next(vectors) if request.pools else None
             if request.finish is None:
-                delta = Delta(rid=request.rid, finish="length")
+                request.finish = "length" if vector is None else "stop"
+                delta = Delta(rid=request.rid, finish=request.finish, vector=vector)
                 self._first(request, delta)
                 deltas.append(delta)
-                request.finish = "length"
                 ended.append(request)
         self._conclude(ended, step.number)
         return deltas

@@ -20,11 +20,14 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     eviction: str = "lru"
     prefix_cache: bool = True
     reserve: float = 0.5  # part of its possible outputs for which a request gets pages reserved, at first
+    encoder: bool = False  # prompts are computed in one step and need no pages
     patience: float = 10.0  # seconds in the waiting list after which arrival order beats the policy
 
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
+        assert self.encoder or self.pages > 1, "no pages but the dummy"
+        assert not self.encoder or self.context_len <= self.step_tokens, "a prompt must fit in one step"
 
     @property
     def rows(self) -> int:
@@ -33,5 +36,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens all pages can hold."""
+        """Tokens all pages can hold; an encoder needs none."""
+        if self.encoder:
+            return self.context_len
         return (self.pages - 1) * self.page_size

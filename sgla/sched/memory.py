@@ -130,3 +130,34 @@ class Memory:
             node = node.parent
         shared = [page for run in reversed(path) for page in run]
         assert shared == request.pages[: request.shared], "the locked path is not the request's prefix"
+
+
+class SlotsOnly(Memory):
+    """For models that keep nothing of a prompt: a request gets a slot, and room for all its tokens without a page."""
+
+    @property
+    def available(self) -> int:
+        return 1 << 60
+
+    def attach(self, request: Request) -> None:
+        request.node = self.cache.root
+        request.allocated = request.known
+        request.slot = self.slots.pop()
+
+    def catch_up(self, request: Request) -> int:
+        return 0
+
+    def share(self, request: Request) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        if request.node is None:
+            return
+        self.slots.append(request.slot)
+        request.node, request.slot = None, -1
+        request.allocated = request.planned = 0
+
+    def check(self, holders: Iterable[Request]) -> None:
+        used = [request.slot for request in holders]
+        assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
+        assert len(self.pool) == self.pool.total - 1, "a page is in use"

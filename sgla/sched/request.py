@@ -98,6 +98,11 @@ class Request:
         self.probed: tuple[int, Node | None, int] = (-1, None, 0)  # cache version, node, length
 
     @property
+    def pools(self) -> bool:
+        """It is for a vector, not for tokens."""
+        return self.submit.sampling.pool is not None
+
+    @property
     def reads_cache(self) -> bool:
         """Prompt logprobs need the prompt computed, so a request that still owes them reads no cached prefix."""
         return self.prompt_logprobs is None

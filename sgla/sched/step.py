@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan
+from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
 
@@ -67,6 +67,8 @@ class Step:
         flags = 0
         if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
             flags |= PROMPT_LOGPROBS
+        if request.pools:
+            flags |= POOL
         if end == request.known:
             if request.limit > request.prompt_len:
                 flags |= SAMPLE
@@ -102,6 +104,7 @@ class Step:
                 prompt_len=request.prompt_len,
                 pages=array("i", request.pages).tobytes(),
                 sampling=request.submit.sampling,
+                segment=request.submit.segment,
             )
         )
         request.told = len(request.pages)

@@ -72,6 +72,30 @@ class Tokenizer:
             raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
         return encoding.ids
 
+    def encode_pair(
+        self, text: str, pair: str | None = None, add_special_tokens: bool = True, most: int | None = None
+    ) -> tuple[list[int], int]:
+        """Token ids of a text or a pair of texts, and where the second begins if the tokenizer gives it a type of its own
+        (else 0). ``most``: cut the texts, the longer one first, so that special tokens and all have at most that many.
+
+        Raises BadRequest for lone surrogates.
+        """
+        texts = [text] if pair is None else [text, pair]
+        try:
+            parts = self.backend.encode_batch(texts, add_special_tokens=False)
+        except TypeError as error:
+            raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
+        if most is not None:
+            special = self.backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
+            lengths = cut_lengths([len(part.ids) for part in parts], max(0, most - special))
+            for part, length in zip(parts, lengths):
+                part.truncate(length)
+        whole = self.backend.post_process(
+            parts[0], parts[1] if pair is not None else None, add_special_tokens
+        )
+        types = whole.type_ids
+        return whole.ids, types.index(1) if pair is not None and 1 in types else 0
+
     def decode(
         self,
         ids: Sequence[int],
@@ -101,6 +125,20 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters of the longest token: no text has fewer tokens than its length divided by this."""
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+
+
+def cut_lengths(lengths: list[int], most: int) -> list[int]:
+    """Lengths of one or two texts cut to ``most`` tokens together: the longer one first, then both to a half, as the
+    ``longest_first`` of HF's tokenizers does it."""
+    if sum(lengths) <= most:
+        return lengths
+    if len(lengths) == 1:
+        return [most]
+    short, long = sorted(lengths)
+    long = max(short, most - short)
+    if short + long > most:
+        short, long = most // 2, most - most // 2
+    return [short, long] if lengths[0] <= lengths[1] else [long, short]
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:

@@ -28,6 +28,11 @@ def make_forward(
         hidden = model.forward(batch, kv)
         return model.logits(ops.gather(hidden, batch.sample_rows))
 
+    return compiled(forward, limits, threads, use_native)
+
+
+def compiled(forward: Forward, limits: Limits, threads: int, use_native: bool) -> Forward:
+    """``forward`` as a program, or as it is where there can be none."""
     if use_native:
         try:
             return Program.record(forward, limits, threads).run

@@ -29,14 +29,14 @@ from sgla.messages import (
     StepPlan,
     StepResult,
 )
-from sgla.model.base import KVSpec
+from sgla.model.base import CausalLM, KVSpec
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling import Sampler, Samples
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.worker.batch import Columns, Wanted, build, cut, read
-from sgla.worker.forward import describe, make_forward
+from sgla.worker.forward import Forward, describe, make_forward
 from sgla.worker.kv import allocate_kv
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv, weight_bytes
 from sgla.worker.profile import Profiler
@@ -86,13 +86,11 @@ class Runner:
             wanted_context=config.context_length,
             model_context=spec.context_len,
         )
-        self.model = load_model(
-            source, dtype, config.quantization, self.shard, size.context_len, report, config.random_seed or 0
-        )
+        self.model = self._load_model(config, source, dtype, size.context_len, report)
         self.kv = allocate_kv(kv_spec, size.pages, config.page_size, dtype)
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = Limits(step_tokens, self._most_logits)
-        self._forward = make_forward(self.model, self.kv, limits, self._threads, config.native_kernels)
+        self._forward = self._make_forward(limits, config.native_kernels)
         self.tables = SlotTables(slots, size.context_len, config.page_size)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers)
@@ -109,6 +107,21 @@ class Runner:
             notes=[note for note in (describe(config.native_kernels), size.note) if note],
             grammars=True,
         )
+
+    def _load_model(
+        self,
+        config: Config,
+        source: ModelSource,
+        dtype: str,
+        context_len: int,
+        report: Callable[[Progress], None],
+    ) -> CausalLM:
+        return load_model(
+            source, dtype, config.quantization, self.shard, context_len, report, config.random_seed or 0
+        )
+
+    def _make_forward(self, limits: Limits, native: bool) -> Forward:
+        return make_forward(self.model, self.kv, limits, self._threads, native)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -1,0 +1,146 @@
+"""From hidden states to the vector of a prompt: pooling, the dense layers of sentence-transformers, classification heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgla.errors import WeightError
+from sgla.layers.build import Build, SourceTensor
+from sgla.messages import Dense, Pooling
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    return ACTIVATIONS[name](x)
+
+
+def matrix(build: Build, name: str, rows: int, columns: int) -> Tensor:
+    """A float32 matrix holding the checkpoint's ``name``."""
+    values = torch.zeros(rows, columns)
+
+    def take(source: SourceTensor) -> None:
+        values.copy_(source.dense())
+
+    build.declare(name, (rows, columns), take)
+    return values
+
+
+class Linear:
+    """``activation(x @ w.T + b)`` in float32: small layers that are never quantized."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str = "identity") -> None:
+        self.weight, self.bias, self.activation = weight, bias, activation
+
+    @classmethod
+    def declared(
+        cls,
+        build: Build,
+        name: str,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        activation: str = "identity",
+    ) -> Linear:
+        """With the weights of the model's checkpoint."""
+        weight = matrix(build, f"{name}.weight", outputs, inputs)
+        return cls(weight, build.vector(f"{name}.bias", outputs) if bias else None, activation)
+
+    @classmethod
+    def stored(cls, dense: Dense) -> Linear:
+        """With the weights in a folder of its own. Raises WeightError."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = Path(dense.folder) / "model.safetensors"
+        try:
+            tensors = {name.removeprefix("linear."): value.float() for name, value in load_file(path).items()}
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{path} cannot be read: {error}") from error
+        bias = tensors.get("bias") if dense.bias else None
+        shape = (dense.outputs, dense.inputs)
+        if "weight" not in tensors or tensors["weight"].shape != shape or (dense.bias and bias is None):
+            raise WeightError(f"{path} does not hold linear.weight of shape {list(shape)}")
+        return cls(tensors["weight"], bias, dense.activation)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return activate(F.linear(x, self.weight, self.bias), self.activation)
+
+
+def make_head(pooling: Pooling, build: Build, family: str, hidden: int) -> list[Linear]:
+    """The layers behind the pooling. ``family``: an encoder's, or anything else for a decoder.
+
+    Sources: HF's ``BertForSequenceClassification``, ``DistilBertForSequenceClassification``,
+    ``RobertaClassificationHead`` and ``GenericForSequenceClassification``.
+    """
+    if pooling.task == "embed":
+        return [Linear.stored(dense) for dense in pooling.dense]
+    if family in ("Bert", "DistilBert"):
+        first = Linear.declared(
+            build, "pooler.dense", hidden, hidden, activation="tanh" if family == "Bert" else "relu"
+        )
+        return [first, Linear.declared(build, "classifier", hidden, pooling.size)]
+    if pooling.encoder:
+        first = Linear.declared(build, "classifier.dense", hidden, hidden, activation="tanh")
+        return [first, Linear.declared(build, "classifier.out_proj", hidden, pooling.size)]
+    return [Linear.declared(build, "score", hidden, pooling.size, bias=False)]
+
+
+def apply(head: list[Linear], x: Tensor) -> Tensor:
+    """``[n, d] -> [n, size]``, float32."""
+    x = x.float()
+    for layer in head:
+        x = layer(x)
+    return x
+
+
+def pool(hidden: Tensor, kind: str) -> Tensor:
+    """Whole prompts of one length: ``[n, L, d] -> [n, d]``."""
+    if kind == "cls":
+        return hidden[:, 0]
+    if kind == "last":
+        return hidden[:, -1]
+    if kind == "max":
+        return hidden.amax(1)
+    total = hidden.sum(1)
+    return total / (hidden.shape[1] if kind == "mean" else hidden.shape[1] ** 0.5)
+
+
+class Accumulator:
+    """Pooling of prompts that come in chunks: the state of each slot is ``[d]``."""
+
+    def __init__(self, kind: str, slots: int, size: int) -> None:
+        self.kind = kind
+        self.state = torch.zeros(slots, size)
+
+    def add(self, slot: int, start: int, hidden: Tensor) -> None:
+        """Tokens from position ``start`` on: ``[L, d]``."""
+        state = self.state[slot]
+        if self.kind == "cls":
+            if start == 0:
+                state.copy_(hidden[0])
+        elif self.kind == "max":
+            most = hidden.amax(0)
+            state.copy_(most if start == 0 else torch.maximum(state, most))
+        else:
+            state.copy_(hidden.sum(0) if start == 0 else state + hidden.sum(0))
+
+    def take(self, slot: int, length: int) -> Tensor:
+        """The pooled vector ``[d]`` of a prompt of ``length`` tokens."""
+        state = self.state[slot]
+        if self.kind in ("cls", "max"):
+            return state
+        return state / (length if self.kind == "mean" else length**0.5)

@@ -1,0 +1,81 @@
+"""Models that answer with vectors: the body and the layers behind the pooling, with weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from sgla.dist import Shard
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
+from sgla.layers.build import Build
+from sgla.messages import Pooling
+from sgla.model.base import CausalLM
+from sgla.model.bert import Encoder
+from sgla.model.encoder import IGNORED, EncoderSpec
+from sgla.model.heads import Linear, make_head
+from sgla.model.load import OnProgress, kinds_of, load_weights
+from sgla.model.registry import body_of, model_class
+from sgla.model.spec import ModelSpec
+
+
+class PooledEncoder(NamedTuple):
+    body: Encoder
+    head: list[Linear]
+
+
+class PooledDecoder(NamedTuple):
+    body: CausalLM
+    head: list[Linear]
+
+
+def load_encoder(
+    source: ModelSource, pooling: Pooling, dtype: str, on_progress: OnProgress | None = None, seed: int = 0
+) -> PooledEncoder:
+    """Raises ConfigError and WeightError as ``load_model`` does."""
+    spec = EncoderSpec.from_config(source.config)
+    build = Build(Shard(), *kinds_of(dtype, None))
+    model = PooledEncoder(Encoder(spec, build), make_head(pooling, build, spec.family, spec.hidden))
+    unused = () if "pooler.dense.weight" in build.table else ("pooler.",)
+    load_weights(
+        source,
+        build,
+        spec.architecture,
+        ignored=(*IGNORED, *unused),
+        rename=spec.rename,
+        on_progress=on_progress,
+        seed=seed,
+    )
+    return model
+
+
+def load_decoder(
+    source: ModelSource,
+    pooling: Pooling,
+    dtype: str,
+    quantization: str | None,
+    shard: Shard,
+    context_len: int,
+    on_progress: OnProgress | None = None,
+    seed: int = 0,
+) -> PooledDecoder:
+    """Without its output layer. Raises ConfigError and WeightError as ``load_model`` does."""
+    spec = ModelSpec.from_config(source.config)
+    body = body_of(spec.architecture)
+    if body is None:
+        raise ConfigError(f"{spec.architecture} cannot be pooled", param="task")
+    build = Build(shard, *kinds_of(dtype, quantization))
+    # The output layer of a tied model is no tensor of its own.
+    model = PooledDecoder(
+        model_class(body)(replace(spec, tied=True), build, context_len),
+        make_head(pooling, build, body, spec.hidden),
+    )
+    load_weights(
+        source, build, spec.architecture, tied=True, rename=_decoder_name, on_progress=on_progress, seed=seed
+    )
+    return model
+
+
+def _decoder_name(name: str) -> str:
+    """Checkpoints of a model without a head leave out the prefix of its body."""
+    return name if name.startswith(("model.", "language_model.", "lm_head.", "score.")) else f"model.{name}"

@@ -1,0 +1,183 @@
+"""Whether a model answers with vectors instead of text, and how: from its config.json and the sentence-transformers files.
+
+Loads no torch. The files: ``modules.json`` lists the modules behind the transformer; ``1_Pooling/config.json`` says how
+hidden states become one, ``2_Dense/config.json`` describes a linear layer, ``2_Normalize`` has none;
+``sentence_bert_config.json`` has the longest input (``max_seq_length``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
+from sgla.messages import Dense, Pooling
+from sgla.model.registry import body_of, is_encoder
+
+CLASSIFIER = "ForSequenceClassification"
+GENERATES = ("ForCausalLM", "ForConditionalGeneration")
+KINDS = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+}
+NAMED_KINDS = {
+    "cls": "cls",
+    "mean": "mean",
+    "lasttoken": "last",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+}
+ACTIVATIONS = {"Tanh": "tanh", "Identity": "identity", "ReLU": "relu", "GELU": "gelu", "Sigmoid": "sigmoid"}
+
+
+def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
+    """How the model pools; None if it generates. ``task``: as in the settings.
+
+    Raises ConfigError for a task that the model cannot do, and for modules that are not supported.
+    """
+    config = source.config
+    architecture = str((config.get("architectures") or [""])[0])
+    found = _task(architecture, source.folder)
+    if task == "auto":
+        task = found
+    if task == "generate":
+        if found == "classify" or is_encoder(architecture):
+            raise ConfigError(f"{architecture} makes no text; leave --task out", param="task")
+        return None
+    if (task == "classify") != (found == "classify"):
+        raise ConfigError(f"--task {task} does not fit {architecture}", param="task")
+    text = config | (config.get("text_config") or {})
+    if task == "classify":
+        return _classifier(architecture, text, source.folder)
+    return _embedder(architecture, text, source.folder)
+
+
+def _task(architecture: str, folder: Path) -> str:
+    if architecture.endswith(CLASSIFIER):
+        return "classify"
+    if architecture.endswith(GENERATES) and not (folder / "modules.json").is_file():
+        return "generate"
+    return "embed" if body_of(architecture) is not None else "generate"
+
+
+def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Pooling:
+    encoder = is_encoder(architecture)
+    kind = "cls" if encoder else "last"
+    size, normalize, dense = int(config["hidden_size"]), not encoder, []
+    modules = _json(folder / "modules.json") or []
+    if modules:
+        normalize = False
+    for module in modules:
+        name, path = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path", ""))
+        if name == "Pooling":
+            kind = _kind(_json(path / "config.json") or {}, path)
+        elif name == "Dense":
+            layer = _dense(_json(path / "config.json") or {}, path)
+            dense.append(layer)
+            size = layer.outputs
+        elif name == "Normalize":
+            normalize = True
+        elif name != "Transformer":
+            raise ConfigError(f"{folder / 'modules.json'}: module {name!r} is not supported", param="model")
+    return Pooling(
+        task="embed",
+        kind=kind,
+        size=size,
+        normalize=normalize,
+        dense=dense,
+        dimensions=_dimensions(architecture, config, folder, bool(modules)),
+        encoder=encoder,
+        max_length=_max_length(folder),
+    )
+
+
+def _classifier(architecture: str, config: dict[str, Any], folder: Path) -> Pooling:
+    names = config.get("id2label") or {}
+    count = len(names) or int(config.get("num_labels", 2))
+    labels = [str(names.get(str(i), names.get(i, f"LABEL_{i}"))) for i in range(count)]
+    encoder = is_encoder(architecture)
+    return Pooling(
+        task="classify",
+        kind="cls" if encoder else "last",
+        size=count,
+        labels=labels,
+        activation=_activation(config, count),
+        encoder=encoder,
+        max_length=_max_length(folder),
+    )
+
+
+def _kind(config: dict[str, Any], path: Path) -> str:
+    """Of ``1_Pooling/config.json``: flags in older files, a name in newer ones."""
+    if isinstance(config.get("pooling_mode"), str):
+        kinds = [NAMED_KINDS.get(config["pooling_mode"], "")]
+    else:
+        kinds = [
+            KINDS.get(key.removeprefix("pooling_mode_"), "")
+            for key, on in config.items()
+            if on is True and key.startswith("pooling_mode_")
+        ]
+    if len(kinds) != 1 or not kinds[0]:
+        raise ConfigError(
+            f"{path / 'config.json'}: this pooling is not supported; {', '.join(KINDS.values())} are"
+        )
+    return kinds[0]
+
+
+def _dense(config: dict[str, Any], path: Path) -> Dense:
+    activation = ACTIVATIONS.get(str(config.get("activation_function", "Tanh")).rpartition(".")[2])
+    if activation is None:
+        raise ConfigError(
+            f"{path / 'config.json'}: activation {config['activation_function']!r} is not supported"
+        )
+    return Dense(
+        folder=str(path),
+        inputs=int(config["in_features"]),
+        outputs=int(config["out_features"]),
+        bias=bool(config.get("bias", True)),
+        activation=activation,
+    )
+
+
+def _activation(config: dict[str, Any], count: int) -> str:
+    """What makes scores of the logits: what the file names for cross-encoders, else by the kind of problem."""
+    named = (config.get("sentence_transformers") or {}).get("activation_fn")
+    named = named or config.get("sbert_ce_default_activation_function")
+    if named:
+        return {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}.get(
+            str(named).rpartition(".")[2], "identity"
+        )
+    problem = config.get("problem_type")
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if count == 1 or problem == "multi_label_classification" else "softmax"
+
+
+def _dimensions(architecture: str, config: dict[str, Any], folder: Path, modules: bool) -> list[int] | None:
+    """Lengths that embeddings may be cut to (Matryoshka, arXiv 2205.13147). Qwen3-Embedding is trained for any, which its
+    files do not say."""
+    allowed = config.get("matryoshka_dimensions")
+    if allowed:
+        return sorted(int(length) for length in allowed)
+    truncated = (_json(folder / "config_sentence_transformers.json") or {}).get("truncate_dim")
+    qwen = modules and architecture.startswith("Qwen3For")
+    return [] if config.get("is_matryoshka") or truncated or qwen else None
+
+
+def _max_length(folder: Path) -> int | None:
+    length = (_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    return None if length is None else int(length)
+
+
+def _json(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error

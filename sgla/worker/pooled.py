@@ -1,0 +1,88 @@
+"""Decoders that answer with vectors: chunked prefill and prefix cache as for text, then pooling instead of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla.config import Config
+from sgla.hub.source import ModelSource
+from sgla.kernels import ops
+from sgla.kernels.program import Limits
+from sgla.layers.batch import ForwardBatch
+from sgla.messages import Pooling, Progress, StepPlan, StepResult
+from sgla.model.base import CausalLM
+from sgla.model.heads import Accumulator, apply
+from sgla.model.load_pooled import load_decoder
+from sgla.worker.batch import Columns, build
+from sgla.worker.encoder import VECTOR_BYTES
+from sgla.worker.forward import Forward, compiled
+from sgla.worker.runner import Runner
+from sgla.worker.state import column
+
+
+class PooledRunner(Runner):
+    """``Runner`` for requests with ``pool`` alone."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        pooling: Pooling,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._pooling = pooling
+        super().__init__(config, source, rank, size, rendezvous, report)
+
+    def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
+        super()._load(config, source, report)
+        rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
+        self.facts.slots = min(self.facts.slots, rows)
+        self.facts.pooling, self.facts.grammars = self._pooling, False
+        hidden = self.model.spec.hidden
+        last = self._pooling.kind == "last"
+        self._sums = None if last else Accumulator(self._pooling.kind, self.facts.slots, hidden)
+
+    def _load_model(
+        self,
+        config: Config,
+        source: ModelSource,
+        dtype: str,
+        context_len: int,
+        report: Callable[[Progress], None],
+    ) -> CausalLM:
+        seed = config.random_seed or 0
+        model, self._head = load_decoder(
+            source, self._pooling, dtype, config.quantization, self.shard, context_len, report, seed
+        )
+        return model
+
+    def _make_forward(self, limits: Limits, native: bool) -> Forward:
+        """-> hidden states, of ``sample_rows`` where only the last ones matter."""
+
+        def forward(batch: ForwardBatch) -> Tensor:
+            hidden = self.model.forward(batch, self.kv)
+            return ops.gather(hidden, batch.sample_rows) if self._pooling.kind == "last" else hidden
+
+        return compiled(forward, limits, self._threads, native)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.tables.apply(plan)
+        slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
+        ends = np.cumsum(q_lens, dtype=np.int32)
+        done = np.flatnonzero(starts + q_lens == self.tables.prompt_len[slots])
+        hidden = self._forward(build(Columns(slots, starts, q_lens, ends[done] - 1), self.tables))
+        if self._sums is not None:
+            for slot, start, length, end in zip(slots, starts, q_lens, ends):
+                self._sums.add(slot, start, hidden[end - length : end])
+            pooled = [self._sums.take(slots[row], int(self.tables.prompt_len[slots[row]])) for row in done]
+            hidden = torch.stack(pooled) if pooled else hidden[:0]
+        vectors = apply(self._head, hidden).numpy()
+        return StepResult(step=plan.step, tokens=b"", vectors=[vector.tobytes() for vector in vectors])
