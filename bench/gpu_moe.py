@@ -215,20 +215,22 @@ def few(model: str, fp8: bool) -> None:
     )
     for tokens in (1, 2, 4, 8):
         xs = [torch.randn(tokens, layer.d, dtype=BF16, device="cuda") for _ in range(6)]
-        logits = [torch.randn(tokens, layer.experts, device="cuda") for _ in xs]
-        calls = list(zip(xs, logits))
+        p = torch.ones(tokens, layer.top_k, device="cuda")
+        calls = list(zip(xs, layer.routings(tokens)))
         for n, k, warps in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)):
             moe.GATE_UP = Cut(n, k, warps)
             us = time_us(
-                [lambda c=c: moe.few_gate_up(*c, *layer.gate_up, layer.top_k, True, "silu") for c in calls]
+                [
+                    lambda c=c, p=p: moe.few_gate_up(c[0], p, c[1], *layer.gate_up, layer.f, "silu")
+                    for c in calls
+                ]
             )  # type: ignore[misc]
             emit(bench="few_gate_up", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
-        moe.GATE_UP = Cut(8, 2048, 8)
-        inner = [moe.few_gate_up(*c, *layer.gate_up, layer.top_k, True, "silu") for c in calls]
+        inner = [(torch.randn(tokens * layer.top_k, layer.f, dtype=BF16, device="cuda"), c[1]) for c in calls]
         for n, k, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (2, 4, 8)):
             moe.DOWN = Cut(n, k, warps)
             us = time_us(
-                [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.top_k, layer.d) for i in inner]  # type: ignore[misc]
+                [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.d) for i in inner]  # type: ignore[misc]
             )
             emit(bench="few_down", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
         us = time_us([lambda x=x: moe.norm_router(x, norm, 1e-6, router) for x in xs])  # type: ignore[misc]

@@ -15,7 +15,7 @@ from sgla.kernels.triton import elementwise, moe, moe_tiles
 if TYPE_CHECKING:
     from sgla.quant import Weight
 
-FEW = 4  # tokens whose experts are read for each token alone: they seldom share one
+FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
 ROUTED = 16  # tokens up to which norm and router are one kernel
 
 
@@ -26,7 +26,6 @@ class Few:
     inner: Tensor
     ids: Tensor
     down: Weight
-    top_k: int
     width: int
 
     def force(self) -> Tensor:
@@ -41,9 +40,7 @@ class Few:
         return elementwise.rms_norm(self._down(residual), weight, eps)
 
     def _down(self, out: Tensor | None) -> Tensor:
-        return moe.few_down(
-            self.inner, self.down.data, self.down.scale, self.ids, self.top_k, self.width, out
-        )
+        return moe.few_down(self.inner, self.down.data, self.down.scale, self.ids, self.width, out)
 
 
 @dataclass(slots=True)
@@ -82,10 +79,10 @@ def run(
     else:
         x = x if norm is None else elementwise.rms_norm(x, *norm)
         logits = _logits(x, router.data)
-    if tokens <= FEW:
-        inner, ids = moe.few_gate_up(x, logits, gate_up.data, gate_up.scale, top_k, normalize, activation)
-        return Few(inner, ids, down, top_k, d)
     probabilities, chosen = moe.route(logits, top_k, normalize)
+    if tokens <= FEW:
+        inner = moe.few_gate_up(x, probabilities, chosen, gate_up.data, gate_up.scale, down.k, activation)
+        return Few(inner, chosen, down, d)
     tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size())
     order, blocks = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(

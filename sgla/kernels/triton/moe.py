@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     warps: int
 
 
-GATE_UP, DOWN = Cut(8, 2048, 8), Cut(8, 256, 4)
+GATE_UP, DOWN = Cut(8, 2048, 4), Cut(2, 512, 2)
 
 
 @triton.jit
@@ -256,27 +256,16 @@ def _combine(
 
 @triton.jit
 def _few_gate_up(
-    x, logits, w, w_scale, ids, out, f, experts,
-    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, E: tl.constexpr,
-    D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x, probabilities, ids, w, w_scale, out, f,
+    TOP_K: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, D: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN inner activations of one pair, times its probability. Each routes for itself: that is quicker than
-    another launch."""
+    """One program: BN inner activations of one pair, times its probability."""
     _begin(PDL)
     pair = tl.program_id(0)
     token = pair // TOP_K
-    i = tl.arange(0, E)
-    v = tl.load(logits + token * experts + i, mask=i < experts, other=float("-inf"))
-    mine = v[:, None]
-    others = v[None, :]
-    ahead = (others > mine) | ((others == mine) & (i[None, :] < i[:, None]))
-    rank = tl.sum(ahead.to(tl.int32), 1)
-    expert = tl.minimum(tl.sum(tl.where(rank == pair % TOP_K, i, 0)), experts - 1)
-    weight = tl.exp(v - tl.max(v, 0))
-    p = tl.sum(tl.where(rank == pair % TOP_K, weight, 0.0))
-    p /= tl.sum(tl.where(rank < TOP_K, weight, 0.0)) if NORMALIZE else tl.sum(weight)
-    if tl.program_id(1) == 0:
-        tl.store(ids + pair, expert)
+    expert = tl.load(ids + pair)
+    p = tl.load(probabilities + pair)
     r = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     source = w + (expert.to(tl.int64) * 2 * f + r)[:, None] * D + k[None, :]
@@ -439,34 +428,30 @@ def _launch_combine(
 
 def few_gate_up(
     x: Tensor,
-    logits: Tensor,
+    probabilities: Tensor,
+    ids: Tensor,
     w: Tensor,
     w_scale: Tensor | None,
-    top_k: int,
-    normalize: bool,
+    f: int,
     activation: str,
-) -> tuple[Tensor, Tensor]:
-    """Route and compute the inner activations, times the experts' probabilities: x ``[T, d]`` -> ``[T * top_k, f]``, and ids
-    int32 ``[T * top_k]``."""
-    tokens, d = x.shape
-    number = logits.shape[1]
-    f = w.shape[0] // number // 2
-    ids = torch.empty(tokens * top_k, dtype=torch.int32, device=x.device)
-    out = torch.empty(tokens * top_k, f, dtype=x.dtype, device=x.device)
-    _few_gate_up[(tokens * top_k, triton.cdiv(f, GATE_UP.n))](
-        x, logits, w, w_scale if w_scale is not None else x, ids, out, f, number,
-        TOP_K=top_k, NORMALIZE=normalize, GELU=activation == "gelu_tanh", SCALED=w_scale is not None,
-        E=triton.next_power_of_2(number), D=d, BN=GATE_UP.n, BK=min(GATE_UP.k, triton.next_power_of_2(d)),
-        num_warps=GATE_UP.warps, **_pdl(),
+) -> Tensor:
+    """The inner activations times the experts' probabilities: x ``[T, d]``, ids int32 ``[T, top_k]``, w ``[E * 2 f, d]`` ->
+    ``[T * top_k, f]``."""
+    d, top_k = x.shape[1], ids.shape[1]
+    out = torch.empty(ids.numel(), f, dtype=x.dtype, device=x.device)
+    _few_gate_up[(ids.numel(), triton.cdiv(f, GATE_UP.n))](
+        x, probabilities, ids, w, w_scale if w_scale is not None else x, out, f,
+        TOP_K=top_k, GELU=activation == "gelu_tanh", SCALED=w_scale is not None,
+        D=d, BN=GATE_UP.n, BK=min(GATE_UP.k, triton.next_power_of_2(d)), num_warps=GATE_UP.warps, **_pdl(),
     )  # fmt: skip
-    return out, ids
+    return out
 
 
 def few_down(
-    x: Tensor, w: Tensor, w_scale: Tensor | None, ids: Tensor, top_k: int, d: int, out: Tensor | None = None
+    x: Tensor, w: Tensor, w_scale: Tensor | None, ids: Tensor, d: int, out: Tensor | None = None
 ) -> Tensor:
     """The sums over each token's experts of what ``few_gate_up`` returned: ``[T, d]``; with ``out`` added to that in place."""
-    tokens, f = ids.numel() // top_k, x.shape[1]
+    (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
