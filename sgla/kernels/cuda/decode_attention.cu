@@ -52,6 +52,8 @@ constexpr int CHUNKS = HD / 8;             // 16-byte chunks of a token
 constexpr int TILE_BYTES = TILE * HD * 2;  // of K, and of V
 constexpr int RING_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
 constexpr int ACC = HD / 16, THREADS = WARPS * 32;
+constexpr int EACH = (GROUP * HD + THREADS - 1) / THREADS;  // outputs of a thread
+constexpr int EARLY = CASCADE && EACH <= 8 ? 2 : 0;  // partial results of a prefix that are fetched before they are needed
 constexpr int BATCH = 64;  // partial results merged at a time
 constexpr float NEG = -1e30f;
 
@@ -317,6 +319,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         qf[i][1] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2 + 8) : 0;
       }
     }
+    const bool whole = at.tile == 0 && at.end == tiles;
+    const int prefixes = CASCADE ? p.first[at.row + 1] - p.first[at.row] : 0;
+    auto prefix = [&](int i, int head) {  // the i-th prefix's result for a head
+      return (long long)(p.first[at.row] + i) * p.kv_heads * GROUP + at.head * GROUP + head;
+    };
+    float early[EARLY + 1][EACH], early_m[EARLY + 1][EACH], early_l[EARLY + 1][EACH];
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i)
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const int e = j * THREADS + threadIdx.x;
+        early[i][j] = early_l[i][j] = 0.f;
+        early_m[i][j] = NEG;
+        if (whole && i < prefixes && e < GROUP * HD) {
+          const long long k = prefix(i, e / HD);
+          early[i][j] = p.prefix[k * HD + e % HD];
+          early_m[i][j] = p.prefix_ml[2 * k];
+          early_l[i][j] = p.prefix_ml[2 * k + 1];
+        }
+      }
     float o[ACC][4] = {};
     float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2t and 2t + 1; l is this lane's share
     const int oldest = p.window > 0 ? at.len - p.window : 0;
@@ -416,11 +438,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
       }
     __syncthreads();
     const int pair_start = p.cum[at.row] * p.kv_heads + at.head * tiles;  // in the list of all tiles
-    const bool whole = at.tile == 0 && at.end == tiles;
     const int my_slot = 2 * block + (at.tile == 0 ? 1 : 0);  // a pair's first part ends its block, the others begin theirs
     bf16* out = p.out + (long long)(at.row * p.kv_heads + at.head) * GROUP * HD;
-    for (int e = threadIdx.x; e < GROUP * HD; e += THREADS) {
-      const int head = e / HD;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const int e = j * THREADS + threadIdx.x, head = e / HD;
+      if (e >= GROUP * HD) break;
       float m = NEG, l = 0.f, x = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) m = fmaxf(m, merge_ml[(w * 8 + head) * 2]);
@@ -431,15 +454,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         x += f * merge_o[w * GROUP * HD + e];
       }
       if (whole) {
-        if (CASCADE) {
-          const int parts = p.first[at.row + 1] - p.first[at.row];
-          for (int i = 0; i < parts; ++i) {
-            const long long j = (long long)(p.first[at.row] + i) * p.kv_heads * GROUP + at.head * GROUP + head;
-            const float other = p.prefix_ml[2 * j], top = fmaxf(m, other), a = exp2_fast(m - top), b = exp2_fast(other - top);
-            l = a * l + b * p.prefix_ml[2 * j + 1];
-            x = a * x + b * p.prefix[j * HD + e % HD];
-            m = top;
-          }
+        auto join = [&](float other_m, float other_l, float other) {
+          const float top = fmaxf(m, other_m), a = exp2_fast(m - top), b = exp2_fast(other_m - top);
+          l = a * l + b * other_l;
+          x = a * x + b * other;
+          m = top;
+        };
+#pragma unroll
+        for (int i = 0; i < EARLY; ++i) join(early_m[i][j], early_l[i][j], early[i][j]);
+        for (int i = EARLY; i < prefixes; ++i) {
+          const long long k = prefix(i, head);
+          join(p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1], p.prefix[k * HD + e % HD]);
         }
         out[e] = f2bf(x / l);
       } else {
@@ -464,10 +489,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         __threadfence();
         const int parts = last_block - first_block + 1;
         auto slot = [&](int i) { return 2 * (first_block + i) + (i == 0 ? 1 : 0); };
-        const int prefixes = CASCADE ? p.first[at.row + 1] - p.first[at.row] : 0;
-        auto prefix = [&](int i, int head) {  // the i-th prefix's result for a head
-          return (long long)(p.first[at.row] + i) * p.kv_heads * GROUP + at.head * GROUP + head;
-        };
         for (int head = warp; head < GROUP; head += WARPS) {
           float m = NEG, l = 0.f;
           for (int i = lane; i < prefixes; i += 32) m = fmaxf(m, p.prefix_ml[2 * prefix(i, head)]);
@@ -489,7 +510,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
             merge_ml[head * 2 + 1] = 1.f / l;
           }
         }
-        constexpr int EACH = (GROUP * HD + THREADS - 1) / THREADS;
         float x[EACH] = {};
         float* weight = merge_o;  // [BATCH][GROUP]
         for (int base = 0; base < parts; base += BATCH) {

@@ -12,7 +12,9 @@ from torch import Tensor
 from sgla.kernels.cuda.build import Kernel
 
 TILE = 16  # tokens; ``cum`` counts these
-WARPS, STAGES = 4, 3
+STAGES = 3
+WARPS, BLOCKS = 4, 2  # of a block; of a multiprocessor
+SHORT_WARPS, SHORT_BLOCKS = 2, 4  # for many pairs whose prefix is taken off, so that few tiles are left of each
 P = ctypes.c_void_p
 
 
@@ -88,14 +90,15 @@ def _kernel(
     group: int,
     page_tiles: int,
     softcap: bool,
+    warps: int,
     stages: int,
     min_tiles: int,
     fused: bool,
     cascade: bool,
 ) -> Kernel:
-    ring = WARPS * stages * 2 * TILE * head_dim * 2
-    merge = WARPS * group * head_dim * 4 + WARPS * 8 * 2 * 4
-    defines = {"HD": head_dim, "GROUP": group, "WARPS": WARPS, "STAGES": stages}
+    ring = warps * stages * 2 * TILE * head_dim * 2
+    merge = warps * group * head_dim * 4 + warps * 8 * 2 * 4
+    defines = {"HD": head_dim, "GROUP": group, "WARPS": warps, "STAGES": stages}
     defines |= {
         "SOFTCAP": int(softcap),
         "PAGE_TILES": page_tiles,
@@ -109,12 +112,13 @@ def _kernel(
 class DecodeAttention:
     """Workspaces for up to ``rows`` rows; shared by all layers, whose launches follow each other on one stream."""
 
-    def __init__(self, rows: int, kv_heads: int, group: int, head_dim: int, blocks_per_sm: int = 2) -> None:
+    def __init__(self, rows: int, kv_heads: int, group: int, head_dim: int) -> None:
         device = torch.device("cuda")
-        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count * blocks_per_sm
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.stages = STAGES if head_dim <= 128 else 2
-        self._part = torch.empty(2 * self.blocks, group, head_dim, device=device)
-        self._part_ml = torch.empty(2 * self.blocks, group, 2, device=device)
+        blocks = self._processors * max(BLOCKS, SHORT_BLOCKS)
+        self._part = torch.empty(2 * blocks, group, head_dim, device=device)
+        self._part_ml = torch.empty(2 * blocks, group, 2, device=device)
         self._count = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
         self.min_tiles = 8
 
@@ -169,15 +173,18 @@ class DecodeAttention:
             k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), q.shape[0], kv_heads, window, eps,
             scale / softcap if softcap else scale * log2e, softcap * log2e,
         )  # fmt: skip
+        short = prefix is not None and q.shape[0] * kv_heads >= self._processors * SHORT_BLOCKS
+        warps, blocks = (SHORT_WARPS, SHORT_BLOCKS) if short else (WARPS, BLOCKS)
         kernel = _kernel(
             dim,
             group,
             page_size // TILE,
             softcap > 0,
+            warps,
             self.stages,
             self.min_tiles,
             projection is not None,
             prefix is not None,
         )
-        kernel.launch(self.blocks, WARPS * 32, params)
+        kernel.launch(self._processors * blocks, warps * 32, params)
         return out

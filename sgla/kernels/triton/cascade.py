@@ -126,6 +126,6 @@ def attend_prefixes(
     _attend_prefixes[(programs,)](
         q, k, v, page_table, items, count, order, first, part, part_ml,
         q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), kv_heads, factor, cap,
-        ITEM=ITEM, PAGE=page_size, HD=dim, GROUP=group, M=tile, BLOCK=64 if dim <= 128 else 32, SOFTCAP=softcap > 0,
-        num_warps=8 if tile == 128 else 4, num_stages=3, **_pdl(),
+        ITEM=ITEM, PAGE=page_size, HD=dim, GROUP=group, M=tile, BLOCK=128 if dim <= 128 else 32, SOFTCAP=softcap > 0,
+        num_warps=8 if tile == 128 else 4, num_stages=2, **_pdl(),
     )  # fmt: skip
