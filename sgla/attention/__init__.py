@@ -16,11 +16,21 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
 
     Raises ConfigError with the reason if ``name`` cannot run this model.
     """
+    from sgla.attention import invariant
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode, TorchExtend
     from sgla.attention.triton_ops import TritonDecode, TritonExtend
 
+    if shape.deterministic:
+        why = invariant.refuses(shape) or (None if name == "auto" else f"{name} attention depends on the batch")
+        if why is not None:
+            raise ConfigError(
+                f"--deterministic cannot be honoured: {why}; use --attention-backend auto, or leave it out",
+                param="deterministic",
+            )
+        decode_all = Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape))
+        return decode_all, ["attention and linear layers: batch-invariant kernels, as asked"]
     if name == "torch":
         return Attention(TorchDecode(), TorchExtend()), ["attention: torch operations, no graphs, as asked"]
     no_flash, no_native = FlashInferExtend.refuses(shape), NativeDecode.refuses(shape)

@@ -18,7 +18,8 @@ Int32s = NDArray[np.int32]
 
 
 class Shape(NamedTuple):
-    """Everything that decides whether a kernel can be used. ``windows``: of all layers, 0 is full attention."""
+    """Everything that decides whether a kernel can be used. ``windows``: of all layers, 0 is full attention;
+    ``context_len``: tokens of the longest history, which only deterministic kernels want to know."""
 
     heads: int
     kv_heads: int
@@ -28,6 +29,8 @@ class Shape(NamedTuple):
     windows: frozenset[int]
     softcap: float
     max_rows: int
+    deterministic: bool = False
+    context_len: int = 0
 
     @property
     def group(self) -> int:

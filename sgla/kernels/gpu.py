@@ -24,7 +24,7 @@ from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
-from sgla.kernels.triton import elementwise
+from sgla.kernels.triton import elementwise, invariant
 
 if TYPE_CHECKING:
     from sgla.layers.batch import ForwardBatch
@@ -139,10 +139,12 @@ def force(x: Any) -> Tensor:
 
 
 class GpuOps:
-    """Takes the place of ``ops.recorder``: same methods, computing at once (or, fused, a little later)."""
+    """Takes the place of ``ops.recorder``: same methods, computing at once (or, fused, a little later).
 
-    def __init__(self, attend: Attend) -> None:
-        self.attend = attend
+    ``deterministic``: nothing is fused, and a token's results do not depend on the others."""
+
+    def __init__(self, attend: Attend, deterministic: bool = False) -> None:
+        self.attend, self._deterministic = attend, deterministic
         self._fuse = False
         self._decode: FusedDecode | None = None
         self._float32 = False  # the next linear is the output layer
@@ -152,7 +154,8 @@ class GpuOps:
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
         """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
         takes q, k and v from the projection."""
-        self._fuse = tokens <= skinny_gemm.MAX_ROWS and torch.cuda.get_device_capability()[0] >= 9
+        able = torch.cuda.get_device_capability()[0] >= 9 and not self._deterministic
+        self._fuse = able and tokens <= skinny_gemm.MAX_ROWS
         self._decode = decode
         try:
             yield
@@ -224,6 +227,9 @@ class GpuOps:
                 return lazy.run(skinny_gemm.FLOAT32, self._out)
         x = force(x)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
+        if self._deterministic:
+            out = x.new_empty(x.shape[0], w.n, dtype=torch.float32) if self._float32 and self._out is None else self._out
+            return invariant.linear(x, weight, bias, out)
         if self._float32 and weight.dtype == torch.bfloat16:
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=self._out)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -294,8 +300,8 @@ class GpuOps:
         return logits.argmax(-1).to(torch.int32)
 
 
-def install(attend: Attend) -> GpuOps:
+def install(attend: Attend, deterministic: bool = False) -> GpuOps:
     """Send every operation of this process to the GPU."""
-    gpu = GpuOps(attend)
+    gpu = GpuOps(attend, deterministic)
     ops.recorder = gpu  # type: ignore[assignment]
     return gpu

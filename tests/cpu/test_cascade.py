@@ -115,7 +115,7 @@ def test_two_levels() -> None:
 
 
 def test_the_plan_is_kept_until_a_slot_changes_hands() -> None:
-    slots, starts, table = families([(64, 64 * PAGE + 10)] * 32, np.random.default_rng(0))
+    slots, starts, table = families([(64, 64 * PAGE + 10)] * 64, np.random.default_rng(0))
     planner = Cascade(shape(), 132)
     plan = planner.plan(slots, starts, table, 5, 32)
     assert planner.plan(slots, starts + 1, table, 5, 32) is plan

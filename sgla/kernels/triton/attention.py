@@ -192,10 +192,10 @@ def splits_for(rows: int, kv_heads: int, processors: int) -> int:
 BLOCK_M = 128
 
 
-def extend_tiles(q_lens: list[int], device: torch.device | str) -> Tensor:
+def extend_tiles(q_lens: list[int], device: torch.device | str, block: int = BLOCK_M) -> Tensor:
     """int32[tiles, 2]: (row, offset of the tile in the row's query), longest rows first for an even finish."""
     order = sorted(range(len(q_lens)), key=lambda r: -q_lens[r])
-    pairs = [(r, o) for r in order for o in range(0, q_lens[r], BLOCK_M)]
+    pairs = [(r, o) for r in order for o in range(0, q_lens[r], block)]
     return torch.tensor(pairs, dtype=torch.int32, device=device).view(-1, 2)
 
 

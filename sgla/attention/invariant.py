@@ -1,0 +1,71 @@
+"""Attention whose results for a token are the same bits in every batch: see ``kernels/triton/invariant.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgla.attention.base import DeviceBatch, Shape
+from sgla.attention.torch_ops import rows_of
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.triton import invariant
+
+CHUNK, CHUNKS = 512, 32  # tokens of a chunk, at least; chunks of the longest history, at most
+
+
+def chunk_of(shape: Shape) -> int:
+    """Tokens of a chunk: it depends on nothing that changes while the server runs."""
+    return CHUNK * max(1, -(-shape.context_len // (CHUNK * CHUNKS)))
+
+
+class InvariantDecode:
+    name = "invariant"
+    cascades = False
+
+    def __init__(self, shape: Shape) -> None:
+        self._chunk = chunk_of(shape)
+        size = (shape.max_rows, shape.heads, -(-shape.context_len // self._chunk))
+        self._parts = (torch.empty(*size, shape.head_dim, device="cuda"), torch.empty(*size, 2, device="cuda"))
+        self._q_start = torch.arange(shape.max_rows + 1, dtype=torch.int32, device="cuda")
+        self._tiles = torch.stack([self._q_start, torch.zeros_like(self._q_start)], 1)
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        n = batch.decode_rows
+        return invariant.attend(
+            q, kv.k, kv.v, batch.page_table, batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
+            scale, window, softcap, self._chunk, self._parts,
+        )  # fmt: skip
+
+
+class InvariantExtend:
+    name = "invariant"
+
+    def __init__(self, shape: Shape) -> None:
+        self._chunk, self._group = chunk_of(shape), shape.group
+        self._tiles = torch.empty(0)
+        self._part: DeviceBatch | None = None
+
+    def plan(self, batch: DeviceBatch) -> None:
+        assert batch.extend is not None
+        tiles = invariant.tiles_of(batch.extend.q_lens.tolist(), self._group, "cpu").pin_memory()
+        self._tiles = tiles.to(batch.ids.device, non_blocking=True)
+        self._part = rows_of(batch, batch.decode_rows, batch.rows)
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        part = self._part
+        assert part is not None
+        return invariant.attend(
+            q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
+            scale, window, softcap, self._chunk,
+        )  # fmt: skip
+
+
+def refuses(shape: Shape) -> str | None:
+    """Why these kernels cannot be used, or None."""
+    if shape.group > invariant.ROWS:
+        return f"they take at most {invariant.ROWS} query heads a KV head, not {shape.group}"
+    return None
