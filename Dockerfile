@@ -15,7 +15,7 @@ COPY csrc /src/csrc
 COPY sgla /src/sgla
 RUN pip install --no-cache-dir "/src${EXTRAS}"
 # Kernels for the CPUs the image may meet: the runtime stage has no compiler.
-RUN python -m sgla.kernels.build --isa avx2,avx512,avx512_vnni,avx512_bf16
+RUN python -m sgla.kernels.build --isa avx2,avx512,avx512_vnni,avx512_bf16,amx
 
 FROM python:${PYTHON}-slim
 # Triton compiles its launchers when a GPU is used; the CPU image needs nothing.

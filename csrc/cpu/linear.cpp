@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "amx.h"
 #include "fixed.h"
 
 namespace {
@@ -15,6 +16,12 @@ constexpr int64_t TASK_PANELS = 4;
 constexpr int64_t CHUNK_BYTES = 32 << 10;
 constexpr int64_t X_BYTES = 448 << 10;      // of packed rows: half an L2 cache
 constexpr int64_t X_BYTES_MAX = 2 << 20;
+
+#if defined(__AMX_BF16__)
+constexpr bool AMX = true;
+#else
+constexpr bool AMX = false;
+#endif
 
 struct Linear {
   const Instr& i;
@@ -45,6 +52,8 @@ struct Linear {
   }
 
   const uint8_t* panel(int64_t p) const { return w + p * stride; }
+  bool tiles() const { return x_bf16 && AMX; }
+  int64_t block() const { return tiles() ? 32 : MAX_MR; }  // rows that are multiplied together
   int64_t x_width(int64_t k) const { return x_bf16 ? (k + 1) / 2 : k; }  // in dwords
 };
 
@@ -60,7 +69,9 @@ struct Scratch {
 };
 
 void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first) {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+  if (x_bf16) return tiles_times_panel(x, ldx, w, k, rows, tile, first);
+#elif defined(__AVX512BF16__)
   if (x_bf16) return rows_times_panel<PairKernels<MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
 #endif
   (void)x_bf16;
@@ -171,8 +182,8 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
       convert(l.kind, w[p], k, block);
       w[p] = (const uint8_t*)block;
     }
-    for (int64_t m = 0; m < rows; m += MAX_MR) {
-      int64_t some = std::min<int64_t>(MAX_MR, rows - m);
+    for (int64_t m = 0; m < rows; m += l.block()) {
+      int64_t some = std::min(l.block(), rows - m);
       if (k0 == 0) out.fetch(m, some);
       for (int64_t p = 0; p < count; p++)
         multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, some,
@@ -224,6 +235,12 @@ struct Finish {
       int64_t at = row * l.n_out + first;
       UNROLL for (int j = 0; j < NV; j++)
         store(y + at + j * LANES, residual ? out[j] + load(residual + at + j * LANES) : out[j]);
+#if defined(__AVX512BF16__)
+    } else if (count == PANEL && !residual) {
+      uint16_t* y16 = (uint16_t*)y + row * (l.n_out + (l.n_out & 1)) + first;
+      UNROLL for (int j = 0; j < NV; j++)
+        _mm256_storeu_si256((__m256i*)(y16 + j * LANES), (__m256i)_mm512_cvtneps_pbh((__m512)out[j]));
+#endif
     } else {
       store_slow(row, (const float*)out);
     }
@@ -297,6 +314,9 @@ void run_blocked(Context& c, const Linear& l) {
 
 void run_linear(Context& c, const Instr& i) {
   Linear l(c, i);
+#if defined(__AMX_BF16__)
+  TileRegisters registers(l.rows);
+#endif
   if (is_direct(l))
     run_direct(c, l);
   else

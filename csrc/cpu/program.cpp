@@ -266,7 +266,9 @@ void sgla_pack_fixed(const uint16_t* x, int64_t n, int64_t k, uint8_t* out) {
 }
 
 const char* sgla_isa() {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+  return "amx";
+#elif defined(__AVX512BF16__)
   return "avx512_bf16";
 #elif defined(__AVX512VNNI__)
   return "avx512_vnni";

@@ -55,7 +55,7 @@ def fuse(nodes: list[Node], outputs: list[Buffer], isa: str) -> list[Node]:
     """Fewer passes over memory, the same numbers. Changes the nodes it is given."""
     nodes = _fuse_activation(nodes, outputs)
     nodes = _fuse_residual(nodes, outputs)
-    return _use_bf16(nodes, outputs) if isa == "avx512_bf16" else nodes
+    return _use_bf16(nodes, outputs) if isa in ("avx512_bf16", "amx") else nodes
 
 
 def _uses(nodes: list[Node], outputs: list[Buffer]) -> dict[Buffer, int]:
