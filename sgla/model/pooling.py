@@ -66,12 +66,12 @@ def _task(architecture: str, folder: Path) -> str:
 
 
 def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Pooling:
+    """Without a list of modules: the mean as sentence-transformers takes it, or a decoder's last token, of length 1 as
+    OpenAI's embeddings are."""
     encoder = is_encoder(architecture)
-    kind = "cls" if encoder else "last"
-    size, normalize, dense = int(config["hidden_size"]), not encoder, []
     modules = _json(folder / "modules.json") or []
-    if modules:
-        normalize = False
+    kind = "mean" if encoder else "last"
+    size, normalize, dense = _width(config), not modules, []
     for module in modules:
         name, path = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path", ""))
         if name == "Pooling":
@@ -110,6 +110,13 @@ def _classifier(architecture: str, config: dict[str, Any], folder: Path) -> Pool
         encoder=encoder,
         max_length=_max_length(folder),
     )
+
+
+def _width(config: dict[str, Any]) -> int:
+    width = config.get("hidden_size", config.get("dim"))  # DistilBERT's name
+    if not isinstance(width, int):
+        raise ConfigError("config.json lacks 'hidden_size'")
+    return width
 
 
 def _kind(config: dict[str, Any], path: Path) -> str:

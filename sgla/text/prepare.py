@@ -54,6 +54,8 @@ class Preparer:
         self.compile_grammar = compile_grammar
 
     def __call__(self, job: Job) -> list[Submit]:
+        if job.pool is not None:
+            return [self._pooled(job, job.pool)]
         tokens = self.tokens(job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         stop_ids = self._stop_ids(job.sampling)
@@ -77,6 +79,43 @@ class Preparer:
             )
             for choice in range(job.sampling.n)
         ]
+
+    def _pooled(self, job: Job, labels: list[int]) -> Submit:
+        """For a request that wants a vector. Raises ContextTooLong if the input is too long and may not be cut."""
+        limit = self.limits.context_len
+        most = None if job.truncate is None else limit if job.truncate < 0 else min(job.truncate, limit)
+        segment = 0
+        if job.text is not None:
+            tokens, segment = self.tokenizer.encode_pair(job.text, job.pair, job.add_special_tokens, most)
+            self._checked_ids(tokens)
+        else:
+            tokens = self.tokens(job)[:most]
+        if len(tokens) > limit:
+            raise ContextTooLong(
+                f"This model's maximum context length is {limit} tokens. However, your input has {len(tokens)} tokens. "
+                "Please shorten it, or have it cut with truncate_prompt_tokens: -1.",
+                param="input",
+            )
+        for token in labels:
+            if not 0 <= token < self.limits.vocab_size:
+                raise InvalidField(
+                    f"label_token_ids: {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
+                    param="label_token_ids",
+                )
+        return Submit(
+            rid=f"{job.rid}-0",
+            parent=job.rid,
+            index=job.index_base,
+            tokens=tokens,
+            max_new=0,
+            stop_ids=frozenset(),
+            sampling=RowSampling(pool=labels),
+            priority=job.priority,
+            deadline=job.deadline,
+            namespace=job.namespace,
+            arrival=job.arrival,
+            segment=segment,
+        )
 
     def tokens(self, job: Job) -> list[int]:
         """The prompt's token ids, checked."""
