@@ -57,6 +57,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["int8", "int4"] | None, Doc(description="weight-only quantization at load")
     ] = None
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
+    deterministic: Annotated[
+        bool, Doc(description="a request's results are the same bits in any batch; slower on a GPU")
+    ] = False
 
     # device
     device: Annotated[Literal["auto", "cpu", "cuda"], Doc(description="where the model runs")] = "auto"
@@ -157,6 +160,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 ALIASES = {
+    "enable-deterministic-inference": "deterministic",
     "model-path": "model",
     "tokenizer-path": "tokenizer",
     "tp-size": "tp",

@@ -77,6 +77,8 @@ def resolve(
             f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
     encoder = is_encoder(str((model or {}).get("architectures", [""])[0]))
+    if config.deterministic and device == "cuda":
+        check_deterministic(config)
     dtype = settle("dtype", choose_dtype(encoder))
     cuda = device == "cuda"
     settle("threads", choose_threads(machine, config.tp))
@@ -111,6 +113,16 @@ def resolve(
     if not config.served_model_name:
         filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
     return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
+
+
+def check_deterministic(config: Config) -> None:
+    """Raise ConfigError for what a GPU cannot do in the same bits whatever is in the batch."""
+    for name, value, usual in (("tp", config.tp, 1), ("quantization", config.quantization, None)):
+        if value != usual:
+            raise ConfigError(
+                f"--deterministic cannot be honoured with --{name} {value} on a GPU; leave one of them out",
+                param="deterministic",
+            )
 
 
 def choose_device(machine: Machine) -> Choice:

@@ -23,7 +23,9 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
     from sgla.attention.triton_ops import TritonDecode, TritonExtend
 
     if shape.deterministic:
-        why = invariant.refuses(shape) or (None if name == "auto" else f"{name} attention depends on the batch")
+        why = invariant.refuses(shape) or (
+            None if name == "auto" else f"{name} attention depends on the batch"
+        )
         if why is not None:
             raise ConfigError(
                 f"--deterministic cannot be honoured: {why}; use --attention-backend auto, or leave it out",

@@ -25,7 +25,10 @@ class InvariantDecode:
     def __init__(self, shape: Shape) -> None:
         self._chunk = chunk_of(shape)
         size = (shape.max_rows, shape.heads, -(-shape.context_len // self._chunk))
-        self._parts = (torch.empty(*size, shape.head_dim, device="cuda"), torch.empty(*size, 2, device="cuda"))
+        self._parts = (
+            torch.empty(*size, shape.head_dim, device="cuda"),
+            torch.empty(*size, 2, device="cuda"),
+        )
         self._q_start = torch.arange(shape.max_rows + 1, dtype=torch.int32, device="cuda")
         self._tiles = torch.stack([self._q_start, torch.zeros_like(self._q_start)], 1)
 

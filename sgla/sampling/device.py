@@ -14,6 +14,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.triton import sampling
+from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.messages import LogprobBlock, NewRow, RowSampling
 from sgla.sampling.logprobs import Scores
 from sgla.sampling.sampler import COLD
@@ -186,7 +187,7 @@ class DeviceSampler:
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n]."""
-    norm = logits.logsumexp(-1, keepdim=True)
+    norm = log_sum_exp(logits)
     own = logits.gather(1, targets.long()[:, None])
     ranks = 1 + (logits > own).sum(-1, dtype=torch.int32)
     top = logits.topk(k)

@@ -103,7 +103,8 @@ class CudaRunner:
             if self._captures:
                 capture = Capture()
                 self.graphs.capture(capture)
-                self.short.capture(capture)
+                if not self._deterministic:
+                    self.short.capture(capture)
                 torch.cuda.synchronize()
             captured = clock.now()
             self._last_end: torch.cuda.Event | None = None
@@ -133,11 +134,19 @@ class CudaRunner:
             windows=frozenset(spec.windows),
             softcap=spec.attention_softcap,
             max_rows=self.slots,
+            deterministic=config.deterministic,
+            context_len=self.context_len + 1,
         )
         self.attention, self.notes = attention.choose(config.attention_backend, shape, spec.attention_scale)
         self._captures = config.attention_backend != "torch"
         self.cascade = Cascade.of(shape, self.attention)
-        self.ops = gpu.install(self.attention)
+        if config.deterministic and spec.moe is not None:
+            raise ConfigError(
+                "--deterministic cannot be honoured for a mixture of experts yet; leave it out",
+                param="deterministic",
+            )
+        self._deterministic = config.deterministic
+        self.ops = gpu.install(self.attention, config.deterministic)
         free = torch.cuda.mem_get_info()[0]
         with torch.device("cuda"):
             self.model = load_model(
@@ -286,7 +295,7 @@ class CudaRunner:
     def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        if self._captures and self.short.takes(q_lens) and not (flags & PROMPT_LOGPROBS).any():
+        if self._captures and not self._deterministic and self.short.takes(q_lens) and not (flags & PROMPT_LOGPROBS).any():
             sampled = np.flatnonzero(flags & SAMPLE)
             tokens, scored = self.short.run(slots, starts, q_lens, sampled)
             return tokens, len(sampled), scored

@@ -93,7 +93,9 @@ def _attend(
     live = (i < q_len) & (lane < ROWS // GROUP * GROUP)
     q_head = head * GROUP + lane % GROUP
     query = tl.load(
-        q + (begin + i).to(tl.int64)[:, None] * s_q + q_head[:, None] * HD + d[None, :], mask=live[:, None], other=0.0
+        q + (begin + i).to(tl.int64)[:, None] * s_q + q_head[:, None] * HD + d[None, :],
+        mask=live[:, None],
+        other=0.0,
     )
     position = length - q_len + i
     end = tl.minimum(length, length - q_len + offset + ROWS // GROUP)
@@ -155,7 +157,9 @@ def _merge(part, part_ml, kv_len, out, heads, window, chunk, chunks, HD: tl.cons
     for c in range(oldest // chunk, tl.cdiv(length, chunk)):
         place = index * chunks + c + one
         x = tl.load(part + place[:, None] * HD + d[None, :])
-        top, total, acc = _join(top, total, acc, tl.load(part_ml + place * 2), tl.load(part_ml + place * 2 + 1), x)
+        top, total, acc = _join(
+            top, total, acc, tl.load(part_ml + place * 2), tl.load(part_ml + place * 2 + 1), x
+        )
     tl.store(out + index * HD + d[None, :], acc / tl.maximum(total, 1e-30)[:, None])
 
 
@@ -206,7 +210,9 @@ def attend(
     )  # fmt: skip
     if parts is not None:
         heads = kv_heads * group
-        _merge[(tokens * heads,)](part, part_ml, kv_len, out, heads, window, chunk, chunks, HD=dim, num_warps=1)
+        _merge[(tokens * heads,)](
+            part, part_ml, kv_len, out, heads, window, chunk, chunks, HD=dim, num_warps=1
+        )
     return out
 
 

@@ -1,0 +1,77 @@
+"""The batch-invariant kernels against the oracle; that they are invariant is tested where the hardware is, in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_triton import DEVICE, random_batch
+
+from sgla.kernels import ops
+from sgla.kernels.triton import invariant
+
+
+@pytest.mark.parametrize(("m", "n", "k", "bias"), [(3, 70, 64, True), (130, 40, 96, False)])
+def test_linear(m: int, n: int, k: int, bias: bool) -> None:
+    x, w = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    b = torch.randn(n, device=DEVICE) if bias else None
+    torch.testing.assert_close(
+        invariant.linear(x, w, b), torch.nn.functional.linear(x, w, b), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "window", "softcap"), [(4, 32, 0, 0.0), (3, 16, 30, 0.0), (2, 16, 0, 2.0)]
+)
+def test_attention(group: int, dim: int, window: int, softcap: float) -> None:
+    q_lens, kv_lens = [1, 40, 70, 3], [9, 40, 150, 70]
+    q, kv, batch = random_batch(q_lens, kv_lens, group, 1, dim)
+    expected = ops.attention(q, kv, batch, 0.3, window, softcap)
+    tiles = invariant.tiles_of(q_lens, group, "cpu")
+    out = invariant.attend(
+        q,
+        kv.k,
+        kv.v,
+        batch.page_table,
+        batch.slots,
+        batch.q_start,
+        batch.kv_len,
+        tiles,
+        0.3,
+        window,
+        softcap,
+        64,
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (80, 0.0), (0, 2.0)])
+def test_decode_in_chunks(window: int, softcap: float) -> None:
+    q, kv, batch = random_batch([1, 1, 1], [1, 70, 201], 4, 2, 16)
+    expected = ops.attention(q, kv, batch, 0.3, window, softcap)
+    parts = torch.full((3, 4, 4, 16), float("nan")), torch.full((3, 4, 4, 2), float("nan"))
+    tiles = invariant.tiles_of([1, 1, 1], 2, "cpu")
+    out = invariant.attend(
+        q,
+        kv.k,
+        kv.v,
+        batch.page_table,
+        batch.slots,
+        batch.q_start,
+        batch.kv_len,
+        tiles,
+        0.3,
+        window,
+        softcap,
+        64,
+        parts,
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_log_sum_exp() -> None:
+    x = torch.randn(3, 5001, device=DEVICE) * 8
+    x[1, :3000] = float("-inf")
+    torch.testing.assert_close(invariant.log_sum_exp(x), x.logsumexp(-1, keepdim=True))
