@@ -228,7 +228,11 @@ class GpuOps:
         x = force(x)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
         if self._deterministic:
-            out = x.new_empty(x.shape[0], w.n, dtype=torch.float32) if self._float32 and self._out is None else self._out
+            out = (
+                x.new_empty(x.shape[0], w.n, dtype=torch.float32)
+                if self._float32 and self._out is None
+                else self._out
+            )
             return invariant.linear(x, weight, bias, out)
         if self._float32 and weight.dtype == torch.bfloat16:
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=self._out)
