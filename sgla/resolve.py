@@ -10,6 +10,7 @@ import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import is_encoder
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import choose
@@ -76,7 +77,7 @@ def resolve(
         raise ConfigError(
             f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
-    encoder = is_encoder(str((model or {}).get("architectures", [""])[0]))
+    encoder = model is not None and is_encoder(architecture(model))
     if config.deterministic and device == "cuda":
         check_deterministic(config)
     dtype = settle("dtype", choose_dtype(encoder))
@@ -173,6 +174,12 @@ def choose_context(shape: KVShape, dtype: str, kv_bytes: int) -> Choice:
     return Choice(shape.positions, "the model's own limit")
 
 
+def architecture(model: Mapping[str, Any]) -> str:
+    """The name of the model's class in a config.json; "" if there is none."""
+    names = model.get("architectures") or [""]
+    return str(names[0])
+
+
 def kv_shape(model: Mapping[str, Any]) -> KVShape:
     """Read the shape out of a config.json (of the text part, for models that have several)."""
     text = model.get("text_config") or model
@@ -187,6 +194,8 @@ def kv_shape(model: Mapping[str, Any]) -> KVShape:
 
 def weight_bytes(model: Mapping[str, Any], dtype: str, quantization: str | None = None) -> int:
     """Estimated size of a decoder's weights, all experts included; quantization leaves the embedding as it is."""
+    if is_encoder(architecture(model)):
+        return EncoderSpec.from_config(dict(model)).values * BYTES[dtype]
     text = model.get("text_config") or model
     hidden, shape = text["hidden_size"], kv_shape(model)
     experts = text.get("num_local_experts") or text.get("num_experts") or 1

@@ -13,8 +13,9 @@ import msgspec
 
 from sgla.actors.system import System
 from sgla.config import Config
+from sgla.engine.vectors import VectorCalls
 from sgla.errors import SglaError
-from sgla.messages import Event, Job, Progress, Rejected, SamplingParams, TokenLogprob, Usage
+from sgla.messages import Event, Job, Pooling, Progress, Rejected, SamplingParams, TokenLogprob, Usage
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -59,7 +60,7 @@ class _QueueSink:
         self.queue.put_nowait(message)
 
 
-class Engine:
+class Engine(VectorCalls):
     """A loaded model. ``Engine(model="demo", dtype="float32")``: keywords are the fields of ``Config``.
 
     Methods are thread-safe; ``a*`` variants are awaited on the caller's own loop. Errors are ``sgla.errors.SglaError``.
@@ -193,6 +194,10 @@ class Engine:
     async def _start(self, on_progress: Callable[[Progress], None] | None) -> None:
         self._system = System(self.config, on_progress)
         await self._system.start()
+
+    def _pooling(self) -> Pooling | None:
+        facts = self._ready().ingress.facts
+        return None if facts is None else facts.pooling
 
     def _ready(self) -> System:
         if self._system is None:

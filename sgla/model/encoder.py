@@ -60,6 +60,12 @@ class EncoderSpec:
     activation: str
 
     @property
+    def values(self) -> int:
+        """Numbers in the matrices."""
+        layer = 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+        return self.layers * layer + (self.vocab + self.positions + self.types) * self.hidden
+
+    @property
     def context_len(self) -> int:
         return self.positions - self.offset
 

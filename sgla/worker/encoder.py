@@ -61,7 +61,7 @@ class EncoderRunner:
         dtype = "float32" if config.dtype == "auto" else config.dtype
         spec = EncoderSpec.from_config(source.config)
         context = choose_context(spec, self._pooling, config.context_length)
-        weights = int(encoder_values(spec) * BYTES[dtype])
+        weights = int(spec.values * BYTES[dtype])
         check_weights(weights, available_bytes())
         self.model = load_encoder(source, self._pooling, dtype, report, config.random_seed or 0)
         rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
@@ -132,9 +132,3 @@ def choose_context(spec: EncoderSpec, pooling: Pooling, wanted: int | None) -> i
             f"context length {wanted} is beyond the model's {spec.context_len}", param="context_length"
         )
     return wanted or min(pooling.max_length or spec.context_len, spec.context_len)
-
-
-def encoder_values(spec: EncoderSpec) -> int:
-    """Numbers in the matrices."""
-    layer = 4 * spec.hidden**2 + 2 * spec.hidden * spec.intermediate
-    return spec.layers * layer + (spec.vocab + spec.positions + spec.types) * spec.hidden

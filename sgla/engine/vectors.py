@@ -1,0 +1,125 @@
+"""The calls of ``Engine`` for models that answer with vectors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla.errors import UnsupportedTask
+from sgla.messages import Job, Pooling
+from sgla.text.vectors import check_dimensions, cosine, embedding, scores
+
+if TYPE_CHECKING:
+    from sgla.engine.engine import Output
+
+T = TypeVar("T")
+Floats = NDArray[np.float32]
+Inputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+WINDOW = 256  # inputs of one call that are open at a time
+
+
+class VectorCalls:
+    """What ``Engine`` inherits. ``Inputs``: a text or token ids, or a list of either."""
+
+    def embed(
+        self, inputs: Inputs, *, dimensions: int | None = None, normalize: bool | None = None
+    ) -> Floats:
+        """Embeddings: float32 ``[size]`` of one input, ``[n, size]`` of a list. The options are those of /v1/embeddings."""
+        return self._call(self._embed(inputs, dimensions, normalize))
+
+    def classify(self, inputs: Inputs, *, activate: bool = True) -> Any:
+        """Label -> probability (logit if not ``activate``: the reward of a reward model); a list of that for a list."""
+        return self._call(self._classify(inputs, activate))
+
+    def score(self, query: str, documents: str | Sequence[str]) -> Any:
+        """How well each document fits the query: a cross-encoder's score, or the cosine of two embeddings."""
+        return self._call(self._score(query, documents))
+
+    async def aembed(
+        self, inputs: Inputs, *, dimensions: int | None = None, normalize: bool | None = None
+    ) -> Floats:
+        """``embed`` for asyncio code."""
+        return await self._acall(self._embed(inputs, dimensions, normalize))
+
+    async def aclassify(self, inputs: Inputs, *, activate: bool = True) -> Any:
+        """``classify`` for asyncio code."""
+        return await self._acall(self._classify(inputs, activate))
+
+    async def ascore(self, query: str, documents: str | Sequence[str]) -> Any:
+        """``score`` for asyncio code."""
+        return await self._acall(self._score(query, documents))
+
+    # what Engine has
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        raise NotImplementedError
+
+    async def _acall(self, work: Coroutine[Any, Any, T]) -> T:
+        raise NotImplementedError
+
+    def _job(self, sampling: None, **fields: Any) -> Job:
+        raise NotImplementedError
+
+    async def _collect(self, job: Job) -> list[Output]:
+        raise NotImplementedError
+
+    def _pooling(self) -> Pooling | None:
+        raise NotImplementedError
+
+    # inside
+
+    async def _embed(self, inputs: Inputs, dimensions: int | None, normalize: bool | None) -> Floats:
+        pooling = self._pools("embed")
+        check_dimensions(pooling, dimensions)
+        batch, single = as_batch(inputs)
+        vectors = await self._vectors(batch)
+        rows = np.stack([embedding(vector, pooling, dimensions, normalize) for vector in vectors])
+        return rows[0] if single else rows
+
+    async def _classify(self, inputs: Inputs, activate: bool) -> Any:
+        pooling = self._pools("classify")
+        batch, single = as_batch(inputs)
+        vectors = await self._vectors(batch)
+        results = [dict(zip(pooling.labels, scores(v, pooling, activate).tolist())) for v in vectors]
+        return results[0] if single else results
+
+    async def _score(self, query: str, documents: str | Sequence[str]) -> Any:
+        pooling = self._pools("classify", "embed")
+        batch = [documents] if isinstance(documents, str) else list(documents)
+        if pooling.task == "embed":
+            vectors = await self._vectors([{"text": text} for text in (query, *batch)])
+            values = [cosine(vectors[0], vector) for vector in vectors[1:]]
+        elif pooling.size == 1:
+            vectors = await self._vectors([{"text": query, "pair": text} for text in batch])
+            values = [float(scores(vector, pooling)[0]) for vector in vectors]
+        else:
+            raise UnsupportedTask(f"scores need a model with one label, this one has {pooling.size}")
+        return values[0] if isinstance(documents, str) else values
+
+    async def _vectors(self, prompts: list[dict[str, Any]]) -> list[bytes]:
+        found: list[bytes] = []
+        for start in range(0, len(prompts), WINDOW):
+            jobs = [self._job(None, **prompt, pool=[]) for prompt in prompts[start : start + WINDOW]]
+            for output in await asyncio.gather(*map(self._collect, jobs)):
+                assert output[0].vector is not None
+                found.append(output[0].vector)
+        return found
+
+    def _pools(self, *tasks: str) -> Pooling:
+        pooling = self._pooling()
+        if pooling is None or pooling.task not in tasks:
+            raise UnsupportedTask(f"this call needs a model for the task {' or '.join(tasks)}")
+        return pooling
+
+
+def as_batch(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
+    """Job fields of each input, and whether it was one alone."""
+    single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+    batch: Any = [inputs] if single else list(inputs)
+    if not batch:
+        raise ValueError("there are no inputs")
+    return [{"text": item} if isinstance(item, str) else {"token_ids": list(item)} for item in batch], single
