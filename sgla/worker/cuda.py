@@ -295,7 +295,8 @@ class CudaRunner:
     def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        if self._captures and not self._deterministic and self.short.takes(q_lens) and not (flags & PROMPT_LOGPROBS).any():
+        short = self._captures and not self._deterministic and self.short.takes(q_lens)
+        if short and not (flags & PROMPT_LOGPROBS).any():
             sampled = np.flatnonzero(flags & SAMPLE)
             tokens, scored = self.short.run(slots, starts, q_lens, sampled)
             return tokens, len(sampled), scored
