@@ -127,6 +127,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ssl_ca_certs: Annotated[
         str | None, Doc(description="PEM file with CAs: clients must show a certificate")
     ] = None
+    allowed_origins: Annotated[
+        list[str], Doc(description="web origins whose pages may use the server (CORS); none given = all")
+    ] = []
     max_body_bytes: Annotated[int, Doc(description="largest request body")] = 32 << 20
     sink_limit_bytes: Annotated[
         int, Doc(description="unread stream bytes before a slow reader is dropped")
@@ -141,6 +144,18 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 15.0
     metrics_compat: Annotated[
         Literal["sglang", "vllm"] | None, Doc(description="show the metrics under this server's names, too")
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None, Doc(description="OpenTelemetry collector to send traces to (needs sgla[otel])")
+    ] = None
+    step_log: Annotated[
+        int, Doc(description="steps of the scheduler kept for /step_log and crash dumps; 0 = none")
+    ] = 1000
+    crash_dump_folder: Annotated[
+        str | None, Doc(description="where the step log goes if the engine fails; it holds prompts' token ids")
+    ] = None
+    dump_requests: Annotated[
+        str | None, Doc(description="file to append request bodies to, prompts included, for 'sgla replay'")
     ] = None
     profile_folder: Annotated[str, Doc(description="where /stop_profile writes traces")] = "profile"
     moderation_labels: Annotated[

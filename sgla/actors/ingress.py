@@ -70,6 +70,7 @@ class Ingress:
         self._flush: Callable[[], bool] | None = None
         self._pause: Callable[[bool], None] | None = None
         self.paused = False
+        self.step_log: Callable[[str], bytes] | None = None  # None: no steps are kept
 
     def connect(
         self,

@@ -21,7 +21,11 @@ from sgla.config import Config
 from sgla.errors import ConfigError, Draining, SglaError
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
+from sgla.observe import steplog
 from sgla.observe.metrics import Metrics
+from sgla.observe.steplog import RecordedCore
+from sgla.sched.core import Core
+from sgla.sched.limits import Limits
 from sgla.text.output import OutputStream
 from sgla.text.prepare import Preparer
 from sgla.text.tokenizer import load_text, vocabulary
@@ -51,6 +55,7 @@ class System:
         self._executor: Executor | None = None
         self._tokenize: Tokenize | None = None
         self._schedule: Schedule | None = None
+        self._core: Core | None = None
 
     async def start(self) -> Facts:
         """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
@@ -84,11 +89,9 @@ class System:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
     ) -> None:
-        from sgla.sched.core import Core
-
         ingress, executor = self.ingress, self._executor
         assert executor is not None
-        core = Core(make_limits(config, facts))
+        core = self._core = make_core(config, make_limits(config, facts))
         compiler = self._compiler(tokenizer, facts) if facts.grammars else None
         detokenize = Detokenize(
             lambda opened: make_output(tokenizer, opened),
@@ -106,6 +109,8 @@ class System:
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.default_sampling = source.generation_config
         self.metrics.started(facts, facts.timings)
+        if isinstance(core, RecordedCore):
+            ingress.step_log = core.written
         ingress.connect(
             tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue, schedule.pause
         )
@@ -133,9 +138,22 @@ class System:
     def _fail(self, error: SglaError) -> None:
         if self._schedule is not None:
             self._schedule.close()
+        if not self.died.done():
+            self._dump_steps(error)
         self.ingress.fail(error)
         if not self.died.done():
             self.died.set_result(error)
+
+    def _dump_steps(self, error: SglaError) -> None:
+        folder = self.config.crash_dump_folder
+        if folder is None or not isinstance(self._core, RecordedCore):
+            return
+        try:
+            log.error(
+                "the scheduler's last steps are in %s", steplog.write(folder, self._core, error.message)
+            )
+        except OSError as problem:
+            log.error("the scheduler's last steps could not be written: %s", problem)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed 503."""
@@ -208,10 +226,12 @@ def make_local(config: Config, source: ModelSource) -> Executor:
     return InlineExecutor(config, source)
 
 
-def make_limits(config: Config, facts: Facts) -> Any:
-    """The scheduler's limits: what the workers have (facts) and what the user wants (config)."""
-    from sgla.sched.limits import Limits
+def make_core(config: Config, limits: Limits) -> Core:
+    return RecordedCore(limits, config.step_log) if config.step_log else Core(limits)
 
+
+def make_limits(config: Config, facts: Facts) -> Limits:
+    """The scheduler's limits: what the workers have (facts) and what the user wants (config)."""
     return Limits(
         slots=facts.slots,
         pages=facts.pages,

@@ -22,6 +22,7 @@ GROUPS = {
     "max_running_requests": "scheduling and cache",
     "host": "server",
 }
+ARGUMENTS = {"bench": "[options]", "doctor": "[options]", "replay": "FILE [options]"}
 EPILOG = (
     "SGLang's and vLLM's spellings, such as --tp-size, --max-model-len or --max-num-seqs, are understood too. "
     "docs/ has the reasons behind the settings; 'sgla explain' shows what they resolve to."
@@ -67,6 +68,7 @@ def build() -> Parser:
     _add_bench(_command(commands, "bench", "load a server and measure it; one JSON object a line"))
     doctor = _command(commands, "doctor", "show what of this machine will be used and what is missing")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    _add_replay(_command(commands, "replay", "play a step log again, or send dumped requests to a server"))
     explain = _command(commands, "explain", "show every setting with its reason, and the memory it takes")
     explain.add_argument("--json", action="store_true", help="machine-readable output")
     _add_config(explain)
@@ -77,7 +79,7 @@ def _command(commands: Any, name: str, help: str) -> Parser:
     parser = commands.add_parser(
         name,
         help=help,
-        usage=f"sgla {name} {'[options]' if name in ('bench', 'doctor') else '[MODEL] [options]'}",
+        usage=f"sgla {name} {ARGUMENTS.get(name, '[MODEL] [options]')}",
         description=help[0].upper() + help[1:] + ".",
         epilog=EPILOG,
     )
@@ -161,6 +163,24 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, metavar="N", help="longest answer, tokens (default: up to the context)"
     )
     group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "file",
+        metavar="FILE",
+        help="from /step_log or --crash-dump-folder; or, with --url, from --dump-requests",
+    )
+    add("--url", metavar="URL", help="send the requests to this server")
+    add("--api-key", help="sent as a bearer token")
+    add(
+        "--speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="1 keeps the pace of the recording, 2 is twice as fast, 0 sends all at once (default: %(default)s)",
+    )
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

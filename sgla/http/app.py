@@ -98,6 +98,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/is_paused": {"GET": control.is_paused},
     "/start_profile": {"POST": control.start_profile},
     "/stop_profile": {"POST": control.stop_profile},
+    "/step_log": {"GET": control.step_log, "POST": control.step_log},
 }
 
 

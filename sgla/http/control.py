@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, NotFound, Unauthorized
 from sgla.http.errors import Busy
 from sgla.http.intake import intake, optional_intake
 from sgla.http.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
@@ -65,3 +65,14 @@ async def start_profile(request: web.Request) -> web.Response:
 async def stop_profile(request: web.Request) -> web.Response:
     """Write the traces."""
     return json_response(await request.app[SERVER].ingress.control(Control(verb="profile_stop")))
+
+
+async def step_log(request: web.Request) -> web.Response:
+    """The scheduler's last steps, for ``sgla replay``. They hold prompts, so a server without keys shows them to nobody."""
+    server = request.app[SERVER]
+    if not (server.config.api_key or server.config.admin_api_key):
+        raise Unauthorized("the step log holds prompts; start the server with --admin-api-key to read it")
+    server.ingress.require_ready()
+    if server.ingress.step_log is None:
+        raise NotFound("the server keeps no steps; start it with --step-log 1000")
+    return web.Response(body=server.ingress.step_log("asked for"), content_type="application/octet-stream")

@@ -12,7 +12,7 @@ from aiohttp import web
 from sgla.errors import Unauthorized
 from sgla.http.intake import IGNORED_FIELDS
 from sgla.http.schema import header_value
-from sgla.http.server import RID, UID, unique
+from sgla.http.server import RID, SERVER, UID, unique
 
 OPEN = frozenset(
     {"", "health", "health_generate", "metrics", "ready", "readyz", "ping"}
@@ -28,6 +28,7 @@ ADMIN = frozenset(
         "resume",
         "start_profile",
         "stop_profile",
+        "step_log",
     ]
 )
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
@@ -86,7 +87,13 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     """What every response carries, streams included."""
     headers = response.headers
     headers["x-request-id"] = headers["request-id"] = request.get(RID) or uuid.uuid4().hex
-    headers["Access-Control-Allow-Origin"] = "*"
+    allowed, origin = request.app[SERVER].config.allowed_origins, request.headers.get("Origin", "")
+    if not allowed:
+        headers["Access-Control-Allow-Origin"] = "*"
+    else:
+        headers["Vary"] = "Origin"
+        if origin in allowed:
+            headers["Access-Control-Allow-Origin"] = origin
     headers["Access-Control-Expose-Headers"] = EXPOSED
     if ignored := header_value(request.get(IGNORED_FIELDS, [])):
         headers["x-ignored-fields"] = ignored

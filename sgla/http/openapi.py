@@ -49,6 +49,7 @@ from sgla.http.score import ScoreRequest
 from sgla.http.wire import json_response
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
+BINARY = "application/octet-stream"
 REF = "#/components/schemas/{name}"
 OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
 
@@ -103,6 +104,7 @@ OPERATIONS: dict[Any, Operation] = {
     control.resume: Operation("SGLang, vLLM: go on generating"),
     control.is_paused: Operation("vLLM: whether generating is stopped"),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
+    control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),
     control.stop_profile: Operation("SGLang, vLLM: write the recording"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sgla.messages import Control, Event, Facts, Job, Rejected
@@ -86,3 +86,7 @@ class Ingress(Protocol):
         """Stop generating, or go on."""
 
     async def control(self, command: Control) -> Any: ...
+
+    @property
+    def step_log(self) -> Callable[[str], bytes] | None:
+        """Writes the scheduler's last steps; None if they are not kept."""

@@ -23,6 +23,7 @@ from sgla.http.sampling import model_defaults
 from sgla.http.schema import MAX_CHOICES, OpenAIFields, RequestFields
 from sgla.messages import Job, SamplingParams
 from sgla.observe.metrics import Metrics
+from sgla.observe.requests import RequestDump
 
 
 class Work(msgspec.Struct, kw_only=True):
@@ -62,6 +63,7 @@ class Server:
             "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
         )
         self.responses = ResponseStore(config.response_store, config.response_ttl)
+        self.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self._live: dict[str, tuple[Work, EndableSink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 

@@ -154,6 +154,9 @@ class FakeIngress:
     def pause(self, paused: bool) -> None:
         self.paused = paused
 
+    def step_log(self, why: str) -> bytes:
+        return b"steps"
+
     async def _run(self, job: Job) -> None:
         await asyncio.sleep(0)
         prompt = self.prompt(job)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from http_site import Serve, Site
 from prometheus_client.parser import text_string_to_metric_families
 
+from sgla.bench.load import Target
+from sgla.bench.replay import send
+from sgla.errors import ConfigError
 from sgla.http.middleware import ADMIN
 from sgla.messages import Facts
 from sgla.observe.log import JsonFormatter
 from sgla.observe.metrics import Metrics
+from sgla.observe.requests import read_dump
 from sgla.sched.stats import Finished, Stats
 
 
@@ -34,7 +39,7 @@ async def test_admin_keys(serve: Serve) -> None:
     site = await serve(api_key=["user"], admin_api_key=["root"])
     for key, user_status, admin_status in (("user", 200, 401), ("root", 200, 200), ("none", 401, 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
-        for route in sorted(ADMIN):
+        for route in sorted(ADMIN - {"step_log"}):  # which has a test of its own
             body = {"abort_all": True} if route == "abort_request" else {}
             assert (await site.post(f"/{route}", body, **bearer(key)))[0] == admin_status
     open_site = await serve(admin_api_key=["root"])
@@ -75,6 +80,59 @@ async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
         assert await response.json() == {"verb": "profile_start", "folder": "traces"}
         assert response.headers["x-ignored-fields"] == "output_dir"
     assert (await site.post("/stop_profile", b""))[1] == {"verb": "profile_stop"}
+
+
+async def test_the_step_log_is_for_those_with_a_key(serve: Serve) -> None:
+    site = await serve()
+    status, reply = await site.get("/step_log")
+    assert (status, "--admin-api-key" in reply["error"]["message"]) == (401, True)
+    site = await serve(api_key=["user"], admin_api_key=["root"])
+    for key, allowed in (("user", 401), ("root", 200)):
+        async with site.http.get("/step_log", **bearer(key)) as response:
+            assert (response.status, await response.read() == b"steps") == (allowed, key == "root")
+
+
+async def test_requests_are_dumped_and_sent_again(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    site = await serve(dump_requests=str(path), api_key=["secret"])
+    bodies: list[Any] = [
+        {"prompt": "caf\u00e9\n", "max_tokens": 3, "unknown": 1},
+        {"prompt": "x", "stream": True},
+        {"prompt": "x", "top_p": 7},
+    ]
+    for i, body in enumerate(bodies):
+        headers = bearer("secret")["headers"] | {"X-Request-Id": f"r{i}"}
+        async with site.http.post("/v1/completions", data=json.dumps(body, indent=2), headers=headers):
+            pass
+    await site.post("/v1/completions", b"not JSON", **bearer("secret"))
+    await site.post("/v1/completions", bodies[0])  # without the key
+    assert b"secret" not in path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0
+    dumped = read_dump(str(path))
+    assert [(d.rid, d.path, json.loads(bytes(d.body))) for d in dumped] == [
+        ("r0", "/v1/completions", bodies[0]),
+        ("r1", "/v1/completions", bodies[1]),
+    ]
+    again = await serve()
+    numbers = await send(Target(url=again.url), dumped, speed=0)
+    assert (numbers["requests"], numbers["statuses"]) == (2, {"200": 2})
+    assert [job.text for job in again.ingress.jobs] == [job.text for job in site.ingress.jobs]
+    with pytest.raises(ConfigError, match="dump-requests"):
+        await serve(dump_requests=str(tmp_path / "no" / "folder"))
+
+
+async def test_allowed_origins(serve: Serve) -> None:
+    site = await serve(allowed_origins=["https://a.example", "https://b.example"])
+    for origin, echoed in (
+        ("https://b.example", "https://b.example"),
+        ("https://c.example", None),
+        (None, None),
+    ):
+        headers = {} if origin is None else {"Origin": origin}
+        for method, path in (("GET", "/v1/models"), ("OPTIONS", "/v1/models")):
+            async with site.http.request(method, path, headers=headers) as response:
+                assert response.headers.get("Access-Control-Allow-Origin") == echoed
+                assert response.headers["Vary"] == "Origin"
 
 
 async def test_load(site: Site) -> None:
