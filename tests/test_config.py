@@ -46,6 +46,8 @@ def sample(name: str) -> tuple[list[str], Any]:
     kind = typing.get_args(typing.get_type_hints(Config, include_extras=True)[name])[0]
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     kind = parts[0] if type(None) in typing.get_args(kind) else kind
+    if kind is bool:
+        return [], True
     if typing.get_origin(kind) is typing.Literal:
         choice = typing.get_args(kind)[-1]
         return [choice], choice
@@ -53,6 +55,15 @@ def sample(name: str) -> tuple[list[str], Any]:
         again = ["--" + name.replace("_", "-")] if name.endswith("api_key") else []
         return ["a", *again, "b"], ["a", "b"]
     return {int: (["7"], 7), float: (["7.5"], 7.5), str: (["text"], "text")}[kind]
+
+
+def test_deterministic_refuses_what_it_cannot_have() -> None:
+    gpus = Machine(gpus=(H200, H200), torch_cuda="13.0")
+    for setting, value in (("tp", 2), ("quantization", "int8")):
+        config = Config(deterministic=True, **{setting: value})
+        with pytest.raises(ConfigError, match=setting):
+            resolve(config, gpus)
+        assert resolve(config, LAPTOP).config.deterministic
 
 
 @pytest.mark.parametrize("name", Config.__struct_fields__)
