@@ -106,6 +106,7 @@ def main() -> None:
     threads = threads_for(torch.device("cuda"))
     base = {"bench": "weights", "machine": torch.cuda.get_device_name(), "torch": torch.__version__}
     base |= {"model": Path(args.model).name, "layers": args.layers, "bytes": size, "threads": threads}
+    torch.set_num_threads(1)  # as the worker does
     load(source, Shard())  # loads libraries, makes pinned memory
     for cold in (False, True):
         for shard in (Shard(), Shard(1, 2)):

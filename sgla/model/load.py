@@ -23,7 +23,7 @@ from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.registry import check_architecture, model_class
 from sgla.model.spec import ModelSpec
-from sgla.model.upload import begin_thread, synchronize, threads_for, upload_to
+from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
 from sgla.quant import Kind, Weight, pack
 
 OnProgress = Callable[[Progress], None]
@@ -196,41 +196,52 @@ def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[t
                 yield part.name, tensor
             else:
                 size = (len(part.rows), shape[2])
-                yield part.name, _Slice(tensor.view, size, tensor.upload, part.expert, part.rows.start)
+                yield (
+                    part.name,
+                    _Slice(tensor.view, size, tensor.place, shape[1], part.expert, part.rows.start),
+                )
 
 
 def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
     """Files are memory-mapped; nothing is read before a slot asks for it."""
     from safetensors import SafetensorError, safe_open
 
-    upload = upload_to(_device())
+    upload = Upload() if _device().type == "cuda" else None
     for path in source.files:
         try:
             file = safe_open(path, framework="pt")
+            stored = places(path, upload) if upload is not None else {}
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 view = file.get_slice(name)
-                yield name, _Stored(view, tuple(view.get_shape()), upload)
+                yield name, _Stored(view, tuple(view.get_shape()), stored.get(name))
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a safetensors file. What is read is what is asked for; ``upload`` brings it to its device."""
+    """A tensor in a safetensors file: ``view`` maps it, ``place`` is for those that go to a GPU."""
 
     view: Any
     shape: tuple[int, ...]
-    upload: Callable[[Tensor], Tensor]
+    place: Stored | None
 
     def dense(self, rows: range | None = None, columns: range | None = None) -> Tensor:
-        rows, columns = rows or range(self.shape[0]), columns or range(self.shape[-1])
-        values = self.read(slice(rows.start, rows.stop), slice(columns.start, columns.stop))
+        rows = rows or range(self.shape[0])
+        if self.place is not None:
+            values = self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))
+        else:
+            values = self.read(rows)
         if not values.is_floating_point():
             raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
-        return self.upload(values)
+        return values if columns is None else values[:, columns.start : columns.stop]
 
-    def read(self, rows: slice, columns: slice) -> Tensor:
-        values: Tensor = self.view[rows] if len(self.shape) == 1 else self.view[rows, columns]
+    @property
+    def first_row(self) -> int:
+        return 0
+
+    def read(self, rows: range) -> Tensor:
+        values: Tensor = self.view[rows.start : rows.stop]
         return values
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
@@ -243,12 +254,17 @@ class _Stored:
 class _Slice(_Stored):
     """``view[expert, first:]``, as many rows as ``shape`` says."""
 
+    experts_rows: int  # of one expert, in the file
     expert: int
     first: int
 
-    def read(self, rows: slice, columns: slice) -> Tensor:
-        rows = slice(self.first + rows.start, self.first + rows.stop)
-        values: Tensor = self.view[self.expert : self.expert + 1, rows, columns][0]
+    @property
+    def first_row(self) -> int:
+        return self.expert * self.experts_rows + self.first
+
+    def read(self, rows: range) -> Tensor:
+        start, stop = self.first + rows.start, self.first + rows.stop
+        values: Tensor = self.view[self.expert : self.expert + 1, start:stop][0]
         return values
 
 

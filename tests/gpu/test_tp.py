@@ -98,8 +98,12 @@ def test_max(count: int) -> None:
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "odd vocabulary, tied": {"vocab_size": 5001, "tie_word_embeddings": True},
-    "one KV head": {"num_key_value_heads": 1, "num_attention_heads": 8},
+    "one KV head, tied, odd vocabulary": {
+        "num_key_value_heads": 1,
+        "num_attention_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": 5001,
+    },
 }
 
 

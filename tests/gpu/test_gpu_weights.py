@@ -1,0 +1,74 @@
+"""Weights read straight to the GPU are those that the CPU reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sgla.dist import Shard
+from sgla.hub.source import open_source
+from sgla.layers.build import Build
+from sgla.model.load import load_model
+from sgla.model.registry import model_class
+from sgla.model.spec import ModelSpec
+from sgla.quant import Weight
+
+MODELS = Path(__file__).parents[2] / "bench/models"
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "vocab_size": 1001,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def tensors_of(thing: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor that an object's attributes lead to."""
+    if isinstance(thing, Weight):
+        return {path: thing.data}
+    if isinstance(thing, torch.Tensor):
+        return {path: thing}
+    if isinstance(thing, list):
+        parts = {str(i): item for i, item in enumerate(thing)}
+    elif type(thing).__module__.startswith(("sgla.model", "sgla.layers")) and hasattr(thing, "__dict__"):
+        parts = {name: item for name, item in vars(thing).items() if name not in ("spec", "shard")}
+    else:
+        return {}
+    return {k: v for name, item in parts.items() for k, v in tensors_of(item, f"{path}.{name}").items()}
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2), Shard(2, 4)])
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_the_gpu_has_what_the_cpu_reads(
+    tmp_path: Path, model: str, shard: Shard, stored: torch.dtype
+) -> None:
+    config = json.loads((MODELS / model / "config.json").read_text()) | SMALL
+    if "num_experts" in config:
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    spec = ModelSpec.from_config(config)
+    build = Build(kind="bf16", vocab_kind="bf16", plain="bf16")
+    model_class(spec.architecture)(spec, build, 64)
+    names = sorted(build.table)
+    for i in range(2):
+        tensors = {name: torch.randn(build.table[name].shape).to(stored) for name in names[i::2]}
+        save_file(tensors, tmp_path / f"{i}.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = open_source(tmp_path)
+    on_cpu = tensors_of(load_model(source, "bfloat16", shard=shard, context_len=64))
+    with torch.device("cuda"):
+        on_gpu = tensors_of(load_model(source, "bfloat16", shard=shard, context_len=64))
+    assert len(on_cpu) > 15
+    assert on_cpu.keys() == on_gpu.keys()
+    for name, tensor in on_gpu.items():
+        assert tensor.is_cuda, name
+        close = torch.allclose if name.endswith("cos_sin") else torch.equal
+        assert close(tensor.cpu(), on_cpu[name]), name
