@@ -45,8 +45,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Doc(description="where weights come from; dummy = random"),
     ] = "auto"
     task: Annotated[
-        Literal["auto", "generate", "embed", "classify"],
-        Doc(description="what the model is for; auto = what its files say"),
+        Literal["auto", "generate", "embed", "classify", "rerank"],
+        Doc(description="what the model is for; auto = what its files say; rerank = Qwen3-Reranker"),
     ] = "auto"
     revision: Annotated[str | None, Doc(description="hub revision")] = None
     download_dir: Annotated[str | None, Doc(description="cache folder for downloads")] = None
@@ -152,7 +152,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int, Doc(description="steps of the scheduler kept for /step_log and crash dumps; 0 = none")
     ] = 1000
     crash_dump_folder: Annotated[
-        str | None, Doc(description="where the step log goes if the engine fails; it holds prompts' token ids")
+        str | None,
+        Doc(description="where the step log goes if the engine fails; it holds prompts' token ids"),
     ] = None
     dump_requests: Annotated[
         str | None, Doc(description="file to append request bodies to, prompts included, for 'sgla replay'")

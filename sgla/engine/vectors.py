@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sgla.config import Config
 from sgla.errors import UnsupportedTask
 from sgla.messages import Job, Pooling
+from sgla.text import reranking
 from sgla.text.vectors import check_dimensions, cosine, embedding, scores
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ WINDOW = 256  # inputs of one call that are open at a time
 
 class VectorCalls:
     """What ``Engine`` inherits. ``Inputs``: a text or token ids, or a list of either."""
+
+    config: Config
 
     def embed(
         self, inputs: Inputs, *, dimensions: int | None = None, normalize: bool | None = None
@@ -54,6 +58,10 @@ class VectorCalls:
         return await self._acall(self._score(query, documents))
 
     # what Engine has
+
+    @property
+    def tokenizer(self) -> Any:
+        raise NotImplementedError
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         raise NotImplementedError
@@ -88,22 +96,33 @@ class VectorCalls:
         return results[0] if single else results
 
     async def _score(self, query: str, documents: str | Sequence[str]) -> Any:
-        pooling = self._pools("classify", "embed")
         batch = [documents] if isinstance(documents, str) else list(documents)
-        if pooling.task == "embed":
-            vectors = await self._vectors([{"text": text} for text in (query, *batch)])
-            values = [cosine(vectors[0], vector) for vector in vectors[1:]]
-        elif pooling.size == 1:
-            vectors = await self._vectors([{"text": query, "pair": text} for text in batch])
-            values = [float(scores(vector, pooling)[0]) for vector in vectors]
-        else:
-            raise UnsupportedTask(f"scores need a model with one label, this one has {pooling.size}")
+        values = await (
+            self._rerank(query, batch) if self.config.task == "rerank" else self._fit(query, batch)
+        )
         return values[0] if isinstance(documents, str) else values
 
-    async def _vectors(self, prompts: list[dict[str, Any]]) -> list[bytes]:
+    async def _rerank(self, query: str, batch: list[str]) -> list[float]:
+        labels = reranking.answer_ids(self.tokenizer)
+        prompts = [{"text": reranking.prompt(query, text)} for text in batch]
+        return [reranking.relevance(vector) for vector in await self._vectors(prompts, labels)]
+
+    async def _fit(self, query: str, batch: list[str]) -> list[float]:
+        pooling = self._pools("classify", "embed")
+        if pooling.task == "embed":
+            vectors = await self._vectors([{"text": text} for text in (query, *batch)])
+            return [cosine(vectors[0], vector) for vector in vectors[1:]]
+        if pooling.size > 1:
+            raise UnsupportedTask(f"scores need a model with one label, this one has {pooling.size}")
+        vectors = await self._vectors([{"text": query, "pair": text} for text in batch])
+        return [float(scores(vector, pooling)[0]) for vector in vectors]
+
+    async def _vectors(self, prompts: list[dict[str, Any]], labels: Sequence[int] = ()) -> list[bytes]:
         found: list[bytes] = []
         for start in range(0, len(prompts), WINDOW):
-            jobs = [self._job(None, **prompt, pool=[]) for prompt in prompts[start : start + WINDOW]]
+            jobs = [
+                self._job(None, **prompt, pool=list(labels)) for prompt in prompts[start : start + WINDOW]
+            ]
             for output in await asyncio.gather(*map(self._collect, jobs)):
                 assert output[0].vector is not None
                 found.append(output[0].vector)

@@ -8,14 +8,14 @@ from aiohttp import web
 
 from sgla.errors import InvalidField
 from sgla.http.intake import intake
-from sgla.http.pooling import PooledFields, text_prompt, usage
+from sgla.http.pooling import text_prompt, usage
 from sgla.http.schema import Schema
-from sgla.http.score import similarities
+from sgla.http.score import PairFields, similarities
 from sgla.http.server import SERVER, UID
 from sgla.http.wire import json_response
 
 
-class RerankRequest(PooledFields, kw_only=True):
+class RerankRequest(PairFields, kw_only=True):
     query: str
     documents: list[str | dict[str, Any]]
     top_n: int | None = None

@@ -14,12 +14,19 @@ from sgla.http.pooling import PooledFields, head, pooling_of, run, text_prompt, 
 from sgla.http.schema import Schema, as_list
 from sgla.http.server import SERVER, UID, Server
 from sgla.http.wire import json_response
+from sgla.text import reranking
 from sgla.text.vectors import cosine, raw, scores, softmax
 
 Texts = str | list[str] | None
 
 
-class ScoreRequest(PooledFields, kw_only=True):
+class PairFields(PooledFields, kw_only=True):
+    """``instruct``: what fitting means, for models that are told."""
+
+    instruct: str | None = None
+
+
+class ScoreRequest(PairFields, kw_only=True):
     text_1: Texts = None
     text_2: Texts = None
     query: str | list[int] | None = None
@@ -57,16 +64,23 @@ def texts(value: Any, param: str) -> list[str]:
 
 
 async def similarities(
-    request: web.Request, server: Server, fields: PooledFields, left: list[str], right: list[str]
+    request: web.Request, server: Server, fields: PairFields, left: list[str], right: list[str]
 ) -> tuple[list[float], list[Choice]]:
     """A score for each pair: of one text with each of ``right``, or of texts at the same places.
 
-    A cross-encoder reads both texts; of an embedding model it is the cosine of their embeddings.
+    A cross-encoder reads both texts, and so does a model of text that is served for reranking; of an embedding model it
+    is the cosine of their embeddings.
     """
     if len(left) not in (1, len(right)):
         raise InvalidField(
             f"text_1 has {len(left)} texts and text_2 has {len(right)}; send one, or as many", param="text_1"
         )
+    pairs = list(zip(left * (len(right) // len(left)), right))
+    if server.config.task == "rerank":
+        labels = reranking.answer_ids(server.ingress.tokenizer)
+        prompts = [{"text": reranking.prompt(a, b, fields.instruct)} for a, b in pairs]
+        choices = await run(request, server, fields, prompts, labels)
+        return [reranking.relevance(vector(choice)) for choice in choices], choices
     pooling = pooling_of(server, "classify", "embed")
     if pooling.task == "embed":
         choices = await run(request, server, fields, [{"text": text} for text in left + right])
@@ -79,7 +93,6 @@ async def similarities(
             "(a cross-encoder), or use /classify",
             param="model",
         )
-    pairs = zip(left * (len(right) // len(left)), right)
     choices = await run(request, server, fields, [{"text": a, "pair": b} for a, b in pairs])
     return [float(scores(vector(choice), pooling)[0]) for choice in choices], choices
 

@@ -45,7 +45,7 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
     found = _task(architecture, source.folder)
     if task == "auto":
         task = found
-    if task == "generate":
+    if task in ("generate", "rerank"):
         if found == "classify" or is_encoder(architecture):
             raise ConfigError(f"{architecture} makes no text; leave --task out", param="task")
         return None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sgla.layers.batch import ForwardBatch
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, StepPlan
+from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan
 from sgla.worker.state import Int32s, SlotTables, column
 
 
@@ -33,6 +33,13 @@ class PromptSpan(NamedTuple):
     start: int
 
 
+class PooledRow(NamedTuple):
+    """A row whose prompt is complete and which is for a vector: its last token in the step, and its slot."""
+
+    token: int
+    slot: int
+
+
 class Wanted(NamedTuple):
     """What is to become of the logits. Arrays are int32[S] of the S SAMPLE rows."""
 
@@ -41,6 +48,7 @@ class Wanted(NamedTuple):
     positions: Int32s  # of the tokens to sample
     tokens: Int32s  # last token of the row: its logits say the next
     prompt_spans: list[PromptSpan]
+    pooled: list[PooledRow]
 
 
 def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
@@ -54,10 +62,17 @@ def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
         for row in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist()
     ]
     last = ends[sampled] - 1
+    pooled = [
+        PooledRow(int(ends[row]) - 1, int(slots[row]))
+        for row in np.flatnonzero(flags & POOL).tolist()
+        if starts[row] + q_lens[row] == tables.prompt_len[slots[row]]
+    ]
     logits = last
-    if spans:
-        logits = np.sort(np.concatenate([last, *(np.arange(s.first, s.end, dtype=np.int32) for s in spans)]))
-    wanted = Wanted(sampled, slots[sampled], (starts + q_lens)[sampled], last, spans)
+    if spans or pooled:
+        tails = np.array([row.token for row in pooled], np.int32)
+        inner = (np.arange(s.first, s.end, dtype=np.int32) for s in spans)
+        logits = np.sort(np.concatenate([last, tails, *inner]))
+    wanted = Wanted(sampled, slots[sampled], (starts + q_lens)[sampled], last, spans, pooled)
     return Columns(slots, starts, q_lens, logits), wanted
 
 

@@ -44,7 +44,7 @@ class PooledRunner(Runner):
         super()._load(config, source, report)
         rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
         self.facts.slots = min(self.facts.slots, rows)
-        self.facts.pooling, self.facts.grammars = self._pooling, False
+        self.facts.pooling, self.facts.grammars, self.facts.scores = self._pooling, False, False
         hidden = self.model.spec.hidden
         last = self._pooling.kind == "last"
         self._sums = None if last else Accumulator(self._pooling.kind, self.facts.slots, hidden)

@@ -91,6 +91,7 @@ class Runner:
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = Limits(step_tokens, self._most_logits)
         self._forward = self._make_forward(limits, config.native_kernels)
+        self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
         self.tables = SlotTables(slots, size.context_len, config.page_size)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers)
@@ -106,6 +107,7 @@ class Runner:
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (describe(config.native_kernels), size.note) if note],
             grammars=True,
+            scores=True,
         )
 
     def _load_model(
@@ -129,17 +131,21 @@ class Runner:
         self.tables.apply(plan)
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
+            if new.sampling.pool is not None:
+                self._labels[new.slot] = new.sampling.pool
         columns, wanted = read(plan, self.tables)
         parts = cut(columns, self._most_logits)
-        if len(parts) == 1 and not wanted.prompt_spans:
+        vectors: list[bytes] = []
+        if len(parts) == 1 and not wanted.prompt_spans and not wanted.pooled:
             samples = self._sample(self._forward(build(columns, self.tables)), wanted)
         else:
-            samples = self._score_and_sample(parts, wanted)
+            samples = self._score_and_sample(parts, wanted, vectors)
         return StepResult(
             step=plan.step,
             tokens=samples.tokens.tobytes(),
             logprobs=samples.logprobs,
             failed=samples.failed,
+            vectors=vectors,
         )
 
     def _sample(self, logits: torch.Tensor, wanted: Wanted) -> Samples:
@@ -152,8 +158,9 @@ class Runner:
             self.tables.tokens[wanted.slots, wanted.positions] = samples.tokens
         return samples
 
-    def _score_and_sample(self, parts: list[Columns], wanted: Wanted) -> Samples:
-        """A step with prompt logprobs, in parts, so that few rows of logits exist at a time."""
+    def _score_and_sample(self, parts: list[Columns], wanted: Wanted, vectors: list[bytes]) -> Samples:
+        """A step with prompt logprobs or scores of labels, which go to ``vectors``; in parts, so that few rows of logits
+        exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
         rows: list[torch.Tensor] = []
         at = 0
@@ -163,6 +170,9 @@ class Runner:
             if self.shard.rank:
                 continue
             rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
+            for row in wanted.pooled:
+                for index in np.flatnonzero(tokens == row.token):
+                    vectors.append(label_logprobs(logits[index], self._labels[row.slot]))
             for span, found in zip(wanted.prompt_spans, scores):
                 inside = np.flatnonzero((tokens >= span.first) & (tokens < span.end))
                 if len(inside):
@@ -197,6 +207,11 @@ class Runner:
             case "vocabulary" | "grammar":
                 return self.matchers.control(command.verb, command.args) if self.matchers else {}
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
+
+
+def label_logprobs(logits: torch.Tensor, labels: list[int]) -> bytes:
+    """float32[labels]: log-probabilities of these tokens; logits ``[V]``."""
+    return logits.log_softmax(-1)[labels].numpy().tobytes()
 
 
 def kv_of(spec: ModelSpec, shard: Shard) -> KVSpec:

@@ -348,3 +348,26 @@ def test_lengths_of_a_cut_pair_are_those_of_the_tokenizers_library() -> None:
             backend.enable_truncation(most, strategy="longest_first")
             ids = backend.encode("a " * first, "b " * second).ids
             assert cut_lengths([first, second], most) == [ids.count(0), ids.count(1)]
+
+
+def test_labels_behind_a_prompt_equal_transformers_beside_running_text(tmp_path: Path) -> None:
+    hf = save_model(tmp_path, "qwen3", "AutoModelForCausalLM", **DECODER)
+    runner: Any = cpu_runner(
+        tiny_config(step_tokens=24), open_source(tmp_path), 0, 1, "", lambda progress: None
+    )
+    assert runner.facts.scores
+    prompts = random_prompts([5, 40, 12, 1])
+    labels = [[7, 9], [300, 3, 5], [0], [11, 12]]
+    scored = [submit(f"s{i}", p, 0, pool=ids) for i, (p, ids) in enumerate(zip(prompts, labels))]
+    texts = [submit(f"t{i}", p, 6, logprobs=0) for i, p in enumerate(prompts)]
+    mixed = [one for pair in zip(texts, scored) for one in pair]
+    found = run(runner, mixed)
+    for i, (prompt, ids) in enumerate(zip(prompts, labels)):
+        with torch.no_grad():
+            expected = hf(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        delta = found[f"s{i}"][-1]
+        assert (delta.finish, delta.tokens) == ("stop", [])
+        vector = np.frombuffer(delta.vector or b"", np.float32)
+        np.testing.assert_allclose(vector, expected[ids].numpy(), atol=1e-4)
+        assert found.tokens()[f"t{i}"][0] == expected.argmax()
+    assert run(runner, texts).tokens() == {f"t{i}": found.tokens()[f"t{i}"] for i in range(4)}
