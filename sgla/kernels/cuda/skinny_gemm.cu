@@ -6,7 +6,8 @@
 // multiprocessor, so the memory stays busy across kernel boundaries too. Weights are the wide side of the tensor-core
 // instruction, the few rows of x the narrow one; the order of k inside a fragment is free as long as both agree, so a lane
 // reads 16 contiguous bytes of each. RMSNorm is fused: x is multiplied by the norm weight on the fly (or once, into shared
-// memory: STAGED) and the row's scale, summed along the way, is applied to the result.
+// memory: STAGED) and the row's scale, summed along the way, is applied to the result. Weights may be e4m3 (E4M3): they
+// become bfloat16 in registers, so x is not rounded, and each column's scale is applied to the result.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -27,6 +28,9 @@
 #ifndef STAGED  // 1: x (times the norm weight) is kept in shared memory, for very few rows
 #define STAGED 0
 #endif
+#ifndef E4M3  // 1: weights are e4m3 with a scale for each row
+#define E4M3 0
+#endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
 #endif
@@ -35,14 +39,17 @@ constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int TILE_ROWS = HALF || GATED ? 8 : 16;  // output columns of a tile
 constexpr int COLS = MT * TILE_ROWS;               // and of a block at a time
-constexpr int CHUNK_K = HALF ? 128 : 64;
-constexpr int ROW_CHUNKS = CHUNK_K / 8;  // 16-byte pieces of a row
+constexpr int SIZE = E4M3 ? 1 : 2;  // bytes of a weight
+constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
+constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
+constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
 constexpr int CHUNK_BYTES = 2048 * MT;
 constexpr int OUTPUTS = NT * 8 * COLS, PER_THREAD = (OUTPUTS + THREADS - 1) / THREADS;
 
 struct Params {
   const bf16* x;      // [m, x_stride]
-  const bf16* w;      // [n, k]; gated: gate rows, then up rows
+  const char* w;      // [n, k]; gated: gate rows, then up rows
+  const float* scale; // of the rows of w, if they are e4m3
   const float* norm;  // [k]
   const float* bias;  // [n] or null
   void* out;          // [m, out_stride]
@@ -65,6 +72,23 @@ __device__ __forceinline__ uint4 lds128(u32 addr) {
   return r;
 }
 
+// Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
+__device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
+  u32 r = (bits & 0x80008000u) | (shifted & 0x07f007f0u);
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0x7b807b80u));
+  return r;
+}
+__device__ __forceinline__ u32 even(u32 w) { return widen(w << 8, w << 4); }
+__device__ __forceinline__ u32 odd(u32 w) { return widen(w, w >> 4); }
+// k = 4 of the weights lo, hi with 4 of x, paired as ``even`` and ``odd`` leave them.
+__device__ __forceinline__ void mma_e4m3(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) {
+  const u32 b0 = __byte_perm(x0, x1, 0x5410), b1 = __byte_perm(x0, x1, 0x7632);
+  if (HALF)
+    mma(d, even(lo), 0, odd(lo), 0, b0, b1);
+  else
+    mma(d, even(lo), even(hi), odd(lo), odd(hi), b0, b1);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ float red[2][WARPS][NT * 8][MT * 16 + 1];
@@ -80,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   int in_tile = first, in_chunk = warp;
   if (in_chunk >= chunks) in_tile = last;  // this warp has nothing to add
-  const bf16* in = p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * 8;
+  auto source = [&]() { return p.w + ((long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K) * SIZE + piece * 16; };
+  const char* in = source();
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * CHUNK_BYTES;
@@ -89,14 +114,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         constexpr int STEP = 32 / ROW_CHUNKS;  // rows between two loads
         const int row = j * STEP;
         const long long off = GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0) : (long long)row * p.k;
-        cp_async16(to + (row + my_row) * (CHUNK_K * 2) + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off, 16);
+        cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off * SIZE, 16);
       }
       in_chunk += WARPS;
-      in += WARPS * CHUNK_K;
+      in += WARPS * ROW_BYTES;
       if (in_chunk >= chunks) {
         in_chunk = warp;
         ++in_tile;
-        in = p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * 8;
+        in = source();
       }
     }
     cp_async_commit();
@@ -135,19 +160,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         kept[i] = e < OUTPUTS && row < p.m ? bf2f(static_cast<const bf16*>(p.out)[(long long)row * p.out_stride + n]) : 0.f;
       }
     }
+    float scales[PER_THREAD][2] = {};
+    if (E4M3) {
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; ++i) {
+        const int n = first_column(tile) + (i * THREADS + threadIdx.x) % COLS;
+        scales[i][0] = p.scale[n];
+        if (GATED) scales[i][1] = p.scale[n + p.n];
+      }
+    }
     float acc[MT][NT][4] = {};
     for (int chunk = warp; chunk < chunks; chunk += WARPS) {
-      constexpr int PARTS = CHUNK_K / 32;
-      uint4 b[PARTS][NT];
+      constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
+      uint4 b[PARTS][NT][XV];
 #pragma unroll
       for (int h = 0; h < PARTS; ++h)
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
           const int row = j * 8 + g;
-          b[h][j] = {};
-          const int k = chunk * CHUNK_K + h * 32 + t * 8;
-          if (row < p.m && STAGED) b[h][j] = lds128(staged + (row * p.k + k) * 2);
-          if (row < p.m && !STAGED) b[h][j] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+#pragma unroll
+          for (int v = 0; v < XV; ++v) {
+            b[h][j][v] = {};
+            const int k = chunk * CHUNK_K + h * PART_K + t * PIECE_K + v * 8;
+            if (row < p.m && STAGED) b[h][j][v] = lds128(staged + (row * p.k + k) * 2);
+            if (row < p.m && !STAGED) b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+          }
         }
       cp_async_wait<STAGES - 2>();
       __syncwarp();
@@ -157,26 +194,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
       for (int h = 0; h < PARTS; ++h) {
         if (NORM && !STAGED) {
-          const float* norm = p.norm + chunk * CHUNK_K + h * 32 + t * 8;
-          const float4 n0 = *reinterpret_cast<const float4*>(norm), n1 = *reinterpret_cast<const float4*>(norm + 4);
 #pragma unroll
-          for (int j = 0; j < NT; ++j) {
-            uint4& v = b[h][j];
-            if (tile == first) square[j] += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
-            v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
+          for (int piece = 0; piece < XV; ++piece) {
+            const float* norm = p.norm + chunk * CHUNK_K + h * PART_K + t * PIECE_K + piece * 8;
+            const float4 n0 = *reinterpret_cast<const float4*>(norm), n1 = *reinterpret_cast<const float4*>(norm + 4);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+              uint4& v = b[h][j][piece];
+              if (tile == first) square[j] += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
+              v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
+            }
           }
         }
         const u32 at_piece = ((h * 4 + t) ^ ((g & 1) << 2)) * 16;
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-          const u32 at = from + (i * (HALF ? 8 : 16) + g) * (CHUNK_K * 2) + at_piece;
+          const u32 at = from + (i * (HALF ? 8 : 16) + g) * ROW_BYTES + at_piece;
           const uint4 lo = lds128(at);
           uint4 hi = {};
-          if (!HALF) hi = lds128(at + 8 * (CHUNK_K * 2));
+          if (!HALF) hi = lds128(at + 8 * ROW_BYTES);
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
-            mma(acc[i][j], lo.x, hi.x, lo.y, hi.y, b[h][j].x, b[h][j].y);
-            mma(acc[i][j], lo.z, hi.z, lo.w, hi.w, b[h][j].z, b[h][j].w);
+            const uint4 &x = b[h][j][0], &y = b[h][j][XV - 1];
+            if (E4M3) {
+              mma_e4m3(acc[i][j], lo.x, hi.x, x.x, x.y);
+              mma_e4m3(acc[i][j], lo.y, hi.y, x.z, x.w);
+              mma_e4m3(acc[i][j], lo.z, hi.z, y.x, y.y);
+              mma_e4m3(acc[i][j], lo.w, hi.w, y.z, y.w);
+            } else {
+              mma(acc[i][j], lo.x, hi.x, lo.y, hi.y, x.x, x.y);
+              mma(acc[i][j], lo.z, hi.z, lo.w, hi.w, x.z, x.w);
+            }
           }
         }
       }
@@ -208,6 +256,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         y += red[buffer][v][row][at];
         if (GATED) up += red[buffer][v][row][at + 8];
         if (NORM) s += red_square[v][row];
+      }
+      if (E4M3) {
+        y *= scales[i][0];
+        up *= scales[i][1];
       }
       if (NORM) {
         const float f = rsqrtf(s / p.k + p.eps);

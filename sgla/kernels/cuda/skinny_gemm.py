@@ -18,7 +18,7 @@ P = ctypes.c_void_p
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("x", "w", "norm", "bias", "out")),
+        *((name, P) for name in ("x", "w", "scale", "norm", "bias", "out")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride")),
         ("eps", ctypes.c_float),
     )
@@ -38,9 +38,10 @@ STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit o
 
 
 @cache
-def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool) -> Kernel:
+def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool, e4m3: bool) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": int(staged)}
+    defines |= {"E4M3": 1} if e4m3 else {}
     shared = 8 * config.stages * 2048 * config.tiles + (STAGED_BYTES if staged else 0)
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared)
 
@@ -51,7 +52,7 @@ def _processors() -> int:
 
 
 def choose(m: int, n: int, k: int, gated: bool) -> Config:
-    """For ``n`` output columns, from measurements on an H200 (132 multiprocessors)."""
+    """For ``n`` output columns, from measurements on an H200 (132 multiprocessors). ``k`` is in two bytes of a weight."""
     if m > 8:
         return Config(2, False, 3, 2)
     if n >= 100_000:
@@ -72,6 +73,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     *,
+    scale: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
@@ -81,6 +83,7 @@ def linear(
 ) -> Tensor:
     """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
+    With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128.
     ``norm`` float32[k]: RMSNorm of x first. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
     """
@@ -89,11 +92,11 @@ def linear(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    config = config or choose(m, n, k, gated)
+    config = config or choose(m, n, k if scale is None else k // 2, gated)
     staged = norm is not None and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
-    kernel = _kernel(-(-m // 8), config, norm is not None, epilogue, staged)
+    kernel = _kernel(-(-m // 8), config, norm is not None, epilogue, staged, scale is not None)
     params = _Params(
-        x.data_ptr(), weight.data_ptr(), norm.data_ptr() if norm is not None else None,
+        x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None, norm.data_ptr() if norm is not None else None,
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0), eps,
     )  # fmt: skip
     columns = config.tiles * (8 if config.half or gated else 16)
