@@ -1,21 +1,26 @@
 """Decode steps of the CUDA runner alone, without the engine around it: one JSON line a batch size.
 
-    python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--profile]
+    python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--tp 2] [--profile]
 
 ``graph_ms``: replays back to back. ``step_ms``: launches as the worker makes them, two in flight. ``step_gap_ms``: idle time of
-the GPU between steps. ``floor_ms``: weights and KV that must be read, at 4.34 TB/s.
+the GPU between steps. ``floor_ms``: weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those
+of rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 
 from sgla.config import Config
 from sgla.hub.source import open_source
@@ -91,7 +96,7 @@ def measure(runner: CudaRunner, rows: int, context: int, steps: int = 100) -> di
         "step_ms": round(step_ms, 4),
         "step_gap_ms": round(sorted(gaps)[len(gaps) // 2] * 1e3, 4),
         "launch_us": round(host / steps * 1e6, 1),
-        "floor_ms": round((weights + kv) / BANDWIDTH * 1e3, 4),
+        "floor_ms": round((weights + kv) / runner.shard.size / BANDWIDTH * 1e3, 4),
     }
 
 
@@ -136,7 +141,19 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
+    if args.tp == 1:
+        run(0, args, "")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (args, folder), args.tp)
+
+
+def run(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One rank."""
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     begun = time.perf_counter()
     config = Config(
         model=args.model,
@@ -145,10 +162,11 @@ def main() -> None:
         context_length=8192,
         attention_backend=args.backend,
     )
-    runner = CudaRunner(config, open_source(args.model, "dummy"), 0, 1, "", lambda progress: None)
+    source = open_source(args.model, "dummy")
+    runner = CudaRunner(config, source, rank, args.tp, folder, lambda progress: None)
     base = {
         "bench": "step",
-        "machine": torch.cuda.get_device_name(),
+        "machine": torch.cuda.get_device_name() + (f" x{args.tp}" if args.tp > 1 else ""),
         "torch": torch.__version__,
         "model": Path(args.model).name,
         "context": args.context,
@@ -167,6 +185,9 @@ def main() -> None:
             profile(runner, 1, args.context)
             profile(runner, 256, args.context)
             profile_prefill(runner, 4096)
+    if args.tp > 1:
+        sys.stdout.flush()
+        os._exit(0)  # without asking the other ranks
 
 
 if __name__ == "__main__":
