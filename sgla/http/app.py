@@ -33,7 +33,7 @@ from sgla.http import (
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
 from sgla.http.ports import Ingress
-from sgla.http.server import PATH_ID, RID, SERVER, Server
+from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
 from sgla.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,8 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         return response
     finally:
         server.metrics.http_finished(status)
+        if server.metrics.tracing is not None and TRACE in request:
+            server.metrics.tracing.end(request[TRACE], status)
         if server.config.log_requests:
             millis = 1000 * (clock.now() - began)
             line = (request.method, route[:100], status, round(millis, 1), request[RID])

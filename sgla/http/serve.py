@@ -8,16 +8,20 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from sgla import clock
+from sgla.actors.base import in_thread
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
 from sgla.messages import Facts, Progress
+
+if TYPE_CHECKING:
+    from sgla.observe.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     system = System(config, on_progress)
+    tracing = system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
     runner = web.AppRunner(
         make_app(system.ingress, config, system.metrics),
         access_log=None,
@@ -74,7 +79,24 @@ async def _serve(
     finally:
         await system.close()
         await runner.cleanup()
+        if tracing is not None:
+            await asyncio.wait([in_thread(tracing.close)], timeout=LINGER)
     return code
+
+
+def start_tracing(config: Config, model: str) -> Tracing | None:
+    """Raises ConfigError without the packages for it."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from sgla.observe.tracing import Tracing, otlp_processor
+
+        return Tracing(otlp_processor(config.otlp_traces_endpoint), model)
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with: pip install 'sgla[otel]'",
+            param="otlp_traces_endpoint",
+        ) from error
 
 
 async def _listen(runner: web.AppRunner, config: Config) -> str:

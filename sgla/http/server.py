@@ -148,6 +148,7 @@ class Server:
 SERVER = web.AppKey("server", Server)
 RID = web.RequestKey("rid", str)  # the id that the client sees
 UID = web.RequestKey("uid", str)  # its unique form
+TRACE: web.RequestKey[Any] = web.RequestKey("trace", object)  # observe.tracing.Trace, if there are traces
 PATH_ID = web.RequestKey("path_id", str)  # what stands for {id} in the route
 ABORTED = "the request was aborted"
 _counter = itertools.count()
@@ -186,6 +187,7 @@ def make_work(
         )
         for i, (prompt, params) in enumerate(zip(prompts, each))
     ]
+    trace(request, rid or request[RID], jobs)
     return Work(
         rid=rid or request[RID],
         uid=uid,
@@ -194,6 +196,16 @@ def make_work(
         size=request.content_length or 0,
         prompt_only=[params.max_tokens == 0 for params in each],
     )
+
+
+def trace(request: web.Request, rid: str, jobs: Sequence[Job]) -> None:
+    """Let the jobs' phases become part of the request's trace, if there are traces."""
+    tracing = request.app[SERVER].metrics.tracing
+    if tracing is None:
+        return
+    if TRACE not in request:
+        request[TRACE] = tracing.begin(request.headers, request.method, request.path, rid, jobs[0])
+    tracing.add(request[TRACE], jobs)
 
 
 def unique(rid: str) -> str:

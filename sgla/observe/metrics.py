@@ -21,7 +21,8 @@ from sgla.sched.stats import Finished, Stats
 
 if TYPE_CHECKING:
     from sgla.grammar.compiler import Compiler
-    from sgla.messages import Facts
+    from sgla.messages import Facts, Submit
+    from sgla.observe.tracing import Tracing
 
 PREFIX = "sgla:"
 
@@ -116,6 +117,7 @@ class Metrics(Collector):
         self.token_time = Histogram(SHORT)
         self.compilation = Histogram(LATENCY)
         self.compiler: Compiler | None = None  # once it runs
+        self.tracing: Tracing | None = None  # if asked for
         self.prompt_sizes = Histogram(SIZES)
         self.output_sizes = Histogram(SIZES)
         self.step_seconds = Histogram(SHORT)
@@ -133,8 +135,15 @@ class Metrics(Collector):
 
     # called by the actors --------------------------------------------------------------------------------------------
 
+    def tokenized(self, submit: Submit) -> None:
+        """A child is on its way to the scheduler."""
+        if self.tracing is not None:
+            self.tracing.tokenized(submit, clock.now())
+
     def finished(self, request: Finished) -> None:
         """One child has ended, whatever the reason."""
+        if self.tracing is not None:
+            self.tracing.finished(request)
         self.requests[request.reason] += 1
         self.prompt_sizes.observe(request.prompt_tokens)
         self.output_sizes.observe(request.output_tokens)
