@@ -20,7 +20,7 @@ ROWS = 64  # queries of a tile: tokens times the query heads of a KV head
 BLOCK = 64  # tokens of a block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _linear(
     x, w, bias, out, m, n, k, s_x, s_w, s_out,
     HAS_BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -54,14 +54,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     (m, k), n = x.shape, weight.shape[0]
     if out is None:
         out = x.new_empty(m, n)
-    small = m <= 64
-    size_m, size_n, depth = (64, 32 if n <= 8192 else 64, 128) if small else (128, 128, 64)
+    size_m, size_n, depth = _tile(
+        m, n, torch.cuda.get_device_properties(0).multi_processor_count if x.is_cuda else 1
+    )
     _linear[(triton.cdiv(m, size_m) * triton.cdiv(n, size_n),)](
         x, weight, bias if bias is not None else x, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0),
         HAS_BIAS=bias is not None, M=size_m, N=size_n, K=depth, GROUP=8,
-        num_warps=4 if small else 8, num_stages=4 if small else 3,
+        num_warps=4 if size_m * size_n <= 64 * 64 else 8, num_stages=4 if depth == 128 else 3,
     )  # fmt: skip
     return out
+
+
+TILES = (
+    (128, 128, 64),
+    (128, 64, 64),
+    (64, 64, 64),
+    (64, 32, 128),
+)  # rows, columns, k; all give the same bits
+
+
+def _tile(m: int, n: int, processors: int) -> tuple[int, int, int]:
+    """The largest tile that leaves no more than a few processors without one."""
+    fitting = TILES if m > 64 else TILES[2:]
+    for tile in fitting:
+        if triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]) * 10 >= processors * 9:
+            return tile
+    return fitting[-1]
 
 
 @triton.jit
