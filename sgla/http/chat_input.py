@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField
 from sgla.http.schema import ChatRequest, TokenizeRequest, unsupported
@@ -66,23 +66,56 @@ def _check_calls(calls: Any, path: str) -> None:
             raise _wrong(f"{path}[{i}].function.name must be a string")
 
 
-def chosen_tools(fields: ChatRequest) -> tuple[list[Message], bool]:
-    """The tools whose calls are wanted, and whether there must be one. Raises InvalidField or UnsupportedField."""
+class Chosen(NamedTuple):
+    """What ``tool_choice`` makes of the tools. ``forced``: there must be a call; ``once``: a single one.
+
+    ``fewer``: the prompt shows tools that may not be called.
+    """
+
+    tools: list[Message]
+    forced: bool = False
+    once: bool = False
+    fewer: bool = False
+
+
+def chosen_tools(fields: ChatRequest) -> Chosen:
+    """The tools whose calls are wanted. Raises InvalidField or UnsupportedField."""
     check_tool_list(fields.tools)
     tools, choice = fields.tools or [], fields.tool_choice
+    once = fields.parallel_tool_calls is False
     if choice == "none":
-        return [], False
+        return Chosen([])
     if choice in (None, "auto"):
-        return tools, False
-    if choice != "required":
-        if not isinstance(choice, dict) or choice.get("type") != "function":
-            raise unsupported("tool_choice", " other than none, auto, required or a function")
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        tools = [tool for tool in tools if tool["function"]["name"] == name]
-    if not tools:
+        return Chosen(tools, once=once)
+    names, forced = None, True
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        names, once = [choice], True
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        names, forced = allowed(choice)
+    elif choice != "required":
+        raise unsupported("tool_choice", " other than none, auto, required, a function or allowed_tools")
+    called = tools if names is None else with_names(tools, names)
+    if not called:
         raise InvalidField("tool_choice asks for a tool that tools does not have", param="tool_choice")
-    return tools, True
+    return Chosen(called, forced, once, fewer=len(called) < len(tools))
+
+
+def allowed(choice: dict[str, Any]) -> tuple[list[Any], bool]:
+    """The references of ``allowed_tools``, and whether one of them must be called."""
+    inner = choice.get("allowed_tools", choice)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise InvalidField(
+            "tool_choice: allowed_tools needs a mode (auto or required) and tools", param="tool_choice"
+        )
+    return tools, mode == "required"
+
+
+def with_names(tools: list[Message], references: list[Any]) -> list[Message]:
+    """Those of ``tools`` that ``references`` name."""
+    functions = [each.get("function") for each in references if isinstance(each, dict)]
+    names = {function.get("name") for function in functions if isinstance(function, dict)}
+    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def check_tool_list(tools: list[dict[str, Any]] | None) -> None:

@@ -12,11 +12,15 @@ from sgla.http import sse
 from sgla.http.chat_input import checked_messages, prompt_flags, template_kwargs
 from sgla.http.collect import Choice, total_usage
 from sgla.http.errors import Aborted
+from sgla.http.functions import as_tools, old_delta, old_message
 from sgla.http.intake import intake
 from sgla.http.openai_common import (
     ChunkStream,
+    check_prompt_logprobs,
     check_stream_options,
+    cut,
     response_head,
+    shown_prompt,
     stop_fields,
     usage_object,
 )
@@ -38,9 +42,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
+    functions = as_tools(fields)
     reading = Reading(server, fields)
     work = chat_work(request, server, fields, reading)
-    shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer)
+    shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
     if fields.stream:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
         return await sse.stream(request, server, work, ChatStream(head, fields, shapes, reading))
@@ -66,6 +71,7 @@ def chat_work(
         "add_generation_prompt": generate,
         "continue_final_message": continues,
         "clip": clip,
+        **cut(fields),
     }
     rid = first(fields.rid, fields.request_id)
     return make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
@@ -73,6 +79,7 @@ def chat_work(
 
 def check_fields(fields: ChatRequest) -> None:
     check_stream_options(fields)
+    check_prompt_logprobs(fields)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
     if fields.add_special_tokens:
@@ -86,6 +93,7 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
         server.sampling_defaults,
         max_tokens=first(fields.max_completion_tokens, fields.max_tokens),
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=fields.prompt_logprobs,
     )
 
 
@@ -95,7 +103,8 @@ def response(
     readers = [reading.reader() for _ in choices]
     shown = [shapes.choice(choice, reader) for choice, reader in zip(choices, readers)]
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
-    return {**head, "choices": shown, "usage": usage_object(usage, thoughts(reading, readers))}
+    whole = {**head, "choices": shown, "usage": usage_object(usage, thoughts(reading, readers))}
+    return whole | shapes.prompt(choices[0])
 
 
 def thoughts(reading: Reading, readers: Iterable[Reader]) -> int | None:
@@ -126,14 +135,19 @@ def reasoning_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def finish_reason(finish: str | None, called: bool) -> str | None:
-    return "tool_calls" if called and finish == "stop" else finish
+def finish_reason(finish: str | None, called: bool, functions: bool = False) -> str | None:
+    if called and finish == "stop":
+        return "function_call" if functions else "tool_calls"
+    return finish
 
 
 class Shapes:
-    """What the fields of one request make of finish reasons, logprobs and token ids."""
+    """What the fields of one request make of calls, finish reasons, logprobs and token ids."""
 
-    def __init__(self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any) -> None:
+    def __init__(
+        self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any, functions: bool = False
+    ) -> None:
+        self.functions = functions  # calls go by their old name
         self.plain = sampling.logprobs is None
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._token_ids = bool(fields.return_token_ids)
@@ -142,11 +156,12 @@ class Shapes:
 
     def choice(self, choice: Choice, reader: Reader) -> dict[str, Any]:
         shown = message(reader.read(choice))
+        called = "tool_calls" in shown
         result = {
             "index": choice.index,
-            "message": shown,
+            "message": old_message(shown) if self.functions else shown,
             "logprobs": self.logprobs(choice.logprobs),
-            "finish_reason": finish_reason(choice.finish, "tool_calls" in shown),
+            "finish_reason": finish_reason(choice.finish, called, self.functions),
             **self.stops(choice),
         }
         return result | self.token_ids(choice.prompt_tokens, choice.tokens)
@@ -158,6 +173,12 @@ class Shapes:
         if self._sampling.logprobs is None or entries is None:
             return None
         return {"content": chat_logprobs(self._tokenizer, entries, self._as_ids), "refusal": None}
+
+    def prompt(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's logprobs of the prompt, if they are asked for."""
+        if self._sampling.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": shown_prompt(self._tokenizer, choice, self._sampling.prompt_logprobs)}
 
     def token_ids(self, prompt: list[int] | None, tokens: list[int]) -> dict[str, Any]:
         if not self._token_ids:
@@ -243,13 +264,15 @@ class ChatStream(ChunkStream):
 
     def _delta(self, event: Event, choice: ChoiceStream, delta: dict[str, Any]) -> bytes:
         tokens, logprobs = choice.release()
+        if self._shapes.functions:
+            delta = old_delta(delta)
         extra = self._shapes.token_ids(None, tokens)
         return self._chunk(event, delta, self._shapes.logprobs(logprobs), extra=extra)
 
     def _finish(self, event: Event, choice: ChoiceStream) -> bytes:
         if event.finish == "abort":
             return self.error(Aborted(ABORTED))
-        reason = finish_reason(event.finish, choice.calls > 0)
+        reason = finish_reason(event.finish, choice.calls > 0, self._shapes.functions)
         return self._chunk(event, {}, None, reason, self._shapes.stops(event))
 
     def _chunk(

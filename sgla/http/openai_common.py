@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 from sgla.errors import InvalidField, SglaError
+from sgla.http.collect import Choice
 from sgla.http.errors import error_body
 from sgla.http.schema import OpenAIFields
 from sgla.http.sse import Encoder
 from sgla.http.wire import encode
-from sgla.messages import Rejected, Usage
+from sgla.messages import Event, Rejected, Usage
+from sgla.text.logprobs import prompt_logprobs
 
 
 def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str, Any]:
@@ -40,6 +42,28 @@ def stop_fields(finish: str | None, matched: str | int | None, stop_token_ids: l
 def check_stream_options(fields: OpenAIFields) -> None:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidField("stream_options is only allowed with stream: true", param="stream_options")
+
+
+def check_prompt_logprobs(fields: OpenAIFields) -> None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidField("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
+
+
+def cut(fields: OpenAIFields) -> dict[str, Any]:
+    """The Job fields that cut a long prompt: at its beginning, unless ``truncation_side`` is right."""
+    if fields.truncation_side not in (None, "left", "right"):
+        raise InvalidField("truncation_side must be left or right", param="truncation_side")
+    if fields.truncate_prompt_tokens == 0:
+        raise InvalidField("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
+    name = "truncate" if fields.truncation_side == "right" else "keep_last"
+    return {name: fields.truncate_prompt_tokens}
+
+
+def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> list[Any] | None:
+    """``prompt_logprobs`` of a choice that carries its prompt."""
+    if choice.prompt_tokens is None or choice.prompt_logprobs is None:
+        return None
+    return prompt_logprobs(tokenizer, choice.prompt_tokens, choice.prompt_logprobs, k)
 
 
 class ChunkStream(Encoder):

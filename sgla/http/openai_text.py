@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from sgla.errors import InvalidField
@@ -13,13 +15,16 @@ from sgla.http.errors import Aborted
 from sgla.http.intake import intake
 from sgla.http.openai_common import (
     ChunkStream,
+    check_prompt_logprobs,
     check_stream_options,
+    cut,
     response_head,
+    shown_prompt,
     stop_fields,
     usage_object,
 )
 from sgla.http.sampling import check_max_tokens, first, sampling_params
-from sgla.http.schema import CompletionRequest, Schema, unsupported
+from sgla.http.schema import CompletionRequest, Schema
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
@@ -34,15 +39,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
-    sampling = text_sampling(fields, server)
-    special = fields.add_special_tokens is not False
     work = make_work(
         request,
         fields,
         prompts(fields.prompt),
-        sampling,
+        text_sampling(fields, server),
         first(fields.rid, fields.request_id),
-        add_special_tokens=special,
+        add_special_tokens=fields.add_special_tokens is not False,
+        suffix=fields.suffix or None,
+        **cut(fields),
     )
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
     if fields.stream:
@@ -53,9 +58,23 @@ async def completions(request: web.Request) -> web.StreamResponse:
     raise_aborted(choices)
     shapes = Shapes(fields, work, server.ingress.tokenizer)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
-    return json_response(
-        {**head, "choices": [shapes.choice(choice) for choice in choices], "usage": usage_object(usage)}
-    )
+    shown = [shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
+    for index, choice in enumerate(shown):
+        choice["index"] = index
+    return json_response({**head, "choices": shown, "usage": usage_object(usage)})
+
+
+def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
+    """Of each prompt's ``made`` choices the ``wanted`` ones with the highest mean logprob a token, the best first."""
+    if made == wanted:
+        return choices
+    groups = [choices[start : start + made] for start in range(0, len(choices), made)]
+    return [choice for group in groups for choice in sorted(group, key=mean_logprob, reverse=True)[:wanted]]
+
+
+def mean_logprob(choice: Choice) -> float:
+    values = [entry.logprob for entry in choice.logprobs or []]
+    return sum(values) / len(values) if values else -math.inf
 
 
 def prompts(prompt: str | list[int | str | list[int]]) -> list[dict[str, Any]]:
@@ -86,19 +105,38 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     check_stream_options(fields)
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     check_max_tokens("max_tokens", max_tokens, echo=bool(fields.echo))
-    if fields.best_of not in (None, 1, fields.n or 1):
-        raise unsupported("best_of", " unless it equals n")
+    check_prompt_logprobs(fields)
+    check_best_of(fields)
+    if fields.suffix and fields.echo:
+        raise InvalidField("echo and suffix exclude each other", param="suffix")
     if fields.logprobs is not None and not 0 <= fields.logprobs <= MAX_LOGPROBS:
         raise InvalidField(
             f"logprobs must be between 0 and {MAX_LOGPROBS}, got {fields.logprobs}", param="logprobs"
         )
-    return sampling_params(
+    shown = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
+    sampling = sampling_params(
         fields,
         server.sampling_defaults,
         max_tokens=max_tokens,
         logprobs=fields.logprobs,
-        prompt_logprobs=fields.logprobs if fields.echo else None,
+        prompt_logprobs=max((k for k in shown if k is not None), default=None),
     )
+    if made(fields) == sampling.n:
+        return sampling
+    return msgspec.structs.replace(sampling, n=made(fields), logprobs=fields.logprobs or 0)
+
+
+def made(fields: CompletionRequest) -> int:
+    """Choices that are generated for each prompt; bench_serving sends a ``best_of`` of 1, which asks for nothing."""
+    return max(fields.n or 1, fields.best_of or 1)
+
+
+def check_best_of(fields: CompletionRequest) -> None:
+    n, best_of = fields.n or 1, fields.best_of
+    if best_of not in (None, 1) and best_of < n:
+        raise InvalidField(f"best_of must be at least n, got {best_of} for n={n}", param="best_of")
+    if fields.stream and made(fields) > n:
+        raise InvalidField("best_of greater than n cannot be streamed", param="best_of")
 
 
 class Shapes:
@@ -106,6 +144,8 @@ class Shapes:
 
     def __init__(self, fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
         self._echo = bool(fields.echo)
+        self._logprobs = fields.logprobs
+        self._prompt_logprobs = fields.prompt_logprobs
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._token_ids = bool(fields.return_token_ids)
         self._work = work
@@ -128,6 +168,8 @@ class Shapes:
             result["token_ids"] = choice.tokens
             if first_part:
                 result["prompt_token_ids"] = choice.prompt_tokens
+        if self._prompt_logprobs is not None:
+            result["prompt_logprobs"] = shown_prompt(self._tokenizer, choice, self._prompt_logprobs)
         return result
 
     def shows_prompt(self, event: Event) -> bool:
@@ -145,19 +187,26 @@ class Shapes:
         )
 
     def logprobs(self, choice: Choice | Event) -> dict[str, Any] | None:
-        if self._sampling.logprobs is None:
+        if self._logprobs is None:
             return None
         tokens: list[int] = []
         entries: list[TokenLogprob | None] = []
         if self._echo and choice.prompt_tokens is not None:
             tokens += choice.prompt_tokens
-            entries += choice.prompt_logprobs or [None] * len(choice.prompt_tokens)
+            entries += self._asked(choice.prompt_logprobs or [None] * len(choice.prompt_tokens))
         tokens += [entry.token for entry in choice.logprobs or []]
         entries += choice.logprobs or []
         offsets = self._offsets.get(choice.index)
         if offsets is None:
             offsets = self._offsets[choice.index] = TextOffsets(self._tokenizer, self._sampling)
         return completion_logprobs(self._tokenizer, tokens, entries, offsets.feed(tokens), self._as_ids)
+
+    def _asked(self, entries: list[TokenLogprob | None]) -> list[TokenLogprob | None]:
+        """Without the alternatives that only ``prompt_logprobs`` wants."""
+        return [
+            entry and TokenLogprob(entry.token, entry.logprob, entry.rank, entry.top[: self._logprobs])
+            for entry in entries
+        ]
 
     def _job(self, index: int) -> Job:
         return self._work.jobs[index // self._work.n]

@@ -31,10 +31,10 @@ class Reading:
     def __init__(self, server: Server, fields: ChatRequest) -> None:
         self.fields = fields
         self.tokenizer: Any = server.ingress.tokenizer
-        self._chosen, self._forced = chosen_tools(fields)
+        self._choice = chosen_tools(fields)
         dialect = server_dialect(server)
-        self.dialect = dialect.forced() if self._forced else dialect
-        self.tools = fields.tools if self._chosen else None
+        self.dialect = dialect.forced() if self._choice.forced else dialect
+        self.tools = fields.tools if self._choice.tools else None
         if self.tools is not None and self.dialect.tools is None:
             raise unsupported(
                 "tools",
@@ -50,7 +50,7 @@ class Reading:
         """Special tokens must stay in the text where they are the tags to be read. A grammar is for the answer alone."""
         grammar = self._constraint(sampling.grammar)
         if grammar is not None:
-            whole = self.dialect.harmony and self._forced
+            whole = self.dialect.harmony and self._choice.forced
             grammar = grammar if whole else self.after_reasoning(grammar)
             sampling = msgspec.structs.replace(sampling, grammar=grammar)
         if not self.active or not sampling.skip_special_tokens:
@@ -61,25 +61,39 @@ class Reading:
 
     def _constraint(self, asked: Grammar | None) -> Grammar | None:
         """The grammar for the answer: what is ``asked`` for, calls that there must be, or either."""
-        tools, writing = self._chosen, self.dialect.writing
+        tools, forced, once, fewer = self._choice
+        writing = self.dialect.writing
         if not tools or writing is None:
             return asked
-        once = self.fields.parallel_tool_calls is False
-        if self._forced:
-            named = isinstance(self.fields.tool_choice, dict)
-            return tagged(writing.calls(tools, once or named), Grammar(kind="", param="tool_choice"))
+        if forced:
+            return tagged(writing.calls(tools, once), Grammar(kind="", param="tool_choice"))
         if self.dialect.harmony:
-            return asked
+            return self._unless(fewer, asked)
         if asked is not None:
             schema = schema_of(asked)
             if schema is None:
                 return asked
             return tagged({"type": "or", "elements": [writing.calls(tools, once), arguments(schema)]}, asked)
-        if self._grammars and any(tool["function"].get("strict") is True for tool in tools):
-            opens = self.dialect.tools.tools.opens if self.dialect.tools and self.dialect.tools.tools else ()
-            calls = writing.triggered(opens[0], tools, once)
-            return None if calls is None else tagged(calls, Grammar(kind="", param="tools"))
-        return None
+        if self._grammars and (fewer or any(tool["function"].get("strict") is True for tool in tools)):
+            return (
+                self._unless(fewer, None)
+                if (calls := self._calls_within_text(tools, once)) is None
+                else calls
+            )
+        return self._unless(fewer, None)
+
+    def _unless(self, fewer: bool, grammar: Grammar | None) -> Grammar | None:
+        if fewer:
+            raise unsupported(
+                "tool_choice", " as allowed_tools in mode auto with this model: use mode required"
+            )
+        return grammar
+
+    def _calls_within_text(self, tools: list[dict[str, Any]], once: bool) -> Grammar | None:
+        form = self.dialect.tools.tools if self.dialect.tools else None
+        assert self.dialect.writing is not None
+        calls = self.dialect.writing.triggered(form.opens[0], tools, once) if form and form.opens else None
+        return None if calls is None else tagged(calls, Grammar(kind="", param="tools"))
 
     def after_reasoning(self, grammar: Grammar) -> Grammar:
         """``grammar`` for the part of the output that is no reasoning."""

@@ -138,6 +138,7 @@ RANGES: dict[str, Range] = {
     "seed": INT64,
     "sampling_seed": INT64,
     "n": Range(1, 128),
+    "best_of": Range(1, 128),
     "max_tokens": Range(0, 2**31 - 1),
     "max_completion_tokens": TOKENS,
     "max_output_tokens": TOKENS,
@@ -145,6 +146,7 @@ RANGES: dict[str, Range] = {
     "min_tokens": Range(0, 2**31 - 1),
     "min_new_tokens": Range(0, 2**31 - 1),
     "top_logprobs": Range(0, 20),
+    "prompt_logprobs": Range(0, 20),
     "top_logprobs_num": Range(0, 20),
     "logprob_start_len": Range(-1, 2**31 - 1),
     "priority": Range(-(2**31), 2**31 - 1),
@@ -222,6 +224,9 @@ class OpenAIFields(SamplingFields, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
@@ -231,6 +236,8 @@ class ChatRequest(OpenAIFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
@@ -245,6 +252,7 @@ class ChatRequest(OpenAIFields, kw_only=True):
 
 class CompletionRequest(OpenAIFields, kw_only=True):
     prompt: str | list[int | str | list[int]]
+    suffix: str | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None

@@ -5,6 +5,7 @@ For the HTTP layer:
 - ``chat_logprobs(tokenizer, entries, as_ids=False) -> [{token, logprob, bytes, top_logprobs}]``: the ``content`` list.
 - ``completion_logprobs(tokenizer, entries, offsets, as_ids=False) -> {text_offset, token_logprobs, tokens,
   top_logprobs}``; entry ``None`` (a prompt's first token) needs its id, so entries come beside ``tokens``.
+- ``prompt_logprobs(tokenizer, tokens, entries, k)``: vLLM's list for a prompt.
 - ``TextOffsets(tokenizer, sampling, start)``: one a choice, ``feed(tokens)`` gives the offsets of the next tokens.
 - ``token_text``, ``token_name``, ``finite`` for other shapes.
 
@@ -90,6 +91,22 @@ def _alternatives(tokenizer: Tokenizer, entry: TokenLogprob, as_ids: bool) -> di
     for token, value in [*entry.top, (entry.token, entry.logprob)]:
         shown.setdefault(token_name(tokenizer, token, as_ids), finite(value))
     return shown
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], k: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's ``prompt_logprobs``: for each of the prompt's ``tokens`` its ``k`` likeliest alternatives and itself, by id."""
+
+    def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+
+    def all_of(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
+        top = {str(token): one(token, value, rank) for rank, (token, value) in enumerate(entry.top[:k], 1)}
+        return {str(entry.token): one(entry.token, entry.logprob, entry.rank)} | top
+
+    assert len(tokens) == len(entries)
+    return [None if entry is None else all_of(entry) for entry in entries]
 
 
 class TextOffsets:

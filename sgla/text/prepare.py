@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit
+from sgla.text.infill import Infill
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 
@@ -16,6 +21,7 @@ MASK63 = (1 << 63) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
 
+SYSTEM = ("system", "developer")
 TAIL = 16  # tokens at a prompt's end in which the opener of a free part is looked for
 
 
@@ -56,9 +62,11 @@ class Preparer:
     def __call__(self, job: Job) -> list[Submit]:
         if job.pool is not None:
             return [self._pooled(job, job.pool)]
-        tokens = self.tokens(job)
+        tokens = self._cut(self.tokens(job), job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         stop_ids = self._stop_ids(job.sampling)
+        if job.suffix is not None:
+            stop_ids |= self._infill.ends
         self._check_bias(job.sampling)
         source = self._grammar(job.sampling.grammar)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
@@ -87,7 +95,9 @@ class Preparer:
         segment = 0
         if job.text is not None:
             tokens, segment = self.tokenizer.encode_pair(job.text, job.pair, job.add_special_tokens, most)
-            self._checked_ids(tokens)
+            self._checked_ids(tokens, "input")
+        elif job.token_ids is not None:
+            tokens = self._checked_ids(job.token_ids[:most], "input")
         else:
             tokens = self.tokens(job)[:most]
         if len(tokens) > limit:
@@ -119,13 +129,57 @@ class Preparer:
 
     def tokens(self, job: Job) -> list[int]:
         """The prompt's token ids, checked."""
+        if job.suffix is not None:
+            return self._infill.tokens(self._before(job), job.suffix)
         if job.token_ids is not None:
             return self._checked_ids(job.token_ids)
         if job.messages is not None:
-            # As in transformers, BOS is the template's business.
-            return self._encode(self.render(job), add_special_tokens=False, param="messages")
+            return self._fitting(job) if job.drop_turns else self._chat(job)
         assert job.text is not None
         return self._encode(job.text, job.add_special_tokens, param="prompt")
+
+    def _chat(self, job: Job) -> list[int]:
+        # As in transformers, BOS is the template's business.
+        return self._encode(self.render(job), add_special_tokens=False, param="messages")
+
+    def _before(self, job: Job) -> list[int]:
+        """The ids before a gap, which may be none."""
+        if job.token_ids is not None:
+            return self._checked_ids(job.token_ids)
+        return self._encode(job.text, job.add_special_tokens, param="prompt") if job.text else []
+
+    @cached_property
+    def _infill(self) -> Infill:
+        return Infill(self.tokenizer)
+
+    def _cut(self, tokens: list[int], job: Job) -> list[int]:
+        """The part of a prompt that the request wants to keep; see ``Job.keep_last`` and ``Job.truncate``."""
+        room = self.limits.context_len - (job.sampling.max_tokens or 1)
+        if job.truncate is not None:
+            tokens = tokens[: room if job.truncate < 0 else job.truncate]
+        if job.keep_last is not None:
+            last = room if job.keep_last < 0 else job.keep_last
+            tokens = tokens[max(0, len(tokens) - last) :]
+        return tokens
+
+    def _fitting(self, job: Job) -> list[int]:
+        """A chat without as many of its oldest turns as it takes to fit the context. The system's words stay."""
+        messages = job.messages or []
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "user"] or [0]
+        leading = messages[: next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), 0)]
+        room = self.limits.context_len - (job.sampling.max_tokens or 1)
+
+        def shortened(dropped: int) -> list[int]:
+            kept = [*leading, *messages[turns[dropped] :]] if dropped else messages
+            return self._chat(replace(job, messages=kept))
+
+        def fits(dropped: int) -> bool:
+            try:
+                return len(shortened(dropped)) <= room
+            except ContextTooLong:
+                return False
+
+        return shortened(min(bisect_left(range(len(turns)), True, key=fits), len(turns) - 1))
 
     def render(self, job: Job) -> str:
         """The prompt text of a chat."""
@@ -145,15 +199,15 @@ class Preparer:
             options["add_generation_prompt"] = False
         return self.template.render(job.messages, **options)
 
-    def _checked_ids(self, ids: list[int]) -> list[int]:
+    def _checked_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         if not ids:
-            raise InvalidField("the prompt has no tokens; send at least one", param="prompt")
+            raise InvalidField(f"the {param} has no tokens; send at least one", param=param)
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.limits.vocab_size:
             wrong = low if low < 0 else high
             raise InvalidField(
-                f"the prompt has token id {wrong}, the model's vocabulary is 0 to {self.limits.vocab_size - 1}",
-                param="prompt",
+                f"the {param} has token id {wrong}, the model's vocabulary is 0 to {self.limits.vocab_size - 1}",
+                param=param,
             )
         return ids
 

@@ -129,16 +129,6 @@ async def test_token_ids(site: Site) -> None:
     assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
 
 
-async def test_best_of(site: Site) -> None:
-    body = {"prompt": "x", "max_tokens": 1}
-    for fields, status in (
-        ({"best_of": 1}, 200),
-        ({"best_of": 2, "n": 2}, 200),
-        ({"best_of": 3, "n": 2}, 400),
-    ):
-        assert (await site.post("/v1/completions", body | fields))[0] == status
-
-
 async def test_default_max_tokens(site: Site) -> None:
     await site.post("/v1/completions", {"prompt": "x"})
     assert site.ingress.jobs[0].sampling.max_tokens == 16

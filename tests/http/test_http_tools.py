@@ -381,8 +381,8 @@ async def test_strict_tools_constrain_calls_where_grammars_can(serve: Serve) -> 
     [
         ({"type": "function", "function": {"name": "other"}}, "asks for a tool that tools does not have"),
         ({"type": "function"}, "asks for a tool that tools does not have"),
-        ({"type": "allowed_tools"}, "other than none, auto, required or a function"),
-        ("sometimes", "other than none, auto, required or a function"),
+        ({"type": "allowed_tools"}, "other than none, auto, required, a function or allowed_tools"),
+        ("sometimes", "other than none, auto, required, a function or allowed_tools"),
     ],
 )
 async def test_wrong_choices(serve: Serve, choice: Any, words: str) -> None:

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_tokenizers as tiny
 
-from sgla.errors import BadRequest, ContextTooLong, InvalidField
+from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.messages import Job, SamplingParams
+from sgla.text.infill import FAMILIES, Marks
 from sgla.text.prepare import Preparer, choice_seed, prepare
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
@@ -136,3 +138,66 @@ def test_prepare_is_the_preparer_as_a_function(byte_level: Tokenizer) -> None:
     limits = SimpleNamespace(context_len=64, vocab_size=byte_level.vocab_size)
     one = job(text="the dog", sampling={"n": 2})
     assert prepare(one, byte_level, None, limits, random.Random(1)) == preparer(byte_level, seed=1)(one)
+
+
+def with_tokens(*texts: str) -> Tokenizer:
+    backend = tiny.byte_level()
+    backend.add_special_tokens(list(texts))
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.mark.parametrize("marks", FAMILIES)
+def test_a_gap_is_filled_in_the_order_of_the_family(marks: Marks) -> None:
+    texts = [text for text in marks[:3] if text]
+    tokenizer = with_tokens(*texts)
+    (made,) = preparer(tokenizer)(job(text="the dog", suffix="fox"))
+    ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("the dog", "fox"))
+    bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
+    parts = (after, before) if marks.suffix_first else (before, after)
+    expected = [*bos, ids[marks.first], *parts[0], ids[marks.second], *parts[1]]
+    assert made.tokens == expected + ([ids[marks.third]] if marks.third else [])
+    assert set(ids.values()) <= made.stop_ids
+
+
+def test_a_gap_at_the_beginning_has_no_ids_before_it() -> None:
+    marks = FAMILIES[0]
+    (made,) = preparer(with_tokens(*marks[:3]))(job(text="", suffix="x", add_special_tokens=False))
+    assert made.tokens[0] != made.tokens[1]
+
+
+def test_a_model_without_marks_refuses_a_suffix(byte_level: Tokenizer) -> None:
+    with pytest.raises(UnsupportedField, match="suffix is not supported by this model"):
+        preparer(byte_level)(job(text="x", suffix="y"))
+
+
+def test_a_long_prompt_loses_its_beginning_or_its_end(byte_level: Tokenizer) -> None:
+    prepared = preparer(byte_level, context=20)
+    ids = list(range(10, 40))
+    sampling = {"max_tokens": 4}
+    assert prepared(job(token_ids=ids, keep_last=5, sampling=sampling))[0].tokens == ids[-5:]
+    assert prepared(job(token_ids=ids, keep_last=-1, sampling=sampling))[0].tokens == ids[-16:]
+    assert prepared(job(token_ids=ids, truncate=5, sampling=sampling))[0].tokens == ids[:5]
+    assert prepared(job(token_ids=ids[:3], keep_last=5, sampling=sampling))[0].tokens == ids[:3]
+
+
+def test_a_long_chat_loses_its_oldest_turns(byte_level: Tokenizer) -> None:
+    def chat(turns: list[int]) -> list[dict[str, str]]:
+        pairs = [
+            [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}]
+            for i in turns
+        ]
+        system = {"role": "system", "content": "be kind"}
+        return [system, *(message for pair in pairs for message in pair), {"role": "user", "content": "now"}]
+
+    whole = preparer(byte_level, context=10_000)
+    lengths = {first: len(whole(job(messages=chat([*range(first, 6)])))[0].tokens) for first in range(7)}
+    for first, length in lengths.items():
+        (made,) = preparer(byte_level, context=length + 8)(
+            job(messages=chat([*range(6)]), drop_turns=True, sampling={"max_tokens": 8})
+        )
+        assert made.tokens == whole(job(messages=chat([*range(first, 6)])))[0].tokens
+    with pytest.raises(ContextTooLong):
+        preparer(byte_level, context=lengths[6] + 7)(
+            job(messages=chat([*range(6)]), drop_turns=True, sampling={"max_tokens": 8})
+        )

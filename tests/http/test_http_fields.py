@@ -1,0 +1,215 @@
+"""Fields that few clients send: the best of several, logprobs of prompts, cuts, and tools by their older names."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from http_fake import FakeIngress, ScriptedIngress
+from http_site import Serve, Site
+
+from sgla.messages import Event, TokenLogprob
+
+USER = [{"role": "user", "content": "weather?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTIONS = [{"name": name, "parameters": PARAMETERS} for name in ("weather", "time")]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+QWEN = "<tool_call>"
+
+
+class Graded(FakeIngress):
+    """Choice ``i`` has the mean logprob ``grades[i]``."""
+
+    grades = (-3.0, -1.0, -2.0, -0.5)
+
+    def push(self, rid: str, message: Any) -> None:
+        if isinstance(message, Event) and message.logprobs is not None:
+            grade = self.grades[message.index % 4]
+            message.logprobs = [TokenLogprob(e.token, grade, e.rank, e.top) for e in message.logprobs]
+        super().push(rid, message)
+
+
+async def test_the_best_of_several_are_returned(serve: Serve) -> None:
+    site = await serve(Graded())
+    body = {"prompt": ["a", "b"], "best_of": 4, "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.0}
+    _, every = await site.post("/v1/completions", {**body, "n": 4})
+    texts = [choice["text"] for choice in every["choices"]]
+    status, reply = await site.post("/v1/completions", body)
+    assert status == 200
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in reply["choices"]] == [texts[3], texts[1], texts[7], texts[5]]
+    assert all(choice["logprobs"] is None for choice in reply["choices"])
+    assert reply["usage"]["completion_tokens"] == 2 * 4 * 3
+    _, shown = await site.post("/v1/completions", {**body, "logprobs": 1})
+    assert shown["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 3
+
+
+@pytest.mark.parametrize("more", [{"best_of": 2, "n": 3}, {"best_of": 3, "stream": True}, {"best_of": 129}])
+async def test_a_best_of_that_cannot_be_is_refused(site: Site, more: dict[str, Any]) -> None:
+    status, reply = await site.post("/v1/completions", {"prompt": "x", **more})
+    assert (status, reply["error"]["param"]) == (400, "best_of")
+
+
+async def test_prompt_logprobs_are_those_of_vllm(site: Site) -> None:
+    _, reply = await site.post(
+        "/v1/completions", {"prompt": [7, 8, 9], "prompt_logprobs": 2, "max_tokens": 1}
+    )
+    (choice,) = reply["choices"]
+    assert choice["logprobs"] is None
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [list(entry) for entry in others] == [["8", "9"], ["9", "10"]]
+    assert others[0]["8"] == {"logprob": -0.5, "rank": 1, "decoded_token": "\b"}
+    _, chat = await site.post(
+        "/v1/chat/completions", {"messages": USER, "prompt_logprobs": 0, "max_tokens": 1}
+    )
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
+
+
+async def test_echoed_logprobs_have_only_the_alternatives_that_were_asked_for(site: Site) -> None:
+    body = {"prompt": [7, 8], "echo": True, "logprobs": 1, "prompt_logprobs": 4, "max_tokens": 0}
+    _, reply = await site.post("/v1/completions", body)
+    (choice,) = reply["choices"]
+    assert [alternatives and len(alternatives) for alternatives in choice["logprobs"]["top_logprobs"]] == [
+        None,
+        1,
+    ]
+    assert len(choice["prompt_logprobs"][1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "start"), [("completions", {"prompt": "x"}), ("chat/completions", {"messages": USER})]
+)
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "middle"}, "truncation_side"),
+    ],
+)
+async def test_wrong_values_are_named(site: Site, path: str, start: Any, more: Any, param: str) -> None:
+    status, reply = await site.post(f"/v1/{path}", start | more)
+    assert (status, reply["error"]["param"]) == (400, param)
+
+
+async def test_cuts_and_gaps_reach_the_engine(site: Site) -> None:
+    body = {"prompt": "x", "suffix": "y", "truncate_prompt_tokens": 5}
+    await site.post("/v1/completions", body)
+    await site.post("/v1/completions", {**body, "truncation_side": "right"})
+    left, right = site.ingress.jobs
+    assert (left.suffix, left.keep_last, left.truncate) == ("y", 5, None)
+    assert (right.keep_last, right.truncate) == (None, 5)
+    status, reply = await site.post("/v1/completions", {**body, "echo": True})
+    assert (status, reply["error"]["param"]) == (400, "suffix")
+
+
+# functions ------------------------------------------------------------------------------------------------------------
+
+
+async def test_functions_are_tools_by_their_old_name(serve: Serve) -> None:
+    site = await serve(ScriptedIngress("Hm. " + CALL + CALL, QWEN))
+    reply = await site.client.chat.completions.create(model="fake", messages=USER, functions=FUNCTIONS)  # type: ignore[call-overload]
+    (choice,) = reply.choices
+    assert choice.finish_reason == "function_call"
+    assert choice.message.tool_calls is None
+    assert choice.message.content == "Hm."
+    assert choice.message.function_call.name == "weather"
+    assert json.loads(choice.message.function_call.arguments) == {"city": "Rome"}
+    assert site.ingress.jobs[0].tools == TOOLS
+
+
+async def test_a_function_call_streams(serve: Serve) -> None:
+    site = await serve(ScriptedIngress(CALL, QWEN))
+    stream = await site.client.chat.completions.create(  # type: ignore[call-overload]
+        model="fake", messages=USER, functions=FUNCTIONS, stream=True
+    )
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    calls = [delta.function_call for delta in deltas if delta.function_call]
+    assert [call.name for call in calls if call.name] == ["weather"]
+    assert json.loads("".join(call.arguments or "" for call in calls)) == {"city": "Rome"}
+    assert not any(delta.tool_calls for delta in deltas)
+
+
+async def test_old_messages_become_calls_and_results(site: Site) -> None:
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "sunny"},
+    ]
+    status, _ = await site.post("/v1/chat/completions", {"messages": messages})
+    assert status == 200
+    _, asked, answered = site.ingress.jobs[0].messages or []
+    assert asked["tool_calls"][0]["function"] == call
+    assert (answered["role"], answered["tool_call_id"]) == ("tool", asked["tool_calls"][0]["id"])
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"functions": FUNCTIONS, "tools": TOOLS}, "functions"),
+        ({"functions": FUNCTIONS, "function_call": "must"}, "function_call"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "nothing"}}, "tool_choice"),
+        ({"functions": [{"parameters": {}}]}, "tools"),
+    ],
+)
+async def test_wrong_functions_are_refused(serve: Serve, more: dict[str, Any], param: str) -> None:
+    site = await serve(ScriptedIngress("x", QWEN))
+    status, reply = await site.post("/v1/chat/completions", {"messages": USER, **more})
+    assert (status, reply["error"]["param"]) == (400, param)
+
+
+# allowed tools --------------------------------------------------------------------------------------------------------
+
+
+def some(mode: str, *names: str) -> dict[str, Any]:
+    references = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": references}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_in_the_grammar_and_all_in_the_prompt(serve: Serve, mode: str) -> None:
+    ingress = ScriptedIngress(CALL, QWEN)
+    assert ingress.facts is not None
+    ingress.facts.grammars = True
+    site = await serve(ingress)
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": some(mode, "weather")}
+    status, _ = await site.post("/v1/chat/completions", body)
+    assert status == 200
+    (job,) = ingress.jobs
+    assert job.tools == TOOLS
+    assert job.sampling.grammar is not None
+    assert ("weather" in job.sampling.grammar.text, "time" in job.sampling.grammar.text) == (True, False)
+
+
+async def test_allowed_tools_that_cannot_be_enforced_are_refused(serve: Serve) -> None:
+    site = await serve(ScriptedIngress(CALL, QWEN))  # which has no grammars
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": some("auto", "weather")}
+    status, reply = await site.post("/v1/chat/completions", body)
+    assert (status, reply["error"]["param"]) == (400, "tool_choice")
+    status, _ = await site.post(
+        "/v1/chat/completions", body | {"tool_choice": some("auto", "weather", "time")}
+    )
+    assert status == 200
+
+
+@pytest.mark.parametrize("choice", [some("auto"), some("maybe", "weather"), {"type": "allowed_tools"}])
+async def test_wrong_allowed_tools_are_refused(serve: Serve, choice: dict[str, Any]) -> None:
+    site = await serve(ScriptedIngress(CALL, QWEN))
+    status, reply = await site.post(
+        "/v1/chat/completions", {"messages": USER, "tools": TOOLS, "tool_choice": choice}
+    )
+    assert (status, reply["error"]["param"]) == (400, "tool_choice")
+
+
+def test_a_choice_without_tokens_is_the_worst() -> None:
+    from sgla.http.collect import Choice
+    from sgla.http.openai_text import mean_logprob
+
+    assert mean_logprob(Choice(0)) == -math.inf
