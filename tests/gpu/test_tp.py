@@ -158,14 +158,17 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_ranks_equal_one(make: Any, shape: str) -> None:
     prompts, sampling = requests()
-    outputs = {}
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    tokens, logprobs = [], []
     for tp in (1, 2):
         engine = make(tp, **SHAPES[shape])
-        outputs[tp] = engine.generate(prompts, sampling)
+        tokens.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
+        (output,) = engine.generate([prompts[-1]], [scored])
+        logprobs.append(torch.tensor([found.logprob for found in output.prompt_logprobs[1:]]))
         engine.shutdown()
-    one, two = ([list(o.tokens) for o in outputs[tp]] for tp in (1, 2))
-    assert agreement(one, two) >= 0.8
-    assert len({tuple(tokens) for tokens in two}) == 16
+    assert (logprobs[0] - logprobs[1]).abs().max() < 0.1
+    assert agreement(*tokens) >= 0.6  # untrained models have many near ties
+    assert len({tuple(row) for row in tokens[1]}) == 16
 
 
 @needs_two
