@@ -97,7 +97,7 @@ class Layer:
         w, n = (self.gate_up, self.f) if gated else (self.down, self.d)
         act = "silu" if gated else None
         return time_us(
-            [lambda g=g: moe.experts(*x, *w, n, *g, self.top_k, rows, tile, act) for g in grouped]  # type: ignore[misc]
+            [lambda g=g: moe.experts(*x, *w, n, g, tile, act) for g in grouped]  # type: ignore[misc]
         )
 
 
@@ -146,10 +146,10 @@ class Small(Layer):
         self.gate_up, self.down = self._weight(4 * self.f, self.d), self._weight(2 * self.d, self.f)
 
     def time(self, tokens: int, rows: int, tile: Tile, gated: bool, ids: list[torch.Tensor]) -> float:
-        order, blocks = moe.group(torch.zeros(16, self.top_k, dtype=torch.int32, device="cuda"), 2, rows)
+        groups = moe.group(torch.zeros(16, self.top_k, dtype=torch.int32, device="cuda"), 2, rows)
         x = self._input(16 if gated else 16 * self.top_k, self.d if gated else self.f)
         w, n = (self.gate_up, self.f) if gated else (self.down, self.d)
-        moe.experts(*x, *w, n, order, blocks, self.top_k, rows, tile, "silu" if gated else None)
+        moe.experts(*x, *w, n, groups, tile, "silu" if gated else None)
         return 0.0
 
 

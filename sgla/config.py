@@ -54,7 +54,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16"], Doc(description="type of weights and KV cache")
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None, Doc(description="weight-only quantization at load")
+        Literal["int8", "int4", "fp8"] | None,
+        Doc(description="quantization of the weights at load: int8 and int4 on a CPU, fp8 on a GPU"),
     ] = None
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
     deterministic: Annotated[

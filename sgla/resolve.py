@@ -77,6 +77,10 @@ def resolve(
         raise ConfigError(
             f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
+    if config.quantization == "fp8" and device == "cpu":
+        raise ConfigError(
+            "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
+        )
     encoder = model is not None and is_encoder(architecture(model))
     if config.deterministic and device == "cuda":
         check_deterministic(config)
@@ -98,7 +102,7 @@ def resolve(
     )
     settle(
         "itl_target_ms",
-        Choice(50.0, "smooth streaming on a GPU")
+        Choice(25.0, "smooth streaming on a GPU")
         if cuda
         else Choice(200.0, "five tokens a second while prompts are read"),
     )
@@ -204,7 +208,7 @@ def weight_bytes(model: Mapping[str, Any], dtype: str, quantization: str | None 
     layer = 2 * hidden * queries + 2 * hidden * shape.kv_heads * shape.head_dim + 3 * hidden * inner
     tied = text.get("tie_word_embeddings", model.get("tie_word_embeddings", False))
     embedding = text["vocab_size"] * hidden * (1 if tied else 2)
-    bits = {"int8": 8.0, "int4": 5.0}.get(quantization or "", 8.0 * BYTES[dtype])
+    bits = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}.get(quantization or "", 8.0 * BYTES[dtype])
     return int(shape.layers * layer * bits / 8) + embedding * BYTES[dtype]
 
 

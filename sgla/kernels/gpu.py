@@ -24,7 +24,7 @@ from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
-from sgla.kernels.triton import elementwise, invariant
+from sgla.kernels.triton import elementwise, fp8, invariant
 
 if TYPE_CHECKING:
     from sgla.layers.batch import ForwardBatch
@@ -75,6 +75,7 @@ class LazyLinear:
 
     x: Tensor | LazyNorm
     weight: Tensor
+    scale: Tensor | None  # of an e4m3 weight's rows
     bias: Tensor | None
 
     @property
@@ -87,13 +88,17 @@ class LazyLinear:
         x = self.x
         if isinstance(x, LazyNorm):
             return skinny_gemm.linear(
-                x.x, self.weight, norm=x.weight, eps=x.eps, bias=self.bias, epilogue=epilogue, out=out
-            )
-        return skinny_gemm.linear(x, self.weight, bias=self.bias, epilogue=epilogue, out=out)
+                x.x, self.weight, scale=self.scale, norm=x.weight, eps=x.eps, bias=self.bias, epilogue=epilogue, out=out
+            )  # fmt: skip
+        return skinny_gemm.linear(
+            x, self.weight, scale=self.scale, bias=self.bias, epilogue=epilogue, out=out
+        )
 
     def force(self) -> Tensor:
         if self.fusable:
             return self.run()
+        if self.scale is not None:
+            return fp8.linear(force(self.x), self.weight, self.scale, self.bias)
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return F.linear(force(self.x), self.weight, bias)
 
@@ -211,21 +216,24 @@ class GpuOps:
         return force(x) + force(y)
 
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
-        dense = w.kind == "bf16"
+        dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
         if (
             self._fuse
-            and dense
-            and w.k % 64 == 0
+            and (dense or e4m3)
+            and w.k % (128 if e4m3 else 64) == 0
             and w.n >= 64
             and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16)
         ):
-            lazy = LazyLinear(x, w.data, bias)
+            lazy = LazyLinear(x, w.data, w.scale, bias)
             if not self._float32:
                 return lazy
             if lazy.fusable:
                 return lazy.run(skinny_gemm.FLOAT32, self._out)
         x = force(x)
+        aligned = w.n % 16 == w.k % 16 == 0 and not self._float32
+        if e4m3 and w.scale is not None and aligned and not self._deterministic:
+            return fp8.linear(x, w.data, w.scale, bias)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
         if self._deterministic:
             out = (

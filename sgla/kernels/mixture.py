@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.ops import Activation
-from sgla.kernels.triton import elementwise, moe, moe_tiles
+from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
     from sgla.quant import Weight
@@ -84,12 +84,17 @@ def run(
         inner = moe.few_gate_up(x, probabilities, chosen, gate_up.data, gate_up.scale, down.k, activation)
         return Few(inner, chosen, down, d)
     tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size())
-    order, blocks = moe.group(chosen, router.n, tiles.rows)
+    groups = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(
-        x, None, gate_up.data, None, down.k, order, blocks, top_k, tiles.rows, tiles.gate_up, activation
+        *_input(x, gate_up), gate_up.data, gate_up.scale, down.k, groups, tiles.gate_up, activation
     )
-    y = moe.experts(inner, None, down.data, None, d, order, blocks, top_k, tiles.rows, tiles.down)
+    y = moe.experts(*_input(inner, down), down.data, down.scale, d, groups, tiles.down)
     return Grouped(y, probabilities)
+
+
+def _input(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """x in the numbers that meet ``weight``, and their scales."""
+    return fp8.quantize(x) if weight.kind == "fp8" else (x, None)
 
 
 def _logits(x: Tensor, router: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.native import library, memory
 
-Kind = Literal["f32", "bf16", "int8", "int4"]
+Kind = Literal["f32", "bf16", "int8", "int4", "fp8"]  # the last one on GPUs alone
 KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]
 Format = Literal[Kind, "fixed"]  # fixed: bfloat16 weights for CPUs with AVX512_VNNI (csrc/cpu/fixed.h)
 FORMATS: list[Format] = [*KINDS, "fixed"]  # the order of ``Kind`` in program.h

@@ -21,8 +21,9 @@ from sgla.hub.source import ModelSource
 from sgla.layers.build import CHUNK, Build, Slot, SourceTensor, columns_of
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
+from sgla.model.fp8 import join_scales
 from sgla.model.registry import check_architecture, model_class
-from sgla.model.spec import ModelSpec
+from sgla.model.spec import ModelSpec, scale_block
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
 from sgla.quant import Kind, Weight, pack
 
@@ -51,12 +52,14 @@ def load_model(
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
-    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4; with int4 the
-    embedding and the output layer are int8. ``context_len`` bounds positions (default: the model's own). ``seed``
+    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8; with
+    int4 the embedding and the output layer are int8, with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed``
     makes dummy weights. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
     check_architecture(spec.architecture)
+    if _device().type == "cuda":
+        quantization = quantization or spec.quantization
     kind, vocab_kind, plain = kinds_of(dtype, quantization)
     build = Build(shard or Shard(), kind, vocab_kind, plain)
     if context_len is not None and context_len > spec.context_len:
@@ -98,6 +101,8 @@ def kinds_of(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
     plain: Kind = "f32" if dtype == "float32" else "bf16"
     if quantization in ("int8", "int4"):
         return ("int8" if quantization == "int8" else "int4"), "int8", plain
+    if quantization == "fp8":
+        return "fp8", plain, plain
     assert quantization is None, quantization
     return plain, plain, plain
 
@@ -179,7 +184,10 @@ def _stream(source: ModelSource, build: Build, seed: int) -> Iterator[tuple[str,
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
         return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
-    return _unstack(_safetensors(source), build)
+    stored = dict(_safetensors(source))
+    e4m3 = {name for name, tensor in stored.items() if tensor.view.get_dtype() == "F8_E4M3"}
+    tensors = _unstack(iter(stored.items()), build)
+    return join_scales(tensors, scale_block(source.config), e4m3) if e4m3 else tensors
 
 
 def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[tuple[str, SourceTensor]]:
@@ -227,6 +235,8 @@ class _Stored:
     place: Stored | None
 
     def dense(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if not self.shape:
+            return torch.as_tensor(self.view[...]).view(1)
         rows = rows or range(self.shape[0])
         if self.place is not None:
             values = self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))

@@ -112,6 +112,7 @@ class ModelSpec:
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     moe: MoESpec | None = None
+    quantization: Literal["fp8"] | None = None  # of the checkpoint
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:
@@ -180,7 +181,21 @@ def _read(architecture: str, c: dict[str, Any]) -> ModelSpec:
         tied=bool(c.get("tie_word_embeddings", False)),
         dtype=str(c.get("dtype", c.get("torch_dtype", "float32"))).removeprefix("torch."),
         moe=_moe(c, layers),
+        quantization=_quantization(c.get("quantization_config", {})),
     )
+
+
+def _quantization(c: dict[str, Any]) -> Literal["fp8"] | None:
+    """``quantization_config`` of those who write e4m3 weights; other formats show when their tensors are read."""
+    method, format = str(c.get("quant_method")), str(c.get("format"))
+    e4m3 = method in ("fp8", "fbgemm_fp8") or format == "float-quantized" or c.get("quant_algo") == "FP8"
+    return "fp8" if e4m3 else None
+
+
+def scale_block(config: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns of the weights that share a ``weight_scale_inv``."""
+    rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
 
 
 def _moe(c: dict[str, Any], layers: int) -> MoESpec | None:

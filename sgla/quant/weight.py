@@ -1,7 +1,8 @@
 """Weights of linear layers in the formats the kernels read.
 
 ``f32`` and ``bf16`` are plain. ``int8``: symmetric, one float32 scale per output channel. ``int4``: groups of 32 along k,
-``w = q * scale + minimum`` with q in 0..15 and both constants float16, which holds GGUF's Q4_1 without loss.
+``w = q * scale + minimum`` with q in 0..15 and both constants float16, which holds GGUF's Q4_1 without loss. ``fp8``: e4m3
+(arXiv 2209.05433), one float32 scale per output channel.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import Tensor
 from sgla.kernels.panels import Kind, Panels
 
 GROUP = 32
+E4M3_MAX = 448.0
 
 
 @dataclass(slots=True)
 class Weight:
     """One linear's weight ``[n, k]``.
 
-    ``data`` is float32, bfloat16 or int8 ``[n, k]``; for int4 uint8 ``[n, groups * 16]``, the even k in the low nibble.
-    ``scale`` float32[n] (int8) or float16[n, groups] (int4); ``minimum`` float16[n, groups] (int4).
+    ``data`` is float32, bfloat16, int8 or e4m3 ``[n, k]``; for int4 uint8 ``[n, groups * 16]``, the even k in the low nibble.
+    ``scale`` float32[n] (int8, fp8) or float16[n, groups] (int4); ``minimum`` float16[n, groups] (int4).
     """
 
     kind: Kind
@@ -104,6 +106,11 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
     if kind == "int8":
         scale = w.abs().amax(1).clamp_min(1e-30) / 127
         return Weight(kind, n, k, (w / scale[:, None]).round_().to(torch.int8), scale)
+    if kind == "fp8":
+        scale = w.abs().amax(1).clamp_min(1e-30) / E4M3_MAX
+        return Weight(
+            kind, n, k, (w / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+        )
     groups = F.pad(w, (0, -k % GROUP), mode="replicate").view(n, -1, GROUP)
     low, high = groups.amin(-1).half(), groups.amax(-1)
     scale = ((high - low.float()) / 15).half()
@@ -130,7 +137,7 @@ def _dense(kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tens
     if kind == "f32" or kind == "bf16":
         return data
     assert scale is not None
-    if kind == "int8":
+    if kind == "int8" or kind == "fp8":
         return data.float() * scale[:, None]
     assert minimum is not None
     q = torch.stack([data & 15, data >> 4], dim=-1).view(data.shape[0], -1, GROUP)

@@ -42,9 +42,10 @@ from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.device import DeviceSampler, Scored, score, to_host
 from sgla.worker.device_state import DeviceTables
-from sgla.worker.graphs import Capture, DecodeGraphs, ShortPrefillGraphs
+from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
+from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.state import column
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
@@ -104,7 +105,7 @@ class CudaRunner:
                 capture = Capture()
                 self.graphs.capture(capture)
                 if not self._deterministic:
-                    self.short.capture(capture)
+                    self.prompts.capture(capture)
                 torch.cuda.synchronize()
             captured = clock.now()
             self._last_end: torch.cuda.Event | None = None
@@ -145,6 +146,7 @@ class CudaRunner:
                 "--deterministic cannot be honoured for a mixture of experts yet; leave it out",
                 param="deterministic",
             )
+        check_quantization(config.quantization or spec.quantization, spec.moe is not None)
         self._deterministic = config.deterministic
         self.ops = gpu.install(self.attention, config.deterministic)
         free = torch.cuda.mem_get_info()[0]
@@ -184,7 +186,7 @@ class CudaRunner:
             )
         self.kv = self._allocate(int(pages), config.page_size)
         self.ledger |= {"activations": peak, "kv": int(pages) * page, "reserve": RESERVE}
-        self.graphs, self.short = DecodeGraphs(self), ShortPrefillGraphs(self)
+        self.graphs, self.prompts = DecodeGraphs(self), PromptGraphs(self)
         self.facts = Facts(
             pages=int(pages),
             page_size=config.page_size,
@@ -292,14 +294,17 @@ class CudaRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
 
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Use a moment without steps; false if there is nothing left to prepare. (Ranks would have to do it in step.)"""
+        ready = self._captures and not self._deterministic and self.shard.size == 1
+        return ready and self.prompts.capture_next()
+
     def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        short = self._captures and not self._deterministic and self.short.takes(q_lens)
-        if short and not (flags & PROMPT_LOGPROBS).any():
-            sampled = np.flatnonzero(flags & SAMPLE)
-            tokens, scored = self.short.run(slots, starts, q_lens, sampled)
-            return tokens, len(sampled), scored
+        if self._captures and not self._deterministic and self.prompts.takes(q_lens, flags):
+            return self.prompts.run(slots, starts, q_lens, flags)
         order = np.argsort(q_lens > 1, kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
         batch = self._extend_batch(slots, starts, q_lens)
@@ -431,6 +436,21 @@ def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
         flags=DECODE_FLAGS,
         new=[new] if new else [],
     )
+
+
+def check_quantization(quantization: str | None, mixture: bool) -> None:
+    """Raise ConfigError for what no kernel can do on this GPU."""
+    if mixture and quantization in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {quantization} cannot be honoured for a mixture of experts on a GPU; use fp8 or none",
+            param="quantization",
+        )
+    if quantization == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name()} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer "
+            "GPU; use bfloat16 weights, without --quantization fp8",
+            param="quantization",
+        )
 
 
 def upload(host: Any) -> Tensor:

@@ -12,7 +12,7 @@ from sgla.model.spec import ModelSpec
 
 MIB = 1 << 20
 KV_BYTES = 512 * MIB  # size of the KV cache if nobody says otherwise
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625}  # of one weight
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625, "fp8": 1.0}  # of one weight
 
 
 class KVSize(NamedTuple):
@@ -29,7 +29,7 @@ def weight_bytes(spec: ModelSpec, dtype: str, quantization: str | None, ranks: i
     mlps = (spec.layers - mixed) * spec.intermediate
     if spec.moe:
         mlps += mixed * spec.moe.experts * spec.moe.intermediate
-    table = spec.vocab * spec.hidden * BYTES["int8" if quantization else dtype]
+    table = spec.vocab * spec.hidden * BYTES["int8" if quantization in ("int8", "int4") else dtype]
     head = 0.0 if spec.tied else table / ranks
     layers = spec.layers * attention + 3 * spec.hidden * mlps
     return int(layers * BYTES[quantization or dtype] / ranks + table + head)

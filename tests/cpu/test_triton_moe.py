@@ -32,7 +32,7 @@ def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
 @pytest.mark.parametrize(("tokens", "experts", "rows"), [(1, 5, 16), (9, 5, 4), (60, 40, 16), (700, 8, 64)])
 def test_groups_hold_every_pair_once_under_its_expert(tokens: int, experts: int, rows: int) -> None:
     ids = torch.randint(0, experts, (tokens, 2), dtype=torch.int32)
-    order, blocks = moe.group(ids, experts, rows)
+    order, blocks, *_ = moe.group(ids, experts, rows)
     assert torch.equal(order.long(), ids.view(-1).argsort(stable=True))
     seen = []
     for expert, first, last in blocks.tolist():
@@ -71,9 +71,9 @@ def test_grouped_equals_the_oracle(d: int, f: int, rows: int, tile: Tile, activa
     router, gate_up, down = weights(experts, f, d)
     expected = oracle(x, router, gate_up, down, top_k, True, activation)
     p, ids = moe.route(x @ router.T, top_k, True)
-    order, blocks = moe.group(ids, experts, rows)
-    inner = moe.experts(x, None, gate_up, None, f, order, blocks, top_k, rows, tile, activation)
-    y = moe.experts(inner, None, down, None, d, order, blocks, top_k, rows, tile)
+    groups = moe.group(ids, experts, rows)
+    inner = moe.experts(x, None, gate_up, None, f, groups, tile, activation)
+    y = moe.experts(inner, None, down, None, d, groups, tile)
     torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
     residual, norm = torch.randn(tokens, d), torch.rand(d)
     total = residual.clone()

@@ -39,6 +39,15 @@ class Tiles(NamedTuple):
     down: Tile
 
 
+class Groups(NamedTuple):
+    """Pairs sorted by expert: ``order`` int32 ``[T * top_k]``, and ``blocks`` of ``rows`` pairs at most."""
+
+    order: Tensor
+    blocks: Tensor
+    top_k: int
+    rows: int
+
+
 class Cut(NamedTuple):
     """How a product for few tokens is cut: ``n`` outputs of a program, ``k`` inputs at a time."""
 
@@ -347,9 +356,8 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return probabilities, ids
 
 
-def group(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Sort the pairs of ids int32 ``[T, top_k]`` by expert: ``(order int32 [T * top_k], blocks int32 [B, 3])``, with B blocks
-    of ``rows`` pairs at most."""
+def group(ids: Tensor, experts: int, rows: int) -> Groups:
+    """Sort the pairs of ids int32 ``[T, top_k]`` by expert, into blocks of at most ``rows`` pairs."""
     pairs = ids.numel()
     active = min(experts, pairs)
     count = active + (pairs - active) // rows
@@ -360,7 +368,7 @@ def group(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
         ids, order, blocks, pairs, count, ROWS=rows, E=triton.next_power_of_2(experts),
         BLOCKS=triton.next_power_of_2(count), CHUNK=chunk, num_warps=8 if chunk > 1024 else 4, **_pdl(),
     )  # fmt: skip
-    return order, blocks
+    return Groups(order, blocks, ids.shape[1], rows)
 
 
 def experts(
@@ -369,10 +377,7 @@ def experts(
     w: Tensor,
     w_scale: Tensor | None,
     n: int,
-    order: Tensor,
-    blocks: Tensor,
-    top_k: int,
-    rows: int,
+    groups: Groups,
     tile: Tile,
     activation: str | None = None,
 ) -> Tensor:
@@ -382,6 +387,7 @@ def experts(
     Without: x in that order ``[P, k]``, w ``[E * n, k]`` -> ``[P, n]`` by pair. Scales: of e4m3 x ``[rows of x]`` and w
     ``[rows of w]``; the result is bfloat16 then.
     """
+    order, blocks, top_k, rows = groups
     pairs, k = order.numel(), x.shape[1]
     out = torch.empty(pairs, n, dtype=x.dtype if x_scale is None else torch.bfloat16, device=x.device)
     bulk = tile.bulk and k * w.element_size() % 16 == 0
