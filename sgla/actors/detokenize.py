@@ -69,7 +69,7 @@ class Detokenize(Actor[Deltas]):
 
     def open(self, opened: Opened) -> None:
         """Begin a child's text. Called, not posted: it must exist before the scheduler's first Delta."""
-        self._metrics.tokenized(opened.submit)
+        self._metrics.opened(opened)
         self._children[opened.submit.rid] = _Child(opened, self._make_output(opened))
 
     @property

@@ -19,6 +19,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
 from sgla.messages import Facts, Progress
+from sgla.observe.loop import LoopWatch
 
 if TYPE_CHECKING:
     from sgla.observe.tracing import Tracing
@@ -60,6 +61,7 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     system = System(config, on_progress)
     tracing = system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
+    watch = LoopWatch(system.metrics.loop_lag.observe)
     runner = web.AppRunner(
         make_app(system.ingress, config, system.metrics),
         access_log=None,
@@ -79,6 +81,7 @@ async def _serve(
     finally:
         await system.close()
         await runner.cleanup()
+        watch.close()
         if tracing is not None:
             await asyncio.wait([in_thread(tracing.close)], timeout=LINGER)
     return code

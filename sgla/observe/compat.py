@@ -8,11 +8,11 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 OURS = "sgla:"
-# SGLang has ours under its own prefix.
-VLLM = {
+# SGLang has ours under its own prefix. Where there are two names, the second is of older versions.
+VLLM: dict[str, tuple[str, ...] | str] = {
     "num_running_reqs": "num_requests_running",
     "num_queue_reqs": "num_requests_waiting",
-    "token_usage": "kv_cache_usage_perc",
+    "token_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "cache_config_info": "cache_config_info",
     "query_tokens": "prefix_cache_queries",
     "cached_tokens": "prefix_cache_hits",
@@ -24,7 +24,10 @@ VLLM = {
     "generation_tokens_histogram": "request_generation_tokens",
     "num_requests": "request_success",
     "time_to_first_token_seconds": "time_to_first_token_seconds",
-    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "inference_time_seconds": "request_inference_time_seconds",
+    "params_n": "request_params_n",
+    "params_max_tokens": "request_params_max_tokens",
     "time_per_output_token_seconds": "request_time_per_output_token_seconds",
     "e2e_request_latency_seconds": "e2e_request_latency_seconds",
     "queue_time_seconds": "request_queue_time_seconds",
@@ -42,8 +45,8 @@ def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
     """Copies of the families that ``server`` (sglang or vllm) has, under its names and with its labels, too."""
     for family in families:
         ours = family.name.removeprefix(OURS)
-        name = VLLM.get(ours) if server == "vllm" else ours
-        if name is not None:
+        names = VLLM.get(ours, ()) if server == "vllm" else ours
+        for name in (names,) if isinstance(names, str) else names:
             yield renamed(family, f"{server}:{name}", LABELS[server], RELABELLED[server])
 
 

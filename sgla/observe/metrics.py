@@ -6,7 +6,6 @@ collector turns into metric families, in this object's own registry.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,86 +16,15 @@ from prometheus_client.registry import Collector
 
 from sgla import clock
 from sgla.observe.compat import translated
+from sgla.observe.histogram import E2E, GAP_MS, LAG, LATENCY, SHORT, SIZES, Histogram
 from sgla.sched.stats import Finished, Stats
 
 if TYPE_CHECKING:
     from sgla.grammar.compiler import Compiler
-    from sgla.messages import Facts, Submit
+    from sgla.messages import Facts, Opened
     from sgla.observe.tracing import Tracing
 
 PREFIX = "sgla:"
-
-LATENCY = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-)
-SHORT = (
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    2.5,
-    5,
-)
-E2E = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 400, 600, 1200, 2400)
-GAP_MS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000)
-SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-
-
-class Histogram:
-    """Bucket counts, sum and count, with Prometheus' rule: a value belongs to the first bucket that is >= it."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        total, rows = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
-        return rows
 
 
 class Metrics(Collector):
@@ -118,6 +46,10 @@ class Metrics(Collector):
         self.compilation = Histogram(LATENCY)
         self.compiler: Compiler | None = None  # once it runs
         self.tracing: Tracing | None = None  # if asked for
+        self.inference_time = Histogram(LATENCY)
+        self.loop_lag = Histogram(LAG)
+        self.asked_choices = Histogram(SIZES)
+        self.asked_tokens = Histogram(SIZES)
         self.prompt_sizes = Histogram(SIZES)
         self.output_sizes = Histogram(SIZES)
         self.step_seconds = Histogram(SHORT)
@@ -135,8 +67,12 @@ class Metrics(Collector):
 
     # called by the actors --------------------------------------------------------------------------------------------
 
-    def tokenized(self, submit: Submit) -> None:
+    def opened(self, opened: Opened) -> None:
         """A child is on its way to the scheduler."""
+        submit = opened.submit
+        if submit.index % opened.sampling.n == 0:
+            self.asked_choices.observe(opened.sampling.n)
+            self.asked_tokens.observe(submit.max_new)
         if self.tracing is not None:
             self.tracing.tokenized(submit, clock.now())
 
@@ -150,6 +86,7 @@ class Metrics(Collector):
         self.e2e.observe(request.finished - request.arrival)
         if request.scheduled is not None:
             self.queue_time.observe(request.scheduled - request.arrival)
+            self.inference_time.observe(request.finished - request.scheduled)
         if request.first_token is not None:
             self.ttft.observe(request.first_token - request.arrival)
             self.prefill_time.observe(request.first_token - (request.scheduled or request.arrival))
@@ -238,9 +175,13 @@ class Metrics(Collector):
             ("queue_time_seconds", "Arrival to first scheduling", self.queue_time),
             ("prefill_time_seconds", "First scheduling to first output token", self.prefill_time),
             ("decode_time_seconds", "First output token to finish", self.decode_time),
+            ("inference_time_seconds", "First scheduling to finish", self.inference_time),
             ("time_per_output_token_seconds", "Mean time between a request's output tokens", self.token_time),
             ("prompt_tokens_histogram", "Prompt tokens of a request", self.prompt_sizes),
             ("generation_tokens_histogram", "Output tokens of a request", self.output_sizes),
+            ("params_n", "Choices that a request asked for", self.asked_choices),
+            ("params_max_tokens", "Most output tokens that a request may have", self.asked_tokens),
+            ("loop_lag_seconds", "How late the main loop ran what was due", self.loop_lag),
             ("step_seconds", "Duration of a step on the device", self.step_seconds),
             ("step_gap_ms", "Worker idle before a step, waiting for its plan", self.step_gap),
         ):
@@ -263,6 +204,11 @@ class Metrics(Collector):
         yield self._gauge("memory_bytes", "Memory by purpose", ledger, ["purpose"])
         phases = {(phase,): seconds for phase, seconds in self._startup.items()}
         yield self._gauge("startup_seconds", "Start-up time by phase", phases, ["phase"])
+        yield self._gauge(
+            "weight_load_duration_seconds", "Time to load the weights", self._startup.get("weights", 0.0)
+        )
+        for name, purpose in (("weight_memory_usage_gb", "weights"), ("kv_cache_memory_usage_gb", "kv")):
+            yield self._gauge(name, f"Memory of the {purpose}, GiB", facts.ledger.get(purpose, 0) / 2**30)
         yield self._gauge("startup_time_seconds", "Start-up time, all phases", sum(self._startup.values()))
 
     def _grammars(self, compiler: Compiler) -> Iterator[Metric]:
@@ -311,6 +257,7 @@ class Metrics(Collector):
         yield self._counter("query_tokens", "Prompt tokens looked up in the prefix cache", stats.query_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
+        yield self._gauge("num_retracted_reqs", "Preempted requests that wait to run again", stats.retracted)
         yield self._counter("steps", "Model steps", stats.steps)
         yield self._counter("rejected_requests", "Requests refused by the scheduler", stats.rejected)
 

@@ -507,6 +507,7 @@ class Core:
             self._ledger.counts,
             running=len(self._running),
             waiting=len(self._waiting),
+            retracted=sum(request.preemptions > 0 for request in self._waiting),
             draining=len(self._draining),
             in_flight=len(self._flights),
             pages_total=total,

@@ -29,6 +29,7 @@ class Finished(msgspec.Struct, kw_only=True):
 class Stats(msgspec.Struct, kw_only=True):
     running: int = 0
     waiting: int = 0
+    retracted: int = 0  # of those, preempted ones
     draining: int = 0
     in_flight: int = 0  # steps
     pages_total: int = 0  # without the dummy

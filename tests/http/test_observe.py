@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import logging
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgla.messages import Facts
 from sgla.observe.log import LineFormatter
+from sgla.observe.loop import LoopWatch
 from sgla.observe.metrics import E2E, Histogram, Metrics
 from sgla.sched.stats import Finished, Stats
 
@@ -125,6 +134,60 @@ def test_gauges() -> None:
     assert values["sgla:memory_bytes{purpose=kv}"] == 7
 
 
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "sgla.json"
+
+
+def everything() -> Metrics:
+    """Metrics of a server that has done all there is."""
+    metrics = Metrics("m")
+    compiler: Any = SimpleNamespace(counts=Counter(), numbers={"waiting": 0}, drain_seconds=list)
+    metrics.compiler = compiler
+    sizes = {"context_len": 64, "vocab_size": 9, "step_tokens": 8, "dtype": "f", "device": "cpu"}
+    metrics.started(Facts(pages=101, page_size=16, slots=4, ledger={"kv": 7}, **sizes), {"load": 1.5})
+    metrics.http_started("GET", "/x")
+    metrics.http_finished(200)
+    metrics.finished(finished())
+    return metrics
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_exist() -> None:
+    """Every ``sgla:name{label...}`` of every query, and the labels it is summed by."""
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(everything().text().decode()):
+        for sample in family.samples:
+            labels.setdefault(sample.name, {"instance"}).update(sample.labels)
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries += [v["query"]["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    assert len(queries) > 60
+    for query in queries:
+        names = re.findall(r"sgla:\w+", query)
+        assert names, query
+        grouped = re.findall(r" by \((\w+)\)", query) + re.findall(r"{{(\w+)}}", query)
+        selected = re.findall(r"[{,] ?(\w+)=~", query)
+        for name in names:
+            assert name in labels, f"{name} in {query}"
+            assert {*grouped, *selected} <= labels[name], query
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    """One data source, chosen in the dashboard; panels with ids of their own that do not overlap."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert dashboard["templating"]["list"][0]["name"] == "datasource"
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        if panel["type"] != "row":
+            assert all(part["datasource"] == source for part in [*panel["targets"], panel])
+        place = panel["gridPos"]
+        own = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert cells.isdisjoint(own), panel["title"]
+        assert place["x"] + place["w"] <= 24
+        cells |= own
+
+
 @pytest.mark.parametrize("colours", [False, True])
 def test_log_lines(colours: bool) -> None:
     stream = io.StringIO()
@@ -138,3 +201,16 @@ def test_log_lines(colours: bool) -> None:
     assert len(lines) == 2
     assert lines[0].endswith("http.app: two\\nlines 1")
     assert ("\x1b[" in lines[1]) == colours
+
+
+async def test_a_blocked_loop_is_seen() -> None:
+    lags: list[float] = []
+    watch = LoopWatch(lags.append)
+    await asyncio.sleep(0.05)
+    time.sleep(0.3)
+    await asyncio.sleep(0.02)
+    watch.close()
+    assert max(lags) > 0.15
+    count = len(lags)
+    await asyncio.sleep(0.15)
+    assert len(lags) == count
