@@ -68,7 +68,7 @@ OPERATIONS: dict[Any, Operation] = {
     openai_chat.chat_completions: Operation("OpenAI: answer a chat", ChatRequest, stream=True),
     openai_text.completions: Operation("OpenAI: continue a text", CompletionRequest, stream=True),
     responses.create: Operation("OpenAI: answer items, and keep the response", ResponsesRequest, stream=True),
-    responses.retrieve: Operation("OpenAI: a response that is kept"),
+    responses.retrieve: Operation("OpenAI: a response that is kept", query=("stream", "starting_after")),
     responses.delete: Operation("OpenAI: forget a response"),
     responses.cancel: Operation("OpenAI: end a response in progress"),
     responses.input_list: Operation("OpenAI: what a response was asked", query=("order",)),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from sgla.errors import ContextTooLong, NotFound, Overloaded, SglaError
+from sgla.errors import BadRequest, ContextTooLong, InvalidField, NotFound, Overloaded, SglaError
 from sgla.http import sse
 from sgla.http.collect import Choice, Collector
 from sgla.http.errors import Busy
@@ -16,6 +19,7 @@ from sgla.http.intake import IGNORED_FIELDS, intake
 from sgla.http.openai_chat import chat_work
 from sgla.http.parts import Reader
 from sgla.http.reading import Reading
+from sgla.http.responses_background import Recorder
 from sgla.http.responses_input import (
     CLIENT_TOOLS,
     RESPONSES,
@@ -29,9 +33,12 @@ from sgla.http.responses_input import (
 )
 from sgla.http.responses_output import OutputItems, new_id
 from sgla.http.responses_store import ResponseStore, Stored
+from sgla.http.schema import ChatRequest
 from sgla.http.server import PATH_ID, SERVER, Server, Work
 from sgla.http.wire import encode, json_response
-from sgla.messages import Event, Rejected, Usage
+from sgla.messages import Event, Rejected, TokenLogprob, Usage
+from sgla.text.logprobs import chat_logprobs
+from sgla.text.tools.cursor import CONTENT, Piece
 
 PREFIX = "/v1/responses"
 
@@ -57,12 +64,18 @@ async def create(request: web.Request) -> web.StreamResponse:
     chat = chat_request(fields, items)
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
-    answer = Answer(fields, reading.reader(), store.limit > 0)
+    work.jobs[0].drop_turns = fields.truncation == "auto"
+    answer = Answer(fields, reading.reader(), store.limit > 0, logprobs_of(server, chat))
+    entry = Stored(response=answer.response, input=own, items=items, uid=work.uid, size=work.size)
+    if fields.stream and fields.background:
+        entry.recorder = Recorder(ResponseStream(answer))
+        server.open(work, entry.recorder)
     sink = None if fields.stream else server.start(work)
     if answer.response["store"]:
-        answer.keep(
-            store, Stored(response=answer.response, input=own, items=items, uid=work.uid, size=work.size)
-        )
+        answer.keep(store, entry)
+    if entry.recorder is not None:
+        server.spawn(record(server, work, entry.recorder, answer))
+        return await entry.recorder.play(request)
     if sink is None:
         return await stream(request, server, work, answer)
     running = finish(server, work, sink, answer)
@@ -99,6 +112,15 @@ async def stream(request: web.Request, server: Server, work: Work, answer: Answe
         answer.cancel()
 
 
+async def record(server: Server, work: Work, recorder: Recorder, answer: Answer) -> None:
+    """Wait for the end of a request that streams in the background."""
+    try:
+        await recorder.ended.wait()
+    finally:
+        server.close(work)
+        answer.cancel()
+
+
 async def finish(server: Server, work: Work, sink: Collector, answer: Answer) -> SglaError | None:
     """Wait for the end of a request; returns the error that it ended with."""
     try:
@@ -123,8 +145,19 @@ def find(request: web.Request) -> Stored:
     return entry
 
 
-async def retrieve(request: web.Request) -> web.Response:
-    return json_response(find(request).response)
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """The response; with ``stream=true`` its events, those after number ``starting_after`` if that is given."""
+    entry = find(request)
+    if request.query.get("stream") != "true":
+        return json_response(entry.response)
+    if entry.recorder is None:
+        raise BadRequest(
+            "only a response that was made with background: true and stream: true can be streamed again"
+        )
+    after = request.query.get("starting_after", "-1")
+    if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+        raise InvalidField("starting_after must be a sequence number", param="starting_after")
+    return await entry.recorder.play(request, int(after) + 1)
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -173,9 +206,19 @@ def listed(item: Item) -> Item:
 class Answer:
     """One response in the making. ``response`` is the object that clients see, and what the store keeps."""
 
-    def __init__(self, fields: ResponsesRequest, reader: Reader, may_store: bool) -> None:
+    def __init__(
+        self,
+        fields: ResponsesRequest,
+        reader: Reader,
+        may_store: bool,
+        logprobs: Callable[[list[TokenLogprob]], list[Any]] | None = None,
+    ) -> None:
+        """``logprobs`` shows those of tokens, if they are asked for."""
         self.response = response_object(fields, may_store)
         self._reader = reader
+        self._show_logprobs = logprobs
+        self._tokens = 0  # read
+        self._held: list[TokenLogprob] = []  # of tokens whose text has not come
         seal = "reasoning.encrypted_content" in (fields.include or [])
         self._output = OutputItems(custom_names(fields), seal)
         self._store: ResponseStore | None = None
@@ -197,7 +240,8 @@ class Answer:
 
     def take(self, event: Event | Choice) -> list[dict[str, Any]]:
         """The events of the next piece of text; the last one ends the response."""
-        events = self._output.take(self._reader.read(event))
+        pieces = self._reader.read(event)
+        events = self._output.take(pieces, self._logprobs(event, pieces))
         if event.finish is None:
             return events
         events += self._output.close("completed" if event.finish == "stop" else "incomplete")
@@ -210,6 +254,18 @@ class Answer:
         else:
             self._end("cancelled")
         return [*events, self.whole("response.incomplete")]
+
+    def _logprobs(self, event: Event | Choice, pieces: list[Piece]) -> list[Any]:
+        """What the text among ``pieces`` is shown with. Tokens of reasoning and of calls are left out."""
+        if self._show_logprobs is None:
+            return []
+        thought = max(0, self._reader.reasoning_tokens - self._tokens)
+        self._tokens += len(event.tokens)
+        self._held += (event.logprobs or [])[thought:]
+        if not pieces:
+            return []
+        held, self._held = self._held, []
+        return self._show_logprobs(held) if any(piece.kind == CONTENT for piece in pieces) else []
 
     def fail(self, error: SglaError | Rejected) -> dict[str, Any]:
         if not self.ended:
@@ -231,7 +287,13 @@ class Answer:
         if self._entry is not None and self._store is not None:
             self._entry.uid = None
             self._entry.items = [*self._entry.items, *self._output.items]
-            self._store.grow(self._entry, len(encode(self._output.items)))
+            recorded = self._entry.recorder.size if self._entry.recorder is not None else 0
+            self._store.grow(self._entry, len(encode(self._output.items)) + recorded)
+
+
+def logprobs_of(server: Server, chat: ChatRequest) -> Callable[[list[TokenLogprob]], list[Any]] | None:
+    """How to show logprobs; None where nobody asks."""
+    return partial(chat_logprobs, server.ingress.tokenizer) if chat.logprobs else None
 
 
 def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]:
@@ -259,7 +321,8 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "tool_choice": fields.tool_choice or "auto",
         "tools": fields.tools or [],
         "top_p": fields.top_p,
-        "truncation": "disabled",
+        "top_logprobs": fields.top_logprobs or 0,
+        "truncation": fields.truncation or "disabled",
         "usage": None,
     }
 

@@ -18,6 +18,7 @@ Message = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+LOGPROBS = "message.output_text.logprobs"  # in ``include``
 CUSTOM_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -96,12 +97,8 @@ def check_fields(fields: ResponsesRequest) -> None:
         raise unsupported("conversation", ": send previous_response_id")
     if fields.prompt is not None:
         raise unsupported("prompt", ": it has no stored prompts")
-    if fields.truncation not in (None, "disabled"):
-        raise unsupported("truncation", " other than 'disabled'")
-    if fields.top_logprobs or "message.output_text.logprobs" in (fields.include or []):
-        raise unsupported("top_logprobs", " here: ask /v1/chat/completions for logprobs")
-    if fields.background and fields.stream:
-        raise unsupported("background", " with stream: true")
+    if fields.truncation not in (None, "auto", "disabled"):
+        raise InvalidField("truncation must be auto or disabled", param="truncation")
     if fields.background and fields.store is False:
         raise InvalidField("background needs store: true", param="background")
 
@@ -120,6 +117,8 @@ def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
         passed["reasoning_effort"] = fields.reasoning.effort
     if fields.text is not None and fields.text.format is not None:
         passed |= response_format(fields.text.format)
+    if fields.top_logprobs or LOGPROBS in (fields.include or []):
+        passed |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
     return ChatRequest(
         messages=chat_messages(fields.instructions, items),
         max_completion_tokens=fields.max_output_tokens,

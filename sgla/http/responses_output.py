@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,10 +18,6 @@ PARTS: dict[str, Item] = {
     CONTENT: {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     REASONING: {"type": "reasoning_text", "text": ""},
 }
-LOGPROBS: dict[str, Item] = {
-    "output_text": {"logprobs": []},
-    "reasoning_text": {},
-}  # what the text's events carry beside it
 
 
 class OutputItems:
@@ -35,8 +32,10 @@ class OutputItems:
         self._seal = seal
         self._kind: str | None = None  # of the pieces that the open item takes
         self._texts: list[str] = []
+        self._logprobs: list[Any] = []  # of the open item's text
 
-    def take(self, pieces: list[Piece]) -> list[EventFields]:
+    def take(self, pieces: list[Piece], logprobs: Sequence[Any] = ()) -> list[EventFields]:
+        """``logprobs``: those of the first text among ``pieces``."""
         events: list[EventFields] = []
         for kind, text, call_id in pieces:
             if kind == CALL:
@@ -46,8 +45,10 @@ class OutputItems:
                 events += [*self.close(), *self._open_text(kind)]
             self._texts.append(text)
             if kind in PARTS:
+                shown, logprobs = (logprobs, ()) if kind == CONTENT else ((), logprobs)
+                self._logprobs += shown
                 form = PARTS[kind]["type"]
-                events.append(self._part(f"response.{form}.delta", delta=text) | LOGPROBS[form])
+                events.append(self._part(f"response.{form}.delta", delta=text) | beside(kind, shown))
             elif kind == ARGUMENTS and self._item["type"] == "function_call":
                 events.append(self._event("response.function_call_arguments.delta", delta=text))
         return events
@@ -73,11 +74,12 @@ class OutputItems:
         return [added, self._part("response.content_part.added", part=PARTS[kind])]
 
     def _end_text(self, kind: str, text: str) -> list[EventFields]:
-        part = {**PARTS[kind], "text": text}
+        logprobs, self._logprobs = self._logprobs, []
+        part = {**PARTS[kind], "text": text} | beside(kind, logprobs)
         self._item["content"] = [part]
         if kind == REASONING and self._seal:
             self._item["encrypted_content"] = sealed(text)
-        done = self._part(f"response.{part['type']}.done", text=text) | LOGPROBS[part["type"]]
+        done = self._part(f"response.{part['type']}.done", text=text) | beside(kind, logprobs)
         return [done, self._part("response.content_part.done", part=part)]
 
     # calls -----------------------------------------------------------------------------------------------------------
@@ -119,6 +121,11 @@ class OutputItems:
 
     def _part(self, kind: str, **fields: Any) -> EventFields:
         return self._event(kind, content_index=0, **fields)
+
+
+def beside(kind: str, logprobs: Sequence[Any]) -> EventFields:
+    """What texts, but not reasoning, carry beside them."""
+    return {"logprobs": list(logprobs)} if kind == CONTENT else {}
 
 
 def free_text(arguments: str) -> str:

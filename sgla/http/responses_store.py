@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sgla import clock
+
+if TYPE_CHECKING:
+    from sgla.http.responses_background import Recorder
 
 Item = dict[str, Any]
 
@@ -17,7 +20,8 @@ MAX_BYTES = 128 << 20
 class Stored(msgspec.Struct, kw_only=True):
     """``response`` is the object as clients see it now; ``uid`` names the running request until it has ended.
 
-    ``input``: what it was asked, ``items``: the whole conversation up to its output, once it has ended.
+    ``input``: what it was asked, ``items``: the whole conversation up to its output, once it has ended. ``recorder``: the
+    events of one that streams in the background.
     """
 
     response: dict[str, Any]
@@ -26,6 +30,7 @@ class Stored(msgspec.Struct, kw_only=True):
     uid: str | None
     size: int  # bytes, about
     expires: float = 0.0
+    recorder: Recorder | None = None
 
 
 class ResponseStore:

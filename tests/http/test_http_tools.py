@@ -381,7 +381,7 @@ async def test_strict_tools_constrain_calls_where_grammars_can(serve: Serve) -> 
     [
         ({"type": "function", "function": {"name": "other"}}, "asks for a tool that tools does not have"),
         ({"type": "function"}, "asks for a tool that tools does not have"),
-        ({"type": "allowed_tools"}, "other than none, auto, required, a function or allowed_tools"),
+        ({"type": "allowed_tools"}, "allowed_tools needs a mode"),
         ("sometimes", "other than none, auto, required, a function or allowed_tools"),
     ],
 )

@@ -17,7 +17,7 @@ from sgla.http.collect import Choice
 from sgla.http.responses import Answer, ResponseStream
 from sgla.http.responses_input import RESPONSES, chat_request, check_fields, input_items, resolved
 from sgla.http.responses_store import ResponseStore, Stored
-from sgla.messages import Event, Usage
+from sgla.messages import Event, TokenLogprob, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
 USER = {"role": "user", "content": "hi"}
@@ -190,7 +190,7 @@ async def test_errors(site: Site) -> None:
         {"input": [{"type": "function_call_output", "output": "x"}]},
         {"input": [{"type": "item_reference", "id": "msg_none"}]},
         {"text": {"format": {"type": "yaml"}}},
-        {"truncation": "auto"},
+        {"truncation": "middle"},
         {"conversation": "conv_1"},
         {"n": 2},
         {"tools": [{"type": "function"}]},
@@ -451,3 +451,112 @@ def test_an_answer_that_is_cut_off_has_an_incomplete_item() -> None:
     answer.take(event("", "length"))
     assert [item["status"] for item in answer.response["output"]] == ["completed", "completed", "incomplete"]
     assert answer.response["output"][2]["arguments"] == '{"command":'
+
+
+# in the background ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_in_the_background_goes_on_without_its_client(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.005))
+    create, retrieve = site.client.responses.create, site.client.responses.retrieve
+    stream = await create(model="fake", input="x", background=True, stream=True, max_output_tokens=30)
+    seen = []
+    async for event in stream:
+        seen.append(event)
+        if len(seen) == 8:
+            break
+    await stream.close()
+    response = seen[0].response
+    again = await retrieve(response.id, stream=True, starting_after=seen[-1].sequence_number)
+    events = [*seen, *[event async for event in again]]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert events[-1].type == "response.incomplete"
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == answer(site, 30)
+    replayed = [event async for event in await retrieve(response.id, stream=True)]
+    assert [event.to_dict() for event in replayed[8:]] == [event.to_dict() for event in events[8:]]
+    site.ingress.check()
+
+
+async def test_a_stream_in_the_background_can_be_cancelled(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.01))
+    stream = await site.client.responses.create(
+        model="fake", input="x", background=True, stream=True, max_output_tokens=200
+    )
+    first = await anext(aiter(stream))
+    ended = await site.client.responses.cancel(first.response.id)
+    assert ended.status == "cancelled"
+    events = [event async for event in stream]
+    assert events[-1].response.status == "cancelled"
+    site.ingress.check()
+
+
+async def test_only_recorded_responses_can_be_streamed_again(site: Site) -> None:
+    response = await site.client.responses.create(model="fake", input="x", max_output_tokens=2)
+    assert (await site.get(f"/v1/responses/{response.id}?stream=true"))[0] == 400
+    stream = await site.client.responses.create(
+        model="fake", input="x", background=True, stream=True, max_output_tokens=2
+    )
+    (first, *_) = [event async for event in stream]
+    path = f"/v1/responses/{first.response.id}?stream=true&starting_after="
+    for wrong in ("x", "-2", "1e3"):
+        assert (await site.get(path + wrong))[0] == 400
+
+
+async def test_the_oldest_turns_may_be_dropped(site: Site) -> None:
+    response = await site.client.responses.create(model="fake", input="x", truncation="auto")
+    assert response.truncation == "auto"
+    assert site.ingress.jobs[-1].drop_turns
+    await site.client.responses.create(model="fake", input="x")
+    assert not site.ingress.jobs[-1].drop_turns
+
+
+# logprobs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+async def test_logprobs_come_with_the_text(site: Site, asked: dict[str, Any]) -> None:
+    whole = await site.client.responses.create(model="fake", input="x", max_output_tokens=9, **asked)
+    logprobs = whole.output[0].content[0].logprobs
+    assert b"".join(bytes(entry.bytes) for entry in logprobs).decode() == whole.output_text
+    assert {len(entry.top_logprobs) for entry in logprobs} == {asked.get("top_logprobs", 0)}
+    stream = await site.client.responses.create(
+        model="fake", input="x", max_output_tokens=9, stream=True, **asked
+    )
+    events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [
+        entry.token for entry in logprobs
+    ]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert len(done.logprobs) == len(logprobs)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 100])
+async def test_reasoning_has_no_logprobs(serve: Serve, cut: int) -> None:
+    site = await serve(Graded("<think>so so</think>Paris", "<think></think>", cut))
+    for stream in (False, True):
+        body = {
+            "input": "x",
+            "top_logprobs": 0,
+            "include": ["message.output_text.logprobs"],
+            "stream": stream,
+        }
+        if stream:
+            async with site.http.post("/v1/responses", json=body) as reply:
+                last = (await reply.text()).rstrip().rpartition("data: ")[2]
+            response = json.loads(last)["response"]
+        else:
+            _, response = await site.post("/v1/responses", body)
+        thought, said = response["output"]
+        assert "logprobs" not in thought["content"][0]
+        tokens = [entry["token"] for entry in said["content"][0]["logprobs"]]
+        assert "".join(tokens) == "Paris"
+
+
+class Graded(ScriptedIngress):
+    """Every token has a logprob."""
+
+    def push(self, rid: str, message: Any) -> None:
+        if isinstance(message, Event):
+            message.logprobs = [TokenLogprob(token, -1.0, 1) for token in message.tokens]
+        super().push(rid, message)
