@@ -37,6 +37,26 @@ class SourceTensor(Protocol):
 
 
 @dataclass(frozen=True)
+class Share:
+    """A SourceTensor of which ``fill`` takes every ``count``-th piece from number ``index`` on: a large one is filled by
+    several threads."""
+
+    source: SourceTensor
+    index: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.source.dense(rows)
+
+    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+        return self.source.weight(kind, rows, columns)
+
+
+@dataclass(frozen=True)
 class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
 
@@ -107,7 +127,8 @@ def columns_of(weight: Weight, columns: range | None) -> Weight:
 def fill(weight: Weight, at: int, source: SourceTensor, rows: range, columns: range | None = None) -> None:
     """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on."""
     step = max(1, CHUNK // source.shape[1])
-    for start in range(rows.start, rows.stop, step):
+    starts = range(rows.start, rows.stop, step)
+    for start in starts[source.index :: source.count] if isinstance(source, Share) else starts:
         taken = range(start, min(start + step, rows.stop))
         part = source.weight(weight.kind, taken, columns)
         place = weight.rows(at + start - rows.start, at + taken.stop - rows.start)

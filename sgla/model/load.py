@@ -18,7 +18,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.layers.build import CHUNK, Build, Slot, SourceTensor, columns_of
+from sgla.layers.build import CHUNK, Build, Share, Slot, SourceTensor, columns_of
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.fp8 import join_scales
@@ -38,6 +38,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 _NAMED = 8  # tensor names shown in an error
+SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
 POOL = 1_000_003  # random values of dummy weights
 
 
@@ -140,20 +141,26 @@ def _fill(
 
 def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnProgress) -> None:
     total, done = sum(prod(tensor.shape) for tensor in jobs.values()), 0
+    shares = [
+        (name, Share(tensor, index, count))
+        for name, tensor in jobs.items()
+        for count in [-(-prod(tensor.shape) // SHARE)]
+        for index in range(count)
+    ]
 
-    def take(name: str) -> int:
+    def take(job: tuple[str, Share]) -> int:
+        name, share = job
         try:
-            table[name].take(jobs[name])
+            table[name].take(share)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise WeightError(f"tensor {name} cannot be read: {error}") from error
-        return prod(jobs[name].shape)
+        values = prod(share.shape)
+        return values * (share.index + 1) // share.count - values * share.index // share.count
 
-    # The largest first: the embedding would otherwise keep one thread busy after all others are done.
-    order = sorted(jobs, key=lambda name: -prod(jobs[name].shape))
     device = _device()
     synchronize(device)  # the threads write, on streams of their own, to what this one has made
     with ThreadPoolExecutor(threads_for(device), "load", begin_thread, (device,)) as pool:
-        for count in pool.map(take, order):
+        for count in pool.map(take, shares):
             done += count
             on_progress(Progress(phase="load", message="weights", done=done, total=total))
     synchronize(device)
