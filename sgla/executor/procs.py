@@ -197,9 +197,10 @@ class ProcsExecutor:
                 self._ready.set_result(self._common_facts())
 
     def _common_facts(self) -> Facts:
-        """Rank 0's, with no more pages than any rank has."""
+        """Rank 0's, with no more pages than any rank has, and no longer contexts."""
         facts = [rank.facts for rank in self._ranks if rank.facts]
         facts[0].pages = min(f.pages for f in facts)
+        facts[0].context_len = min(f.context_len for f in facts)
         return facts[0]
 
     def _on_stderr(self, rank: Rank) -> None:
