@@ -6,7 +6,7 @@ import torch
 from sgla.quant import Weight, concat, pack
 from sgla.quant.weight import Kind
 
-KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int4", "fp8"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -21,6 +21,9 @@ def test_error_is_within_half_a_quantum(kind: Kind, n: int, k: int) -> None:
         bound = w.abs() * 2**-8
     elif kind == "int8":
         bound = w.abs().amax(1, keepdim=True) / 127 * 0.501
+    elif kind == "fp8":
+        # half of the last of three bits, and of the smallest number below those
+        bound = w.abs() * 2**-4 * 1.001 + w.abs().amax(1, keepdim=True) / 448 * 2**-10
     else:
         # half a step, plus the rounding of scale and minimum to float16
         bound = (w.amax(1, keepdim=True) - w.amin(1, keepdim=True)) / 15 * 0.53

@@ -33,7 +33,7 @@ def experts() -> Any:
     return [torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5 for n, k in shapes]
 
 
-@pytest.mark.parametrize("kind", ["bf16"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 16, 17, 100, 256, 1000])
 def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None:
     router, gate_up, down = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)

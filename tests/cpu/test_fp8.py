@@ -1,0 +1,150 @@
+"""fp8 weights: checkpoints in each of the usual layouts, what errors say, and the error of the numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Eager, random_prompts, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from sgla.config import Config
+from sgla.dist import Shard
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import open_source
+from sgla.model.load import load_model
+from sgla.observe.machine import detect
+from sgla.quant import pack
+from sgla.resolve import resolve
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+E4M3 = torch.float8_e4m3fn
+BLOCK = 16
+
+
+def rounded(w: torch.Tensor, layout: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors by suffix, and the matrix they stand for."""
+    if layout == "block":
+        n, k = w.shape
+        padded = torch.nn.functional.pad(w, (0, -k % BLOCK, 0, -n % BLOCK))
+        tiles = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+        scale = tiles.abs().amax((1, 3)) / 448
+        full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
+        suffix = "_scale_inv"
+    elif layout == "tensor":
+        scale = full = w.abs().max() / 448
+        suffix = "_scale"
+    else:
+        scale = full = w.abs().amax(1, keepdim=True) / 448
+        suffix = "_scale"
+    q = (w / full).to(E4M3)
+    return {"": q, suffix: scale}, q.float() * full
+
+
+def quantize_checkpoint(folder: Path, layout: str, **config: Any) -> dict[str, torch.Tensor]:
+    """Put ``folder``'s linear layers into e4m3, and return the plain tensors of the same values."""
+    plain, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in list(plain.items()):
+        if "_proj" in name:
+            parts, plain[name] = rounded(tensor, layout)
+            stored |= {name + suffix: part for suffix, part in parts.items()}
+            stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(1.0)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return plain
+
+
+@pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3", {"head_dim": 16}),
+        (
+            "qwen3_moe",
+            {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+        ),
+    ],
+)
+def test_checkpoints_hold_their_numbers(
+    layout: str, model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "fp8", model_type, **changes)
+    save_checkpoint(tmp_path / "plain", model_type, **changes)
+    plain = quantize_checkpoint(
+        tmp_path / "fp8", layout, quant_method="fp8", weight_block_size=[BLOCK, BLOCK]
+    )
+    save_file(plain, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    prompts = random_prompts([30, 9])
+    expected = Eager(load_model(open_source(tmp_path / "plain"))).prompt_logprobs(prompts)
+    wide = Eager(load_model(open_source(tmp_path / "fp8"))).prompt_logprobs(prompts)
+    torch.testing.assert_close(wide, expected)
+    model = load_model(open_source(tmp_path / "fp8"), quantization="fp8")
+    assert model.blocks[0].attention.qkv.weight.data.dtype == E4M3
+    kept = Eager(model).prompt_logprobs(prompts)
+    if layout == "block":  # rounded once more
+        assert 0 < (expected.exp() * (expected - kept)).sum(-1).mean() < 0.05
+    else:
+        torch.testing.assert_close(kept, expected)
+
+
+def test_ranks_hold_their_part_with_the_scales_of_whole_rows(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "qwen3", head_dim=16)
+    whole, half = (
+        load_model(open_source(tmp_path), quantization="fp8", shard=shard) for shard in (Shard(), Shard(1, 2))
+    )
+    part, everything = (model.blocks[0].attention.out.weight.dequant() for model in (half, whole))
+    assert torch.equal(part, everything[:, 48:])
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "qwen3", head_dim=16)
+    quantize_checkpoint(tmp_path, "block", quant_method="fp8")  # blocks of 128, says the file
+    with pytest.raises(WeightError, match=r"weight_scale_inv has shape .* blocks of 128 x 128"):
+        load_model(open_source(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match=r"without a scale \(model.layers.1.mlp.up_proj.weight_scale"):
+        load_model(open_source(tmp_path))
+
+
+def test_a_cpu_refuses_fp8() -> None:
+    with pytest.raises(ConfigError, match="--quantization fp8 needs an NVIDIA GPU"):
+        resolve(Config(quantization="fp8", device="cpu"), detect())
+
+
+def test_online_quantization_stays_close(tmp_path: Path) -> None:
+    """In nats of KL divergence a token; float32 is the reference. Vocabulary and router are not quantized."""
+    changes = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    save_checkpoint(tmp_path, "qwen3_moe", hidden_size=96, num_hidden_layers=2, **changes)
+    prompts = random_prompts([50, 60])
+    exact = Eager(load_model(open_source(tmp_path))).prompt_logprobs(prompts)
+    model = load_model(open_source(tmp_path), quantization="fp8")
+    assert model.blocks[0].mlp.router.kind == model.lm_head.weight.kind == "f32"
+    divergence = (exact.exp() * (exact - Eager(model).prompt_logprobs(prompts))).sum(-1).mean().item()
+    assert 0 < divergence < 0.05
+
+
+def test_activations_keep_three_bits_of_mantissa() -> None:
+    pytest.importorskip("triton")
+    from sgla.kernels.triton import fp8
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(5, 96, device=device) * torch.logspace(-6, 6, 5, device=device)[:, None]
+    x[2] = 0.0
+    q, scale = fp8.quantize(x)
+    error = (q.float() * scale[:, None] - x).abs()
+    # half of the last of three bits, and of the smallest number below those; Triton's interpreter cuts off instead
+    half = 1.001 if device == "cuda" else 2.001
+    assert bool((error <= half * (x.abs() * 2**-4 + scale[:, None] * 2**-10)).all())
+    assert torch.equal(q[2].float(), torch.zeros(96, device=device))
+    expected = pack(x, "fp8")
+    torch.testing.assert_close(q.float() * scale[:, None], expected.dequant(), rtol=0.13, atol=0)
