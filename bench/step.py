@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,36 +101,60 @@ def measure(runner: CudaRunner, rows: int, context: int, steps: int = 100) -> di
     }
 
 
-def profile(runner: CudaRunner, rows: int, context: int) -> None:
-    """Where a replay's time goes, by kernel."""
+def profile(step: str, body: Callable[[], object], repeat: int) -> dict[str, object]:
+    """Where the time of ``body`` goes: microseconds and calls of each kernel. Kernels that overlap count twice."""
+    body()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeat):
+        body()
+    end.record()
+    end.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        for _ in range(repeat):
+            body()
+        torch.cuda.synchronize()
+    kernels = [e for e in prof.key_averages() if e.device_time_total > 0]
+    kernels.sort(key=lambda e: -e.device_time_total)
+    return {
+        "profile": step,
+        "ms": round(begin.elapsed_time(end) / repeat, 3),
+        "kernels": [
+            {"name": e.key[:60], "calls": e.count / repeat, "us": round(e.device_time_total / e.count, 2)}
+            for e in kernels[:16]
+        ],
+    }
+
+
+def profile_decode(runner: CudaRunner, rows: int, context: int) -> dict[str, object]:
     admit(runner, rows, context)
     size = next(size for size in runner.graphs.sizes if size >= rows)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        for _ in range(5):
-            runner.graphs._graphs[size].replay()
-        torch.cuda.synchronize()
-    print(f"--- kernels of a decode step, {rows} rows")
-    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
+    return profile(f"decode, {rows} rows of {context}", runner.graphs._graphs[size].replay, 5)
 
 
-def profile_prefill(runner: CudaRunner, tokens: int) -> None:
+def profile_mixed(runner: CudaRunner, rows: int, context: int, tokens: int) -> dict[str, object]:
+    """``rows`` decode rows and a prompt of ``tokens``."""
+    if rows:
+        admit(runner, rows, context)
     row = NewRow(
-        slot=0,
+        slot=rows,
         tokens=ints(np.arange(tokens)),
         prompt_len=tokens,
-        pages=ints(1 + np.arange(tokens // 16)),
+        pages=ints(1 + rows * 120 + np.arange(-(-tokens // 16))),
         sampling=RowSampling(),
     )
     step = StepPlan(
-        step=0, slots=ints([0]), starts=ints([0]), q_lens=ints([tokens]), flags=bytes([SAMPLE]), new=[row]
+        step=0,
+        slots=ints(np.arange(rows + 1)),
+        starts=ints([context] * rows + [0]),
+        q_lens=ints([1] * rows + [tokens]),
+        flags=bytes([SAMPLE]) * (rows + 1),
+        new=[row],
     )
-    runner.execute(step)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        begun = time.perf_counter()
-        runner.execute(step)
-        seconds = time.perf_counter() - begun
-    print(f"--- kernels of a prefill step, {tokens} tokens, {seconds * 1e3:.2f} ms")
-    print(prof.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
+    return profile(
+        f"{rows} decode rows of {context} and a prompt of {tokens}", lambda: runner.execute(step), 3
+    )
 
 
 def main() -> None:
@@ -182,9 +207,10 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         for rows in map(int, args.batches.split(",")):
             print("JSON " + json.dumps(base | measure(runner, rows, args.context)), flush=True)
         if args.profile:
-            profile(runner, 1, args.context)
-            profile(runner, 256, args.context)
-            profile_prefill(runner, 4096)
+            for rows in (1, 16, 64, 256):
+                print("JSON " + json.dumps(base | profile_decode(runner, rows, args.context)), flush=True)
+            for rows, tokens in ((0, 4096), (64, 700), (64, 256)):
+                print("JSON " + json.dumps(base | profile_mixed(runner, rows, 1150, tokens)), flush=True)
     if args.tp > 1:
         sys.stdout.flush()
         os._exit(0)  # without asking the other ranks

@@ -294,12 +294,6 @@ class CudaRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
 
-    @torch.inference_mode()
-    def idle(self) -> bool:
-        """Use a moment without steps; false if there is nothing left to prepare. (Ranks would have to do it in step.)"""
-        ready = self._captures and not self._deterministic and self.shard.size == 1
-        return ready and self.prompts.capture_next()
-
     def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)

@@ -14,9 +14,6 @@ from sgla.attention import DeviceBatch
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, pack, unpack
 from sgla.attention.native import NativeDecode
-from sgla.kernels import gpu
-from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import attention as extension
 from sgla.kernels.triton import step
 from sgla.sampling.device import Scored
 
@@ -52,6 +49,17 @@ class Capture:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 body()
         torch.cuda.current_stream().wait_stream(self._stream)
+        return graph
+
+    def unrun(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture ``body``, all of whose kernels are known, while the GPU works on other things."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="relaxed")
+            try:
+                body()
+            finally:
+                graph.capture_end()
         return graph
 
 
@@ -170,113 +178,3 @@ class DecodeGraphs:
         d_slots, _, d_ends = (c[:rows] for c in self.columns)
         numbers = np.arange(rows, dtype=np.int32)
         return self.out, sampler.sample(self._logits[:rows], d_slots, d_ends, self.out, numbers, on_host)
-
-
-ROWS = (
-    16  # rows of a short prefill: at most 14 real ones, one that owns the padding tokens, one that is empty
-)
-REAL = ROWS - 2
-SHORT = (32, 64, 128, 256, 512)  # tokens of a short prefill
-
-
-class ShortPrefillGraphs:
-    """Prefill of a few short prompts: too little work to hide the launches of an eager step. One graph for each number of
-    tokens; decode rows may take part. Attention is Triton's, which reads everything on the device."""
-
-    def __init__(self, runner: CudaRunner) -> None:
-        self._runner = runner
-        self.sizes = [n for n in SHORT if n <= min(runner.step_tokens, runner.context_len)]
-        self.limit = self.sizes[-1] if self.sizes else 0
-        tiles = self.limit // extension.BLOCK_M + ROWS
-        lengths = (ROWS, ROWS, ROWS + 1, ROWS, ROWS, ROWS, ROWS, 2 * tiles)
-        self._columns = torch.zeros(sum(lengths), dtype=torch.int32, device="cuda")
-        self._pinned = [torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
-        self._lengths, self._stage, self._tiles = lengths, 0, tiles
-        self._tokens = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
-        self._logits = torch.empty(ROWS, len(runner.model.lm_head.own), device="cuda")
-        self._out = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def takes(self, q_lens: Any) -> bool:
-        return len(q_lens) <= REAL and int(q_lens.sum()) <= self.limit
-
-    def capture(self, capture: Capture) -> None:
-        """After the decode graphs."""
-        none = np.zeros(0, np.int32)
-        self._fill(none, none, none, none, self.limit)
-        for size in reversed(self.sizes):
-            self._graphs[size] = capture(lambda size=size: self._forward(size))  # type: ignore[misc]
-
-    def _fill(self, slots: Any, starts: Any, q_lens: Any, sampled: Any, size: int) -> Tensor:
-        """Put the step into the next pinned buffer. ``sampled``: rows that sample."""
-        pinned = self._pinned[self._stage]
-        self._stage = (self._stage + 1) % STAGES
-        host = pinned.numpy()
-        host[:] = 0
-        d_slots, d_starts, q_start, kv_len, at, where, ends, tiles = np.split(
-            host, np.cumsum(self._lengths)[:-1]
-        )
-        rows, count = len(slots), len(sampled)
-        d_slots[:] = where[:] = self._runner.slots
-        d_slots[:rows], d_starts[:rows], kv_len[:rows] = slots, starts, starts + q_lens
-        np.cumsum(q_lens, out=q_start[1 : rows + 1])
-        at[:count] = q_start[1:][sampled] - 1
-        where[:count], ends[:count] = slots[sampled], kv_len[sampled]
-        q_start[rows + 1 :] = size
-        pairs = [(r, o) for r in range(rows) for o in range(0, int(q_lens[r]), extension.BLOCK_M)]
-        pairs += [(ROWS - 1, 0)] * (self._tiles - len(pairs))
-        tiles[:] = np.array(pairs, np.int32).ravel()
-        return pinned
-
-    def _forward(self, size: int) -> None:
-        runner, tables = self._runner, self._runner.tables
-        slots, starts, q_start, kv_len, at, where, ends, tiles = self._columns.split(self._lengths)
-        ids, positions, out_loc = self._tokens[:, :size]
-        tables.prepare_extend(slots, starts, q_start, size, ids, positions, out_loc)
-        batch = DeviceBatch(
-            rows=ROWS,
-            tokens=size,
-            ids=ids,
-            positions=positions,
-            slots=slots,
-            q_start=q_start,
-            kv_len=kv_len,
-            out_loc=out_loc,
-            page_table=tables.page_table,
-            page_size=tables.page_size,
-            sample_rows=at,
-        )
-
-        def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
-            return extension.extend(
-                q, kv.k, kv.v, batch.page_table, slots, q_start, kv_len, tiles.view(-1, 2), scale, window, softcap
-            )  # fmt: skip
-
-        with runner.ops.attending(attend):
-            hidden = gpu.force(runner.model.forward(batch, runner.kv))
-        with runner.ops.fused(ROWS), runner.ops.float32_output(self._logits):
-            logits = runner.model.logits_part(runner.ops.gather(hidden, at))
-        if logits.data_ptr() != self._logits.data_ptr():
-            self._logits.copy_(logits)
-        runner.sampler.draw(self._logits, where, ends, self._out)
-
-    def run(self, slots: Any, starts: Any, q_lens: Any, sampled: Any) -> tuple[Tensor, list[Scored]]:
-        """One token for each of the rows ``sampled``, in this order."""
-        tokens = int(q_lens.sum())
-        size = next(size for size in self.sizes if size >= tokens)
-        pinned = self._fill(slots, starts, q_lens, sampled, size)
-        self._columns.copy_(pinned, non_blocking=True)
-        self._graphs[size].replay()
-        sampler, count = self._runner.sampler, len(sampled)
-        if sampler.plain(slots[sampled]):
-            return self._out, []
-        on_host = (slots[sampled], (starts + q_lens)[sampled])
-        where, ends = self._columns.split(self._lengths)[5:7]
-        return self._out, sampler.sample(
-            self._logits[:count],
-            where[:count],
-            ends[:count],
-            self._out,
-            np.asarray(sampled, np.int32),
-            on_host,
-        )

@@ -1,0 +1,182 @@
+"""Steps that read prompts as graph replays: a few prompt rows, with decode rows beside them or not.
+
+Run eagerly, such a step takes the host longer to launch than the GPU to compute. Attention of the prompt rows is Triton's,
+which reads everything on the device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla import attention
+from sgla.attention import DeviceBatch
+from sgla.kernels import gpu
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.triton import attention as extension
+from sgla.kernels.triton import step
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE
+from sgla.sampling.device import Scored
+from sgla.worker.graphs import STAGES, Capture
+
+if TYPE_CHECKING:
+    from sgla.worker.cuda import CudaRunner
+
+ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
+REAL = ROWS - 2
+TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)  # of the prompt rows together
+DECODES = (0, 8, 16, 32, 64, 96, 128, 192)  # decode rows beside them
+AT_START = (
+    512  # tokens up to which graphs without decode rows are captured at start, the others when first used
+)
+
+
+class PromptGraphs:
+    """One graph for each pair of sizes. Decode rows come first in the batch, padded; results are in the plan's order."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self._runner = runner
+        self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len)]
+        self.decodes = [n for n in DECODES if n < runner.slots] + [runner.slots]
+        self.limit = self.tokens[-1] if self.tokens else 0
+        self._tiles = self.limit // extension.BLOCK_M + ROWS
+        most, size = runner.slots + ROWS, sum(self._lengths(runner.slots))
+        self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
+        self._stage = 0
+        self._tokens = torch.zeros(3, runner.slots + self.limit, dtype=torch.int32, device="cuda")
+        self._cum = {w: torch.zeros(most, dtype=torch.int32, device="cuda") for w in runner.windows}
+        self._logits = torch.empty(most, len(runner.model.lm_head.own), device="cuda")
+        self._out = torch.zeros(most, dtype=torch.int32, device="cuda")
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+
+    def _lengths(self, decodes: int) -> tuple[int, ...]:
+        """Of the columns: slots, starts, kv_len; of the samples: row of hidden states, slot, position; tiles, q_start."""
+        rows = decodes + ROWS
+        return (rows, rows, rows, rows, rows, rows, 2 * self._tiles, ROWS + 1)
+
+    def takes(self, q_lens: Any, flags: Any) -> bool:
+        decodes = _decodes(q_lens, flags)
+        count = int(decodes.sum())
+        few = len(q_lens) - count <= REAL and int(q_lens.sum()) - count <= self.limit
+        return few and not (flags & PROMPT_LOGPROBS).any()
+
+    def capture(self, capture: Capture) -> None:
+        """After the decode graphs. Running the largest makes all kernels known."""
+        pairs = [(n, size) for size in reversed(self.tokens) for n in reversed(self.decodes)]
+        none = np.zeros(0, np.int32)
+        for i, (n, size) in enumerate(pairs):
+            body = partial(self._forward, n, size)
+            if i == 0:
+                self._fill(none, none, none, none.astype(bool), none, (n, size))
+            self._graphs[n, size] = capture.unrun(body) if i else capture(body)
+
+    def _fill(
+        self, slots: Any, starts: Any, q_lens: Any, decodes: Any, sampled: Any, sizes: tuple[int, int]
+    ) -> None:
+        """Send the step's columns. ``decodes`` bool[R]: which rows are decode rows; ``sampled``: rows that sample."""
+        padded, size = sizes
+        lengths = self._lengths(padded)
+        pinned = self._pinned[self._stage][: sum(lengths)]
+        self._stage = (self._stage + 1) % STAGES
+        host = pinned.numpy()
+        host[:] = 0
+        d_slots, d_starts, kv_len, at, where, ends, tiles, q_start = np.split(host, np.cumsum(lengths)[:-1])
+        first, rest = np.flatnonzero(decodes), np.flatnonzero(~decodes)
+        count, rows, new = len(first), len(rest), len(sampled)
+        d_slots[:] = where[:] = self._runner.slots
+        d_starts[count:padded] = -1
+        for place, chosen in ((slice(0, count), first), (slice(padded, padded + rows), rest)):
+            d_slots[place], d_starts[place] = slots[chosen], starts[chosen]
+            kv_len[place] = starts[chosen] + q_lens[chosen]
+        lens = q_lens[rest]
+        np.cumsum(lens, out=q_start[1 : rows + 1])
+        last = np.empty(len(slots), np.int32)  # each row's last hidden state
+        last[first], last[rest] = np.arange(count), padded + q_start[1 : rows + 1] - 1
+        at[:new], where[:new], ends[:new] = last[sampled], slots[sampled], (starts + q_lens)[sampled]
+        q_start[rows + 1 :] = size
+        pairs = [(r, o) for r in range(rows) for o in range(0, int(lens[r]), extension.BLOCK_M)]
+        pairs += [(ROWS - 1, 0)] * (self._tiles - len(pairs))
+        tiles[:] = np.array(pairs, np.int32).ravel()
+        self._columns[: len(host)].copy_(pinned, non_blocking=True)
+
+    def _forward(self, n: int, size: int) -> None:
+        """The step in the columns: ``n`` decode rows, ``size`` tokens of prompt rows."""
+        runner, tables = self._runner, self._runner.tables
+        lengths = self._lengths(n)
+        slots, starts, kv_len, at, where, ends, tiles, q_start = self._columns[: sum(lengths)].split(lengths)
+        ids, positions, out_loc = self._tokens[:, : n + size]
+        cum = {w: c[: n + 1] for w, c in self._cum.items()}
+        window, *others = runner.windows
+        if n:
+            step.prepare_decode(
+                slots[:n], starts[:n], tables.tokens, tables.page_table, tables.page_size,
+                ids[:n], positions[:n], kv_len[:n], out_loc[:n], cum[window], attention.TILE, window,
+            )  # fmt: skip
+            for other in others:
+                step.count_tiles(kv_len[:n], cum[other], attention.TILE, other)
+        tables.prepare_extend(slots[n:], starts[n:], q_start, size, ids[n:], positions[n:], out_loc[n:])
+        batch = DeviceBatch(
+            rows=n + ROWS,
+            tokens=n + size,
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            q_start=q_start,
+            kv_len=kv_len,
+            out_loc=out_loc,
+            page_table=tables.page_table,
+            page_size=tables.page_size,
+            sample_rows=at,
+            decode_rows=n,
+            cum=cum,
+        )
+        decode = runner.attention.decode.forward
+
+        def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
+            prompts = extension.extend(
+                q[n:], kv.k, kv.v, batch.page_table, slots[n:], q_start, kv_len[n:], tiles.view(-1, 2),
+                scale, window, softcap,
+            )  # fmt: skip
+            if n == 0:
+                return prompts
+            return torch.cat([decode(q[:n], kv, batch, scale, window, softcap), prompts])
+
+        logits, out = self._logits[: n + ROWS], self._out[: n + ROWS]
+        with runner.ops.attending(attend), runner.ops.fused(n + size):
+            hidden = gpu.force(runner.model.forward(batch, runner.kv))
+        with runner.ops.fused(n + ROWS), runner.ops.float32_output(logits):
+            found = runner.model.logits_part(runner.ops.gather(hidden, at))
+        if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
+            logits.copy_(found)
+        runner.sampler.draw(logits, where, ends, out)
+
+    def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, list[Scored]]:
+        """The tokens of the rows that sample, in their order, how many they are, and the logprobs they want."""
+        decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
+        count, new = int(decodes.sum()), len(sampled)
+        tokens = int(q_lens.sum()) - count
+        sizes = (
+            next(n for n in self.decodes if n >= count),
+            next(size for size in self.tokens if size >= tokens),
+        )
+        self._fill(slots, starts, q_lens, decodes, sampled, sizes)
+        self._graphs[sizes].replay()
+        sampler = self._runner.sampler
+        if sampler.plain(slots[sampled]):
+            return self._out, new, []
+        on_host = (slots[sampled], (starts + q_lens)[sampled])
+        lengths = self._lengths(sizes[0])
+        where, ends = self._columns[: sum(lengths)].split(lengths)[4:6]
+        numbers = np.asarray(sampled, np.int32)
+        scored = sampler.sample(self._logits[:new], where[:new], ends[:new], self._out, numbers, on_host)
+        return self._out, new, scored
+
+
+def _decodes(q_lens: Any, flags: Any) -> Any:
+    """Which rows are decode rows. (A prompt may have a chunk of one token that does not sample.)"""
+    return (q_lens == 1) & ((flags & SAMPLE) != 0)
