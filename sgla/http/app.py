@@ -159,9 +159,9 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
             server.metrics.tracing.end(request[TRACE], status)
         if server.config.log_requests:
             millis = 1000 * (clock.now() - began)
-            line = (request.method, route[:100], status, round(millis, 1), request[RID])
-            fields = dict(zip(("method", "route", "status", "ms", "request_id"), line))
-            log.info("%s %s %d %.1f ms %s", *line, extra={"fields": fields})
+            line = (request.remote, request.method, route[:100], status, round(millis, 1), request[RID])
+            fields = dict(zip(("client", "method", "route", "status", "ms", "request_id"), line))
+            log.info("%s %s %s %d %.1f ms %s", *line, extra={"fields": fields})
 
 
 async def answer(request: web.Request, path: str, route: str) -> web.StreamResponse:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from sgla import clock
 from sgla.actors.base import in_thread
@@ -61,6 +62,7 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     system = System(config, on_progress)
     tracing = system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
+    logging.getLogger("aiohttp.server").addFilter(unreadable)
     watch = LoopWatch(system.metrics.loop_lag.observe)
     runner = web.AppRunner(
         make_app(system.ingress, config, system.metrics),
@@ -100,6 +102,14 @@ def start_tracing(config: Config, model: str) -> Tracing | None:
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with: pip install 'sgla[otel]'",
             param="otlp_traces_endpoint",
         ) from error
+
+
+def unreadable(record: logging.LogRecord) -> bool:
+    """A log filter: what is no HTTP is told in one line, without the headers that may hold a key."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.exc_info = f"{record.msg}: {type(error).__name__}", None
+    return True
 
 
 async def _listen(runner: web.AppRunner, config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import Metric
@@ -46,8 +47,21 @@ def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
     for family in families:
         ours = family.name.removeprefix(OURS)
         names = VLLM.get(ours, ()) if server == "vllm" else ours
+        if server == "vllm" and ours == "http_responses":
+            yield instrumented(family)
         for name in (names,) if isinstance(names, str) else names:
             yield renamed(family, f"{server}:{name}", LABELS[server], RELABELLED[server])
+
+
+def instrumented(family: Metric) -> Metric:
+    """Responses by class of status, as the instrumentation of vLLM's HTTP server counts them."""
+    copy = Metric("http_requests", family.documentation, "counter")
+    counts: Counter[str] = Counter()
+    for sample in family.samples:
+        counts[f"{sample.labels['status'][0]}xx"] += int(sample.value)
+    for status, count in counts.items():
+        copy.samples.append(Sample("http_requests_total", {"status": status}, count))
+    return copy
 
 
 def renamed(family: Metric, name: str, labels: dict[str, str], relabelled: dict[str, str]) -> Metric:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -9,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.http_exceptions import LineTooLong
 from http_site import Serve, Site
+from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgla.bench.load import Target
 from sgla.bench.replay import send
 from sgla.errors import ConfigError
+from sgla.http import wire
 from sgla.http.middleware import ADMIN
+from sgla.http.serve import unreadable
 from sgla.messages import Facts
 from sgla.observe.log import JsonFormatter
 from sgla.observe.metrics import Metrics
@@ -65,8 +70,6 @@ async def test_pause_and_continue(site: Site) -> None:
 
 
 def await_task(request: Any) -> Any:
-    import asyncio
-
     async def answer() -> Any:
         async with request as response:
             return await response.json()
@@ -121,6 +124,28 @@ async def test_requests_are_dumped_and_sent_again(serve: Serve, tmp_path: Path) 
         await serve(dump_requests=str(tmp_path / "no" / "folder"))
 
 
+def test_what_is_no_http_is_logged_without_its_headers() -> None:
+    error = LineTooLong("Authorization: Bearer secret", "8190")
+    info = (LineTooLong, error, None)
+    record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 1, "Error from %s", ("1.2.3.4",), info)
+    assert unreadable(record)
+    assert JsonFormatter().format(record).count("secret") == 0
+    assert record.getMessage() == "Error from 1.2.3.4: LineTooLong"
+
+
+async def test_headers_and_slow_bodies_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count, size in (("Authorization", 1, 20_000), ("X-Many", 2000, 1)):
+        headers = CIMultiDict((name, "a" * size) for _ in range(count))
+        async with site.http.get("/version", headers=headers) as response:
+            assert response.status == 400
+    monkeypatch.setattr(wire, "BODY_SECONDS", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+    assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    assert (await site.post("/v1/completions", {"prompt": "x"}))[0] == 200
+
+
 async def test_allowed_origins(serve: Serve) -> None:
     site = await serve(allowed_origins=["https://a.example", "https://b.example"])
     for origin, echoed in (
@@ -167,6 +192,7 @@ async def test_the_access_log_as_json(serve: Serve) -> None:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
     (line,) = map(json.loads, stream.getvalue().splitlines())
+    assert line["client"] == "127.0.0.1"
     assert {name: line[name] for name in ("level", "logger", "method", "route", "status", "request_id")} == {
         "level": "info",
         "logger": "sgla.http.app",
@@ -245,6 +271,7 @@ def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) 
     )
     values = {sample.name: sample.value for sample in samples}
     if server == "vllm":
+        assert 'http_requests_total{status="2xx"} 1.0' in metrics.text().decode()
         assert (values["vllm:num_requests_running"], values["vllm:prefix_cache_hits_total"]) == (2, 4)
         assert values["vllm:request_time_per_output_token_seconds_sum"] == 1.0
         success = [sample for sample in samples if sample.name == "vllm:request_success_total"]
