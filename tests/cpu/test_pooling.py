@@ -371,3 +371,27 @@ def test_labels_behind_a_prompt_equal_transformers_beside_running_text(tmp_path:
         np.testing.assert_allclose(vector, expected[ids].numpy(), atol=1e-4)
         assert found.tokens()[f"t{i}"][0] == expected.argmax()
     assert run(runner, texts).tokens() == {f"t{i}": found.tokens()[f"t{i}"] for i in range(4)}
+
+
+@pytest.mark.real
+def test_minilm_equals_transformers() -> None:
+    from transformers import AutoModel
+
+    from sgla import Engine
+    from sgla.hub import demo
+
+    folder = demo.fetch("minilm")
+    texts = [
+        "Hello!",
+        "The weather is lovely today.",
+        "\u00c9t\u00e9, \u4e2d\u6587 \U0001f600",
+        "rivers and lakes " * 40,
+    ]
+    with Engine(str(folder), executor="inline", device="cpu", threads=1) as engine:
+        found = engine.embed(texts)
+        np.testing.assert_allclose(engine.embed(texts[1]), found[1], atol=1e-5)
+        ids = [engine.tokenizer.encode(text) for text in texts]
+    hf = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    for vector, prompt in zip(found, ids):
+        expected = hidden(hf, prompt).mean(0)
+        np.testing.assert_allclose(vector, (expected / expected.norm()).numpy(), atol=1e-4)
