@@ -53,6 +53,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], Doc(description="type of weights and KV cache")
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Doc(description="KV cache in dtype, or 8-bit (e4m3, on a GPU): twice the tokens, slightly different answers"),
+    ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4", "fp8"] | None,
         Doc(description="quantization of the weights at load: int8 and int4 on a CPU, fp8 on a GPU"),

@@ -82,6 +82,8 @@ def resolve(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
     encoder = model is not None and is_encoder(architecture(model))
+    if config.kv_cache_dtype == "fp8" and device == "cpu":
+        raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
     if config.deterministic and device == "cuda":
         check_deterministic(config)
     dtype = settle("dtype", choose_dtype(encoder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgla.attention.base import Attention, DeviceBatch, ExtendRows, Shape
+from sgla.attention.base import Attention, DeviceBatch, Extend, ExtendRows, Shape
 from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
 
@@ -18,6 +18,7 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
     """
     from sgla.attention import invariant
     from sgla.attention.flashinfer_ops import FlashInferExtend
+    from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode, TorchExtend
     from sgla.attention.triton_ops import TritonDecode, TritonExtend
@@ -38,13 +39,17 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
     no_flash, no_native = FlashInferExtend.refuses(shape), NativeDecode.refuses(shape)
     if name == "triton":
         return Attention(TritonDecode(shape), TritonExtend()), ["attention: triton, as asked"]
+    if name == "flashinfer" and shape.fp8_kv:
+        no_flash = no_flash or "it reads no 8-bit KV cache here"
     if name == "flashinfer" and no_flash:
         raise ConfigError(
             f"--attention-backend flashinfer cannot be used: {no_flash}; auto picks one that can",
             param="attention_backend",
         )
     decode = TritonDecode(shape) if no_native else NativeDecode(shape)
-    extend = TritonExtend() if no_flash else FlashInferExtend(shape, scale)
+    extend: Extend = TritonExtend() if no_flash else FlashInferExtend(shape, scale)
+    if shape.fp8_kv and not no_flash:
+        extend = WholeOrPaged(extend, TritonExtend())
     backend = Attention(decode, extend)
     reasons = [
         f"{what} not used: {why}"

@@ -29,6 +29,7 @@ class Shape(NamedTuple):
     windows: frozenset[int]
     softcap: float
     max_rows: int
+    fp8_kv: bool = False
     deterministic: bool = False
     context_len: int = 0
 

@@ -38,7 +38,7 @@ class InvariantDecode:
         n = batch.decode_rows
         return invariant.attend(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
-            scale, window, softcap, self._chunk, self._parts,
+            scale * kv.k_scale, window, softcap, self._chunk, self._parts, kv.v_scale,
         )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ class InvariantExtend:
         assert part is not None
         return invariant.attend(
             q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
-            scale, window, softcap, self._chunk,
+            scale * kv.k_scale, window, softcap, self._chunk, None, kv.v_scale,
         )  # fmt: skip
 
 

@@ -47,10 +47,10 @@ class NativeDecode:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
             attend_prefixes(
-                q, kv.k, kv.v, batch.page_table, items, valid, order, first, *self._parts, scale, softcap, self._processors
+                q, kv.k, kv.v, batch.page_table, items, valid, order, first, *self._parts, scale * kv.k_scale, softcap, self._processors
             )  # fmt: skip
             prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
-            projection, prefix,
+            projection, prefix, (kv.k_scale, kv.v_scale),
         )  # fmt: skip

@@ -25,8 +25,9 @@ class TritonDecode:
         n = batch.decode_rows
         splits = attention.splits_for(n, self._kv_heads, self._processors)
         return attention.decode(
-            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], scale, window, softcap, splits
-        )
+            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n],
+            scale * kv.k_scale, window, softcap, splits, kv.v_scale,
+        )  # fmt: skip
 
 
 class TritonExtend:
@@ -48,5 +49,6 @@ class TritonExtend:
         part = self._part
         assert part is not None
         return attention.extend(
-            q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles, scale, window, softcap
+            q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
+            scale * kv.k_scale, window, softcap, kv.v_scale,
         )  # fmt: skip

@@ -118,7 +118,7 @@ class LazyQuery:
         p = self.projection
         return elementwise.qk_norm_rope_store(
             self.qkv, self.positions, p.cos_sin, p.q_norm, p.k_norm, p.eps,
-            self.kv.k, self.kv.v, self.out_loc, self.in_place,
+            self.kv.k, self.kv.v, self.out_loc, self.in_place, (self.kv.k_scale, self.kv.v_scale),
         )  # fmt: skip
 
 

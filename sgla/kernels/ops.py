@@ -26,10 +26,13 @@ recorder: Recorder | None = None  # set by program.py for the duration of a reco
 
 @dataclass(slots=True)
 class KVLayer:
-    """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is contiguous."""
+    """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is contiguous.
+    Pages of float8_e4m3fn, on GPUs alone, are meant to be multiplied by the scales."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
     v: Tensor  # [pages, page_size, Hkv, hd]
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 class Norm(NamedTuple):
@@ -116,9 +119,21 @@ def qk_norm_rope_store(
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     page, offset = out_loc.long() // page_size, out_loc.long() % page_size
-    kv.k[page, offset] = k.to(kv.k.dtype)
-    kv.v[page, offset] = v.to(kv.v.dtype)
+    _store(kv.k, k, page, offset, kv.k_scale)
+    _store(kv.v, v, page, offset, kv.v_scale)
     return q.reshape(qkv.shape[0], -1)
+
+
+def _store(pages: Tensor, x: Tensor, page: Tensor, offset: Tensor, scale: float) -> None:
+    if pages.dtype == torch.float8_e4m3fn:
+        x, pages = (x.float() / scale).clamp(-448, 448).to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
+    pages[page, offset] = x.to(pages.dtype)
+
+
+def _load(pages: Tensor, which: Tensor, scale: float) -> Tensor:
+    if pages.dtype == torch.float8_e4m3fn:
+        return pages.view(torch.uint8)[which].view(pages.dtype).float() * scale
+    return pages[which].float()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -170,7 +185,8 @@ def _attend(
     pages = batch.page_table[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
     queries = q[tokens].view(len(rows), index.numel(), -1, dim).transpose(1, 2).float()
     keys, values = (
-        t[pages].reshape(len(rows), -1, kv_heads, dim).transpose(1, 2).float() for t in (kv.k, kv.v)
+        _load(t, pages, scale_of).reshape(len(rows), -1, kv_heads, dim).transpose(1, 2)
+        for t, scale_of in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
     )
     age = position[:, :, None] - torch.arange(keys.shape[2], device=q.device)
     seen = (age >= 0) & (age < window) if window else age >= 0

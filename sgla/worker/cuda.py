@@ -50,6 +50,8 @@ from sgla.worker.state import column
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
+CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
+E4M3_MAX = 448.0
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
@@ -135,6 +137,7 @@ class CudaRunner:
             windows=frozenset(spec.windows),
             softcap=spec.attention_softcap,
             max_rows=self.slots,
+            fp8_kv=config.kv_cache_dtype == "fp8",
             deterministic=config.deterministic,
             context_len=self.context_len + 1,
         )
@@ -148,6 +151,10 @@ class CudaRunner:
             )
         check_quantization(config.quantization or spec.quantization, spec.moe is not None)
         self._deterministic = config.deterministic
+        self._kv_dtype = self.dtype
+        if config.kv_cache_dtype == "fp8":
+            check_fp8(self.dtype)
+            self._kv_dtype = torch.float8_e4m3fn
         self.ops = gpu.install(self.attention, config.deterministic)
         free = torch.cuda.mem_get_info()[0]
         with torch.device("cuda"):
@@ -168,10 +175,14 @@ class CudaRunner:
     def _size(self, config: Config) -> None:
         """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
         spec = self.model.kv_spec()
-        page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self.dtype.itemsize
+        page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self._kv_dtype.itemsize
         self.tables = DeviceTables(self.slots, self.context_len, config.page_size)
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
-        self.kv = self._allocate(1, config.page_size)
+        self._scales = [(1.0, 1.0)] * spec.layers
+        if self._kv_dtype != self.dtype:
+            self._scales = self._measure_scales()
+            self.notes.append("KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens")
+        self.kv = self._allocate(1, config.page_size, self._kv_dtype)
         peak = self._activations()
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] - peak - RESERVE
@@ -184,7 +195,7 @@ class CudaRunner:
                 f"{config.context_length or config.page_size} tokens; lower --context-length or --step-tokens",
                 param="context_length",
             )
-        self.kv = self._allocate(int(pages), config.page_size)
+        self.kv = self._allocate(int(pages), config.page_size, self._kv_dtype)
         self.ledger |= {"activations": peak, "kv": int(pages) * page, "reserve": RESERVE}
         self.graphs, self.prompts = DecodeGraphs(self), PromptGraphs(self)
         self.facts = Facts(
@@ -200,12 +211,28 @@ class CudaRunner:
             notes=self.notes,
         )
 
-    def _allocate(self, pages: int, page_size: int) -> list[KVLayer]:
+    def _measure_scales(self) -> list[tuple[float, float]]:
+        """Scales that put the largest k and v of a random prompt at a half of what e4m3 can hold."""
+        tables, slot = self.tables, self.slots
+        count = min(CALIBRATION, self.step_tokens, self.context_len)
+        pages = -(-count // tables.page_size)
+        self.kv = self._allocate(pages + 1, tables.page_size, self.dtype)
+        tables.page_table[slot, :pages] = torch.arange(1, pages + 1, device="cuda")
+        ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
+        tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
+        batch = self._extend_batch(np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32))
+        gpu.force(self.model.forward(batch, self.kv))
+        tables.page_table[slot] = 0
+        most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
+        return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
+
+    def _allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
         """Tokens of one page and head lie together, so that a kernel reads them in one go. Zeros: see ``worker/kv.py``."""
         spec = self.model.kv_spec()
         shape = (spec.layers, 2, pages, spec.kv_heads, page_size, spec.head_dim)
-        pool = torch.zeros(shape, dtype=self.dtype, device="cuda").transpose(3, 4)
-        return [KVLayer(layer[0], layer[1]) for layer in pool]
+        pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
+        scales = self._scales if dtype == self._kv_dtype else [(1.0, 1.0)] * spec.layers
+        return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
 
     def _activations(self) -> int:
         """Peak bytes of the largest steps, all of whose rows write to the dummy page."""
@@ -444,6 +471,16 @@ def check_quantization(quantization: str | None, mixture: bool) -> None:
             f"{torch.cuda.get_device_name()} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer "
             "GPU; use bfloat16 weights, without --quantization fp8",
             param="quantization",
+        )
+
+
+def check_fp8(dtype: torch.dtype) -> None:
+    """Raise ConfigError if this GPU, or the model's type, cannot have an 8-bit KV cache."""
+    if torch.cuda.get_device_capability() < (8, 9) or dtype != torch.bfloat16:
+        raise ConfigError(
+            "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype bfloat16; "
+            "leave it out",
+            param="kv_cache_dtype",
         )
 
 

@@ -14,6 +14,10 @@
 //
 // CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them; their partial
 // results join the row's own when it is written.
+//
+// FP8: k and v are e4m3. A byte becomes a half-precision number by moving its bits, 2^-8 times too small, which the scales
+// make good; a word then holds two numbers of even and two of odd places, so places are permuted: of k's dims alike in q, of
+// v's dims in the output.
 #include "common.cuh"
 
 #ifndef HD
@@ -46,21 +50,27 @@
 #ifndef CASCADE
 #define CASCADE 0
 #endif
+#ifndef FP8
+#define FP8 0
+#endif
 
 constexpr int TILE = 16;
-constexpr int CHUNKS = HD / 8;             // 16-byte chunks of a token
-constexpr int TILE_BYTES = TILE * HD * 2;  // of K, and of V
+constexpr int ELEMENT = FP8 ? 1 : 2;       // bytes
+constexpr int TOKEN_BYTES = HD * ELEMENT;
+constexpr int CHUNKS = TOKEN_BYTES / 16;
+constexpr int TILE_BYTES = TILE * TOKEN_BYTES;  // of K, and of V
 constexpr int RING_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
 constexpr int ACC = HD / 16, THREADS = WARPS * 32;
 constexpr int EACH = (GROUP * HD + THREADS - 1) / THREADS;  // outputs of a thread
 constexpr int EARLY = CASCADE && EACH <= 8 ? 2 : 0;  // partial results of a prefix that are fetched before they are needed
 constexpr int BATCH = 64;  // partial results merged at a time
 constexpr float NEG = -1e30f;
+constexpr float PREFIX_UNIT = FP8 ? 1.f / 256 : 1.f;  // prefixes' results are in units of what is stored
 
 struct Params {
   const bf16* q;          // [R, q_stride]; FUSED: q heads, k heads, v heads of a row, else q heads
-  bf16* k;                // page p, head h, token i at p * page_stride + h * head_stride + i * HD
-  bf16* v;
+  unsigned char* k;       // element (page p, head h, token i) at p * page_stride + h * head_stride + i * HD
+  unsigned char* v;
   bf16* out;              // [R, Hkv * GROUP * HD]
   const int* page_table;  // [slots, table_stride]
   const int* slots;       // [R]
@@ -80,6 +90,7 @@ struct Params {
   int q_stride, table_stride, rows, kv_heads, window;
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
+  float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's times 2^8
 };
 
 struct Cursor {  // a place in the block's list of tiles
@@ -140,7 +151,39 @@ struct Borders {
 
 __device__ __forceinline__ float round_bf(float x) { return lo2f(pack2(x, 0.f)); }
 
-// q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T: q[i][j] is dim 16 i + 2 t + (0, 1, 8, 9)[j].
+// Two floats as bf16, or as fp16 with FP8: what the tensor cores take.
+__device__ __forceinline__ u32 pack_operand(float lo, float hi) {
+  if (!FP8) return pack2(lo, hi);
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (!FP8) return mma(d, a0, a1, a2, a3, b0, b1);
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Bytes 0 and 2, or 1 and 3, of a word of e4m3 as fp16, 2^-8 times as large.
+__device__ __forceinline__ u32 even_halves(u32 x) { return (x << 8 & 0x80008000u) | (x << 7 & 0x3f803f80u); }
+__device__ __forceinline__ u32 odd_halves(u32 x) { return (x & 0x80008000u) | (x >> 1 & 0x3f803f80u); }
+__device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
+  unsigned short r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+// Where a 16-byte chunk of a token lies in a tile, so that 8 tokens' same chunks are in different banks.
+__device__ __forceinline__ u32 in_tile_at(int row, int chunk) {
+  return row * TOKEN_BYTES + (CHUNKS >= 8 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3)) * 16;
+}
+// The first of two dims that lane t holds as number j of the q fragment of 16 dims.
+__device__ __forceinline__ int q_dim(int t, int j) { return FP8 ? t * 4 + j * 2 : t * 2 + j * 8; }
+// Its four numbers as fragment.
+__device__ __forceinline__ void q_fragment(u32 (&qf)[2], float x0, float x1, float x2, float x3) {
+  qf[0] = FP8 ? pack_operand(x0, x2) : pack_operand(x0, x1);
+  qf[1] = FP8 ? pack_operand(x1, x3) : pack_operand(x2, x3);
+}
+
+// q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T.
 __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int position, int t, bool live, u32 (&qf)[ACC][2]) {
   float x[ACC][4];
   float sum = 0.f;
@@ -148,7 +191,7 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
   for (int i = 0; i < ACC; ++i)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const u32 v = live ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2 + j * 8) : 0;
+      const u32 v = live ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, j)) : 0;
       x[i][2 * j] = lo2f(v);
       x[i][2 * j + 1] = hi2f(v);
       sum += x[i][2 * j] * x[i][2 * j] + x[i][2 * j + 1] * x[i][2 * j + 1];
@@ -161,25 +204,32 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
     for (int i = 0; i < ACC; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float2 w = *reinterpret_cast<const float2*>(p.q_norm + i * 16 + t * 2 + j * 8);
+        const float2 w = *reinterpret_cast<const float2*>(p.q_norm + i * 16 + q_dim(t, j));
         x[i][2 * j] = round_bf(x[i][2 * j] * f * w.x);
         x[i][2 * j + 1] = round_bf(x[i][2 * j + 1] * f * w.y);
       }
   }
-  const float* table = p.cos_sin + (long long)position * HD + t * 2;
+  const float* table = p.cos_sin + (long long)position * HD;
 #pragma unroll
-  for (int i = 0; i < ACC / 2; ++i)
+  for (int i = 0; i < ACC / 2; ++i) {
+    float a[4], b[4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float2 c = *reinterpret_cast<const float2*>(table + i * 16 + j * 8);
-      const float2 s = *reinterpret_cast<const float2*>(table + HD / 2 + i * 16 + j * 8);
+      const float2 c = *reinterpret_cast<const float2*>(table + i * 16 + q_dim(t, j));
+      const float2 s = *reinterpret_cast<const float2*>(table + HD / 2 + i * 16 + q_dim(t, j));
       const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + ACC / 2][2 * j], b1 = x[i + ACC / 2][2 * j + 1];
-      qf[i][j] = pack2(a0 * c.x - b0 * s.x, a1 * c.y - b1 * s.y);
-      qf[i + ACC / 2][j] = pack2(b0 * c.x + a0 * s.x, b1 * c.y + a1 * s.y);
+      a[2 * j] = a0 * c.x - b0 * s.x;
+      a[2 * j + 1] = a1 * c.y - b1 * s.y;
+      b[2 * j] = b0 * c.x + a0 * s.x;
+      b[2 * j + 1] = b1 * c.y + a1 * s.y;
     }
+    q_fragment(qf[i], a[0], a[1], a[2], a[3]);
+    q_fragment(qf[i + ACC / 2], b[0], b[1], b[2], b[3]);
+  }
 }
 
 // The new token's k, normalised and rotated: this lane's dims are lane * PAIRS + j and HD / 2 further.
+// As it is stored.
 constexpr int PAIRS = HD / 64;
 __device__ __forceinline__ void prepare_k(const Params& p, const bf16* k, int position, int lane, bf16 (&out)[2][PAIRS]) {
   float x[2][PAIRS];
@@ -204,8 +254,9 @@ __device__ __forceinline__ void prepare_k(const Params& p, const bf16* k, int po
 #pragma unroll
   for (int j = 0; j < PAIRS; ++j) {
     const float c = table[j], s = table[HD / 2 + j];
-    out[0][j] = f2bf(x[0][j] * c - x[1][j] * s);
-    out[1][j] = f2bf(x[1][j] * c + x[0][j] * s);
+    const float a = x[0][j] * c - x[1][j] * s, b = x[1][j] * c + x[0][j] * s;
+    out[0][j] = FP8 ? to_e4m3(a * p.k_inverse, 0.f) : f2bf(a);
+    out[1][j] = FP8 ? to_e4m3(b * p.k_inverse, 0.f) : f2bf(b);
   }
 }
 
@@ -271,9 +322,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
       for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
         const int i = j * 32 + lane, row = i / CHUNKS, chunk = i % CHUNKS;
         const u32 bytes = tile * TILE + row < in.len - FUSED ? 16 : 0;  // FUSED: the last token is not there yet
-        const u32 to = dst + row * (HD * 2) + ((chunk ^ (row & 7)) * 16);
-        cp_async16(to, p.k + base + i * 8, bytes);
-        cp_async16(to + TILE_BYTES, p.v + base + i * 8, bytes);
+        const u32 to = dst + in_tile_at(row, chunk);
+        cp_async16(to, p.k + base * ELEMENT + i * 16, bytes);
+        cp_async16(to + TILE_BYTES, p.v + base * ELEMENT + i * 16, bytes);
       }
       in_tile += WARPS;
       advance_producer();
@@ -293,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
     u32 qf[ACC][2];
     const bf16* q = p.q + (long long)at.row * p.q_stride + (at.head * GROUP + g) * HD;
     bf16 new_k[2][PAIRS] = {};
-    uint4 new_v = {};
+    uint4 new_v = {};  // FP8: its first half
     int new_tile = -1;  // the tile of this warp that lacks the new token
     if (FUSED) {
       prepare_q(p, q, at.len - 1, t, g < GROUP, qf);
@@ -306,17 +357,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
-          for (int j = 0; j < PAIRS; ++j) p.k[place + h * (HD / 2) + lane * PAIRS + j] = new_k[h][j];
-        if (lane < CHUNKS) {
+          for (int j = 0; j < PAIRS; ++j) {
+            const long long d = place + h * (HD / 2) + lane * PAIRS + j;
+            if (FP8) p.k[d] = (unsigned char)new_k[h][j]; else reinterpret_cast<bf16*>(p.k)[d] = new_k[h][j];
+          }
+        if (lane < HD / 8) {
           new_v = *reinterpret_cast<const uint4*>(fresh + p.kv_heads * HD + lane * 8);
-          *reinterpret_cast<uint4*>(p.v + place + lane * 8) = new_v;
+          if (FP8) {
+            const float f = p.v_inverse;
+            auto four = [&](u32 a, u32 b) {
+              return u32(to_e4m3(lo2f(a) * f, hi2f(a) * f)) | u32(to_e4m3(lo2f(b) * f, hi2f(b) * f)) << 16;
+            };
+            new_v = {four(new_v.x, new_v.y), four(new_v.z, new_v.w), 0, 0};
+            *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {new_v.x, new_v.y};
+          } else {
+            *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = new_v;
+          }
         }
       }
     } else {
 #pragma unroll
       for (int i = 0; i < ACC; ++i) {
-        qf[i][0] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2) : 0;
-        qf[i][1] = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + t * 2 + 8) : 0;
+        const u32 a = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 0)) : 0;
+        const u32 b = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 1)) : 0;
+        qf[i][0] = FP8 ? pack_operand(lo2f(a), lo2f(b)) : a;
+        qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
       }
     }
     const bool whole = at.tile == 0 && at.end == tiles;
@@ -334,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         early_m[i][j] = NEG;
         if (whole && i < prefixes && e < GROUP * HD) {
           const long long k = prefix(i, e / HD);
-          early[i][j] = p.prefix[k * HD + e % HD];
+          early[i][j] = p.prefix[k * HD + e % HD] * PREFIX_UNIT;
           early_m[i][j] = p.prefix_ml[2 * k];
           early_l[i][j] = p.prefix_ml[2 * k + 1];
         }
@@ -356,22 +421,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
 #pragma unroll
           for (int j = 0; j < PAIRS; ++j) {
             const int d = h * (HD / 2) + lane * PAIRS + j;
-            const u32 to = kt + row * (HD * 2) + ((d / 8 ^ (row & 7)) * 16) + d % 8 * 2;
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(new_k[h][j]) : "memory");
+            const u32 to = kt + in_tile_at(row, d * ELEMENT / 16) + d * ELEMENT % 16;
+            if (FP8) asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "h"(new_k[h][j]) : "memory");
+            else asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(new_k[h][j]) : "memory");
           }
-        if (lane < CHUNKS) {
-          const u32 to = vt + row * (HD * 2) + ((lane ^ (row & 7)) * 16);
-          asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(new_v.x), "r"(new_v.y), "r"(new_v.z), "r"(new_v.w) : "memory");
+        if (lane < HD / 8) {
+          const u32 to = vt + in_tile_at(row, lane * ELEMENT / 2) + (FP8 ? lane % 2 * 8 : 0);
+          if (FP8) asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(new_v.x), "r"(new_v.y) : "memory");
+          else asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(new_v.x), "r"(new_v.y), "r"(new_v.z), "r"(new_v.w) : "memory");
         }
         __syncwarp();
       }
       float s[4] = {};
       const int r = lane & 15, half = lane >> 4;
 #pragma unroll
-      for (int i = 0; i < ACC; ++i) {
+      for (int i = 0; i < CHUNKS / 2; ++i) {
         u32 a[4];
-        ldmatrix(a, kt + r * (HD * 2) + (((2 * i + half) ^ (r & 7)) * 16));
-        mma(s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
+        ldmatrix(a, kt + in_tile_at(r, 2 * i + half));
+        if constexpr (FP8) {
+          multiply(s, even_halves(a[0]), even_halves(a[1]), odd_halves(a[0]), odd_halves(a[1]), qf[2 * i][0], qf[2 * i][1]);
+          multiply(s, even_halves(a[2]), even_halves(a[3]), odd_halves(a[2]), odd_halves(a[3]), qf[2 * i + 1][0], qf[2 * i + 1][1]);
+        } else {
+          multiply(s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
+        }
       }
       const int token = (tile + at.first) * TILE + g;
 #pragma unroll
@@ -407,13 +479,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
       const float p0 = exp2_fast(s[0] - b0), p1 = exp2_fast(s[1] - b1), p2 = exp2_fast(s[2] - b0), p3 = exp2_fast(s[3] - b1);
       l0 += p0 + p2;
       l1 += p1 + p3;
-      const u32 w0 = movmatrix(pack2(p0, p1)), w1 = movmatrix(pack2(p2, p3));
+      const u32 w0 = movmatrix(pack_operand(p0, p1)), w1 = movmatrix(pack_operand(p2, p3));
       const int vr = (lane & 7) + (lane >> 4) * 8, vc = (lane >> 3) & 1;
 #pragma unroll
-      for (int i = 0; i < ACC; ++i) {
+      for (int i = 0; i < CHUNKS / 2; ++i) {
         u32 a[4];
-        ldmatrix_trans(a, vt + vr * (HD * 2) + (((2 * i + vc) ^ (vr & 7)) * 16));
-        mma(o[i], a[0], a[1], a[2], a[3], w0, w1);
+        ldmatrix_trans(a, vt + in_tile_at(vr, 2 * i + vc));
+        if constexpr (FP8) {
+          multiply(o[2 * i], even_halves(a[0]), odd_halves(a[0]), even_halves(a[2]), odd_halves(a[2]), w0, w1);
+          multiply(o[2 * i + 1], even_halves(a[1]), odd_halves(a[1]), even_halves(a[3]), odd_halves(a[3]), w0, w1);
+        } else {
+          multiply(o[i], a[0], a[1], a[2], a[3], w0, w1);
+        }
       }
       __syncwarp();
     }
@@ -433,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
     for (int i = 0; i < ACC; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int head = t * 2 + (j & 1), d = i * 16 + g + (j >= 2 ? 8 : 0);
+        const int head = t * 2 + (j & 1), d = i * 16 + (FP8 ? g * 2 + j / 2 : g + j / 2 * 8);
         if (head < GROUP) merge_o[(warp * GROUP + head) * HD + d] = o[i][j];
       }
     __syncthreads();
@@ -464,9 +541,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         for (int i = 0; i < EARLY; ++i) join(early_m[i][j], early_l[i][j], early[i][j]);
         for (int i = EARLY; i < prefixes; ++i) {
           const long long k = prefix(i, head);
-          join(p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1], p.prefix[k * HD + e % HD]);
+          join(p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1], p.prefix[k * HD + e % HD] * PREFIX_UNIT);
         }
-        out[e] = f2bf(x / l);
+        out[e] = f2bf(x / l * (FP8 ? p.v_scale : 1.f));
       } else {
         __stcg(p.part + (long long)my_slot * GROUP * HD + e, x);
         if (e % HD == 0) {
@@ -533,9 +610,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
           const int e = j * THREADS + threadIdx.x;
           for (int i = 0; i < prefixes && e < GROUP * HD; ++i) {
             const long long o = prefix(i, e / HD);
-            x[j] += exp2_fast(p.prefix_ml[2 * o] - merge_ml[e / HD * 2]) * p.prefix[o * HD + e % HD];
+            x[j] += exp2_fast(p.prefix_ml[2 * o] - merge_ml[e / HD * 2]) * p.prefix[o * HD + e % HD] * PREFIX_UNIT;
           }
-          if (e < GROUP * HD) out[e] = f2bf(x[j] * merge_ml[e / HD * 2 + 1]);
+          if (e < GROUP * HD) out[e] = f2bf(x[j] * merge_ml[e / HD * 2 + 1] * (FP8 ? p.v_scale : 1.f));
         }
       }
     }

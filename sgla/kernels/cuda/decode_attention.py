@@ -14,7 +14,10 @@ from sgla.kernels.cuda.build import Kernel
 TILE = 16  # tokens; ``cum`` counts these
 STAGES = 3
 WARPS, BLOCKS = 4, 2  # of a block; of a multiprocessor
-SHORT_WARPS, SHORT_BLOCKS = 2, 4  # for many pairs whose prefix is taken off, so that few tiles are left of each
+SHORT_WARPS, SHORT_BLOCKS = (
+    2,
+    4,
+)  # for many pairs whose prefix is taken off, so that few tiles are left of each
 P = ctypes.c_void_p
 
 
@@ -46,7 +49,7 @@ class _Params(ctypes.Structure):
         ("page_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")),
     )
 
 
@@ -95,8 +98,10 @@ def _kernel(
     min_tiles: int,
     fused: bool,
     cascade: bool,
+    fp8: bool,
 ) -> Kernel:
-    ring = warps * stages * 2 * TILE * head_dim * 2
+    stages += 2 * fp8  # of half the size
+    ring = warps * stages * 2 * TILE * head_dim * (1 if fp8 else 2)
     merge = warps * group * head_dim * 4 + warps * 8 * 2 * 4
     defines = {"HD": head_dim, "GROUP": group, "WARPS": warps, "STAGES": stages}
     defines |= {
@@ -105,6 +110,7 @@ def _kernel(
         "MIN_TILES": min_tiles,
         "FUSED": int(fused),
         "CASCADE": int(cascade),
+        "FP8": int(fp8),
     }
     return Kernel("decode_attention.cu", "decode_attention", defines, ring + merge)
 
@@ -136,11 +142,13 @@ class DecodeAttention:
         softcap: float = 0.0,
         projection: Projection | None = None,
         prefix: PrefixParts | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
         """q bf16 ``[R, Hq * hd]`` -> the same shape; with ``projection`` q is ``[R, (Hq + 2 Hkv) * hd]`` as it comes from the
         linear layer, and the new token's k and v are written to the pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
         are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window and without those
-        that ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are."""
+        that ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, or e4m3 to be multiplied by
+        ``kv_scales``."""
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
@@ -168,10 +176,14 @@ class DecodeAttention:
             *(prefix or (None, None, None, None)),
         )
         log2e = 1.4426950408889634
+        fp8, (k_scale, v_scale) = k.dtype == torch.float8_e4m3fn, kv_scales
+        unit = 256.0 if fp8 else 1.0  # what the kernel multiplies by is so much smaller
+        scale = scale * k_scale * unit
         params = _Params(
             *(None if t is None else t.data_ptr() for t in tensors),
             k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), q.shape[0], kv_heads, window, eps,
             scale / softcap if softcap else scale * log2e, softcap * log2e,
+            1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
         short = prefix is not None and q.shape[0] * kv_heads >= self._processors * SHORT_BLOCKS
         warps, blocks = (SHORT_WARPS, SHORT_BLOCKS) if short else (WARPS, BLOCKS)
@@ -185,6 +197,7 @@ class DecodeAttention:
             self.min_tiles,
             projection is not None,
             prefix is not None,
+            fp8,
         )
         kernel.launch(self._processors * blocks, warps * 32, params)
         return out

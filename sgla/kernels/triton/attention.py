@@ -27,7 +27,7 @@ def _score(s, scale, softcap, SOFTCAP: tl.constexpr):
 @triton.jit
 def _decode(
     q, k, v, page_table, slots, kv_len, out, part, part_ml,
-    s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, softcap, window,
+    s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -52,7 +52,7 @@ def _decode(
         live = n < end
         page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
-        keys = tl.load(k + place[None, :] + d[:, None], mask=live[None, :], other=0.0)
+        keys = tl.load(k + place[None, :] + d[:, None], mask=live[None, :], other=0.0).to(query.dtype)
         s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
         s = tl.where(live[None, :], s, NEG)
         new_top = tl.maximum(top, tl.max(s, 1))
@@ -60,11 +60,11 @@ def _decode(
         p = tl.where(live[None, :], p, 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        values = tl.load(v + place[:, None] + d[None, :], mask=live[:, None], other=0.0)
-        acc = acc * fade[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        values = tl.load(v + place[:, None] + d[None, :], mask=live[:, None], other=0.0).to(query.dtype)
+        acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
-        result = acc / tl.maximum(total, 1e-30)[:, None]
+        result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
         tl.store(out + at[:, None] * HD + d[None, :], result, mask=m[:, None] < GROUP)
     else:
         slice_ = at * splits + split
@@ -74,7 +74,7 @@ def _decode(
 
 
 @triton.jit
-def _merge(part, part_ml, out, splits, HD: tl.constexpr):
+def _merge(part, part_ml, out, splits, v_scale, HD: tl.constexpr):
     """Join the splits of one query head."""
     head = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HD)
@@ -91,13 +91,13 @@ def _merge(part, part_ml, out, splits, HD: tl.constexpr):
         total = total * old + share * new
         acc = acc * old + x * new
         top = new_top
-    tl.store(out + head * HD + d, acc / tl.maximum(total, 1e-30))
+    tl.store(out + head * HD + d, acc / tl.maximum(total, 1e-30) * v_scale)
 
 
 @triton.jit
 def _extend(
     q, k, v, page_table, slots, q_start, kv_len, tiles, out,
-    s_page, s_token, s_head, table_stride, page_size, q_heads, scale, softcap, window,
+    s_page, s_token, s_head, table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tl.program_id(0), tl.program_id(1)
@@ -125,7 +125,7 @@ def _extend(
         n = start + tl.arange(0, BLOCK_N)
         page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
-        keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0)
+        keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0).to(query.dtype)
         s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
         seen = n[None, :] <= position[:, None]
         if window > 0:
@@ -135,10 +135,10 @@ def _extend(
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0)
-        acc = acc * fade[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0).to(query.dtype)
+        acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
-    result = acc / tl.maximum(total, 1e-30)[:, None]
+    result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
     tl.store(out + at[:, None] + d[None, :], result, mask=i[:, None] < q_len)
 
 
@@ -158,8 +158,11 @@ def decode(
     window: int = 0,
     softcap: float = 0.0,
     splits: int = 1,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """One query token a row: q ``[R, Hq * hd]`` -> ``[R, Hq * hd]``; k, v ``[pages, page_size, Hkv, hd]``.
+
+    Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -174,12 +177,12 @@ def decode(
     factor, cap = scales(scale, softcap)
     _decode[(rows, kv_heads, splits)](
         q, k, v, page_table, slots, kv_len, out, part, part_ml,
-        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor, cap, window,
+        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), BLOCK=64 if dim <= 128 else 32,
         SOFTCAP=softcap > 0, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        _merge[(heads,)](part, part_ml, out, splits, HD=dim, num_warps=1)
+        _merge[(heads,)](part, part_ml, out, splits, v_scale, HD=dim, num_warps=1)
     return out
 
 
@@ -211,15 +214,17 @@ def extend(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
-    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from ``extend_tiles``."""
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from ``extend_tiles``;
+    ``v_scale`` as in ``decode``."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = q.shape[1] // dim
     out = torch.empty_like(q)
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, page_table, slots, q_start, kv_len, tiles, out,
-        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, cap, window,
+        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale, cap, window,
         HD=dim, GROUP=q_heads // kv_heads, BLOCK_M=BLOCK_M, BLOCK_N=64 if dim <= 128 else 32, SOFTCAP=softcap > 0,
         num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -31,14 +31,14 @@ def _tokens(
     at = tl.minimum(n, end - 1) if MASKED else n
     page = tl.load(pages + at // PAGE).to(tl.int64)
     place = page * s_page + (at % PAGE) * s_token + head_place
-    keys = tl.load(k + place[None, :] + d[:, None])
+    keys = tl.load(k + place[None, :] + d[:, None]).to(query.dtype)
     s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
     if MASKED:
         s = tl.where(n[None, :] < end, s, NEG)
     new_top = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new_top[:, None])
     fade = tl.exp2(top - new_top)
-    values = tl.load(v + place[:, None] + d[None, :])
+    values = tl.load(v + place[:, None] + d[None, :]).to(query.dtype)
     acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
     return new_top, total * fade + tl.sum(p, 1), acc
 

@@ -19,6 +19,12 @@ def _begin(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def _saturate(x):
+    """To the range of e4m3."""
+    return tl.minimum(tl.maximum(x, -448.0), 448.0)
+
+
 @cache
 def _pdl() -> dict[str, bool]:
     """Launch options for programmatic dependent launch, where the GPU has it."""
@@ -89,6 +95,8 @@ def _qk_norm_rope_store(
     out_loc,
     q_out,
     eps,
+    k_inverse,
+    v_inverse,
     s_out,
     q_heads,
     kv_heads,
@@ -104,6 +112,7 @@ def _qk_norm_rope_store(
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: HB heads of one token, all of q, or all of k, or all of v."""
@@ -125,6 +134,8 @@ def _qk_norm_rope_store(
     if kind == 2:
         d = tl.arange(0, HD)[None, :]
         v = tl.load(source + d, mask=live[:, None])
+        if FP8:
+            v = _saturate(v.to(tl.float32) * v_inverse)
         tl.store(v_pages + page + head[:, None] * s_head + d, v, mask=live[:, None])
         return
     half: tl.constexpr = ROT // 2
@@ -169,6 +180,8 @@ def _qk_norm_rope_store(
             tl.store(source + half + i[None, :], rb, mask=mask)
             if ROT < HD and HAS_K_NORM:
                 tl.store(source + ROT + j[None, :], rest, mask=rest_mask)
+        if FP8:
+            ra, rb, rest = _saturate(ra * k_inverse), _saturate(rb * k_inverse), _saturate(rest * k_inverse)
         target = k_pages + page + head[:, None] * s_head
         tl.store(target + i[None, :], ra, mask=mask)
         tl.store(target + half + i[None, :], rb, mask=mask)
@@ -230,9 +243,10 @@ def qk_norm_rope_store(
     v: Tensor,
     out_loc: Tensor,
     in_place: bool = False,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous. ``in_place``: q and k are
-    also changed in ``qkv``, whose first columns are returned."""
+    also changed in ``qkv``, whose first columns are returned. ``scales``: of k and v in e4m3 pages."""
     tokens = qkv.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -251,6 +265,8 @@ def qk_norm_rope_store(
         out_loc,
         out,
         eps,
+        1 / scales[0],
+        1 / scales[1],
         out.stride(0),
         q_heads,
         kv_heads,
@@ -266,6 +282,7 @@ def qk_norm_rope_store(
         HAS_Q_NORM=q_norm is not None,
         HAS_K_NORM=k_norm is not None,
         IN_PLACE=in_place,
+        FP8=k.dtype == torch.float8_e4m3fn,
         num_warps=2,
         **_pdl(),
     )

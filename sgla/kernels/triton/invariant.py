@@ -93,7 +93,7 @@ def _join(top, total, acc, other_top, other_total, other_acc):
 @triton.jit
 def _attend(
     q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
-    s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, softcap, window, chunk, chunks,
+    s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, v_scale, softcap, window, chunk, chunks,
     SPLIT: tl.constexpr, HD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def _attend(
             n = start + tl.arange(0, BLOCK)
             page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
             place = page * s_page + (n % page_size) * s_token + head * s_head
-            keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0)
+            keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0).to(query.dtype)
             s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
             seen = n[None, :] <= position[:, None]
             if window > 0:
@@ -143,8 +143,8 @@ def _attend(
             p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
             fade = tl.exp2(own_top - new_top)
             own_total = tl.fma(own_total, fade, tl.sum(p, 1))
-            values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0)
-            own = tl.dot(p.to(values.dtype), values, own * fade[:, None], input_precision="ieee")
+            values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0).to(query.dtype)
+            own = tl.dot(p.to(query.dtype), values, own * fade[:, None], input_precision="ieee")
             own_top = new_top
         top, total, acc = _join(top, total, acc, own_top, own_total, own)
     if SPLIT:
@@ -154,13 +154,13 @@ def _attend(
         tl.store(part_ml + place * 2, top, mask=used)
         tl.store(part_ml + place * 2 + 1, total, mask=used)
     else:
-        result = acc / tl.maximum(total, 1e-30)[:, None]
+        result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
         at = ((begin + i).to(tl.int64) * kv_heads * GROUP + q_head) * HD
         tl.store(out + at[:, None] + d[None, :], result, mask=live[:, None])
 
 
 @triton.jit
-def _merge(part, part_ml, kv_len, out, heads, window, chunk, chunks, HD: tl.constexpr):
+def _merge(part, part_ml, kv_len, out, heads, v_scale, window, chunk, chunks, HD: tl.constexpr):
     """Join the chunks of one query head of a decode row."""
     index = tl.program_id(0).to(tl.int64)
     length = tl.load(kv_len + index // heads)
@@ -178,7 +178,7 @@ def _merge(part, part_ml, kv_len, out, heads, window, chunk, chunks, HD: tl.cons
         top, total, acc = _join(
             top, total, acc, tl.load(part_ml + place * 2), tl.load(part_ml + place * 2 + 1), x
         )
-    tl.store(out + index * HD + d[None, :], acc / tl.maximum(total, 1e-30)[:, None])
+    tl.store(out + index * HD + d[None, :], acc / tl.maximum(total, 1e-30)[:, None] * v_scale)
 
 
 def tile_tokens(group: int) -> int:
@@ -205,9 +205,10 @@ def attend(
     softcap: float,
     chunk: int,
     parts: tuple[Tensor, Tensor] | None = None,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from ``tiles_of``; ``chunk`` a
-    multiple of BLOCK, always the same.
+    multiple of BLOCK, always the same; ``v_scale`` as in ``attention.decode``.
 
     With ``parts``, float32 ``[T, Hq, chunks, hd]`` and ``[T, Hq, chunks, 2]``, all rows have one query token, and programs of
     their own attend to the chunks of a row.
@@ -221,7 +222,7 @@ def attend(
     part, part_ml = parts if parts is not None else (out, out)
     _attend[(tiles.shape[0], kv_heads, chunks)](
         q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
-        q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, factor, cap, window,
+        q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, factor, v_scale, cap, window,
         chunk, chunks,
         SPLIT=parts is not None, HD=dim, GROUP=group, ROWS=ROWS, BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
         SOFTCAP=softcap > 0, num_warps=4, num_stages=2,
@@ -229,7 +230,7 @@ def attend(
     if parts is not None:
         heads = kv_heads * group
         _merge[(tokens * heads,)](
-            part, part_ml, kv_len, out, heads, window, chunk, chunks, HD=dim, num_warps=1
+            part, part_ml, kv_len, out, heads, v_scale, window, chunk, chunks, HD=dim, num_warps=1
         )
     return out
 
