@@ -9,17 +9,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
+from local_server import Local, local_server
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from sgla.actors.system import System
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.http.app import make_app
 from sgla.http.serve import start_tracing
 from sgla.observe.tracing import Tracing, otlp_processor
 
@@ -30,17 +28,12 @@ PHASES = ["tokenize", "queue", "prefill", "decode"]
 class Traced:
     """A server that exports into memory."""
 
-    def __init__(self, url: str, exporter: InMemorySpanExporter) -> None:
-        self._url = url
+    def __init__(self, local: Local, exporter: InMemorySpanExporter) -> None:
+        self._local = local
         self._exporter = exporter
 
     async def post(self, path: str, body: Any, **headers: str) -> int:
-        async with (
-            aiohttp.ClientSession(self._url, headers=headers) as client,
-            client.post(path, json=body) as response,
-        ):
-            await response.read()
-            return response.status
+        return (await self._local.post(path, body, **headers))[0]
 
     async def spans(self, count: int) -> list[ReadableSpan]:
         """The first ``count`` spans, phases in their order, the request last."""
@@ -54,17 +47,10 @@ class Traced:
 
 @pytest.fixture
 async def server(tiny_model: Path) -> AsyncIterator[Traced]:
-    config = Config(model=str(tiny_model), executor="fake")
-    system = System(config)
     exporter = InMemorySpanExporter()
-    system.metrics.tracing = Tracing(SimpleSpanProcessor(exporter), "tiny")
-    await system.start()
-    runner = web.AppRunner(make_app(system.ingress, config, system.metrics), handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield Traced(f"http://127.0.0.1:{runner.addresses[0][1]}", exporter)
-    await system.close()
-    await runner.cleanup()
+    tracing = Tracing(SimpleSpanProcessor(exporter), "tiny")
+    async with local_server(tracing, model=str(tiny_model)) as local:
+        yield Traced(local, exporter)
 
 
 def of(span: ReadableSpan) -> dict[str, Any]:
