@@ -109,8 +109,37 @@ __device__ __forceinline__ float block_sum(float v) {
   return v;
 }
 
+// What `finish` needs beside the sum, loaded before the wait for it.
+struct Ahead {
+#if NORM
+  float4 weight[VECS][2];
+  uint4 residual[VECS];
+#endif
+  __device__ __forceinline__ void load_weight(const Params& p) {
+#if NORM
+#pragma unroll
+    for (int k = 0; k < VECS; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < p.width) {
+        weight[k][0] = ((const float4*)p.weight)[2 * i];
+        weight[k][1] = ((const float4*)p.weight)[2 * i + 1];
+      }
+    }
+#endif
+  }
+  __device__ __forceinline__ void load_residual(const Params& p, int row) {
+#if NORM
+#pragma unroll
+    for (int k = 0; k < VECS; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < p.width) residual[k] = p.residual[(long long)row * p.width + i];
+    }
+#endif
+  }
+};
+
 // What becomes of the sum of a row.
-__device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS][8]) {
+__device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS][8], const Ahead& ahead) {
   const long long base = (long long)row * p.width;
 #if NORM
   float square = 0.f;
@@ -118,7 +147,7 @@ __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS
   for (int k = 0; k < VECS; k++) {
     const int i = threadIdx.x + k * THREADS;
     if (i < p.width) {
-      add(v[k], p.residual[base + i]);
+      add(v[k], ahead.residual[k]);
       const uint4 h = round8(v[k]);
       p.residual[base + i] = h;
 #pragma unroll
@@ -135,7 +164,7 @@ __device__ __forceinline__ void finish(const Params& p, int row, float (&v)[VECS
     const int i = threadIdx.x + k * THREADS;
     if (i < p.width) {
 #if NORM
-      const float4 lo = ((const float4*)p.weight)[2 * i], hi = ((const float4*)p.weight)[2 * i + 1];
+      const float4 lo = ahead.weight[k][0], hi = ahead.weight[k][1];
       const float w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
       for (int j = 0; j < 8; j++) v[k][j] *= scale * w[j];
@@ -174,10 +203,11 @@ __device__ __forceinline__ uint4* inbox(const Params& p, int rank) {
   return found;
 }
 
-__device__ __forceinline__ void one_shot(const Params& p, long long half) {
+__device__ __forceinline__ void one_shot(const Params& p, long long half, Ahead& ahead) {
   if (blockIdx.x < p.rows) share(p, blockIdx.x, half);
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
     if (row + gridDim.x < p.rows) share(p, row + gridDim.x, half);
+    ahead.load_residual(p, row);
     float v[VECS][8];
 #pragma unroll
     for (int k = 0; k < VECS; k++) {
@@ -186,11 +216,11 @@ __device__ __forceinline__ void one_shot(const Params& p, long long half) {
       if (i < p.width)
         collect(v[k], p.x[at], inbox(p, p.rank) + half + at, (long long)p.rows * p.width, p.rank);
     }
-    finish(p, row, v);
+    finish(p, row, v, ahead);
   }
 }
 
-__device__ __forceinline__ void two_shot(const Params& p, long long half) {
+__device__ __forceinline__ void two_shot(const Params& p, long long half, Ahead& ahead) {
   const long long each = (p.rows + RANKS - 1) / RANKS * p.width, sums = half + RANKS * each;
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const int owner = row % RANKS;
@@ -202,6 +232,7 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half) {
   float v[VECS][8];
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
     if (row % RANKS != p.rank) continue;
+    ahead.load_residual(p, row);
 #pragma unroll
     for (int k = 0; k < VECS; k++) {
       const int i = threadIdx.x + k * THREADS;
@@ -217,10 +248,11 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half) {
         add(v[k], sum);  // what the others get
       }
     }
-    finish(p, row, v);
+    finish(p, row, v, ahead);
   }
   for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
     if (row % RANKS == p.rank) continue;
+    ahead.load_residual(p, row);
 #pragma unroll
     for (int k = 0; k < VECS; k++) {
       const int i = threadIdx.x + k * THREADS;
@@ -238,19 +270,22 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half) {
         add(v[k], sum);
       }
     }
-    finish(p, row, v);
+    finish(p, row, v, ahead);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) all_reduce(Params p) {
+// At least 1024 threads on a multiprocessor: the launcher counts on it.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_reduce(Params p) {
+  Ahead ahead;
+  ahead.load_weight(p);  // which no kernel before this one writes
   pdl_wait();
   pdl_launch();
   const u32 call = p.state[0];
   const long long half = (call & 1) * p.half;
 #if TWO_SHOT
-  two_shot(p, half);
+  two_shot(p, half, ahead);
 #else
-  one_shot(p, half);
+  one_shot(p, half, ahead);
 #endif
   end_call(p.state, call);
 }
