@@ -141,7 +141,9 @@ def test_activations_keep_three_bits_of_mantissa() -> None:
     x[2] = 0.0
     q, scale = fp8.quantize(x)
     error = (q.float() * scale[:, None] - x).abs()
-    # half of the last of three bits, and of the smallest number; Triton's interpreter cuts off, and has no subnormals
-    relative, smallest = (2**-4, 2**-10) if device == "cuda" else (2**-3, 2**-6)
-    assert bool((error <= 1.001 * (x.abs() * relative + scale[:, None] * smallest)).all())
+    # half of the last of three bits, and of the smallest number
+    fits = error <= 1.001 * (x.abs() * 2**-4 + scale[:, None] * 2**-10)
+    if device == "cpu":  # Triton's interpreter loses the carry where rounding reaches a power of two
+        fits |= (x / scale[:, None]).frexp().mantissa.abs() > 31 / 32
+    assert bool(fits.all())
     assert torch.equal(q[2].float(), torch.zeros(96, device=device))
