@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--quantization")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
@@ -186,6 +187,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         load_format="dummy",
         context_length=8192,
         attention_backend=args.backend,
+        quantization=args.quantization,
     )
     source = open_source(args.model, "dummy")
     runner = CudaRunner(config, source, rank, args.tp, folder, lambda progress: None)
@@ -196,6 +198,8 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         "model": Path(args.model).name,
         "context": args.context,
     }
+    if args.quantization:
+        base["quantization"] = args.quantization
     start = {
         "s": round(time.perf_counter() - begun, 2),
         "timings": runner.facts.timings,
