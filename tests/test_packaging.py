@@ -66,7 +66,7 @@ def test_sgla_commands_in_the_readme_parse() -> None:
     found = [
         words for block in blocks("README.md", "bash") for words in commands(block) if words[0] == "sgla"
     ]
-    assert {words[1] for words in found} == {"serve", "chat", "bench", "explain", "doctor"}
+    assert {words[1] for words in found} == {"serve", "chat", "bench", "explain", "doctor", "replay"}
     for words in found:
         args = parse(words[1:])
         assert (ROOT / (getattr(args, "config", None) or "README.md")).is_file()
@@ -242,12 +242,12 @@ def declared(*extras: str) -> set[str]:
     }
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "flashinfer": "flashinfer_python"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "flashinfer": "flashinfer_python", "opentelemetry": "opentelemetry_sdk"}
 THROUGH_OTHERS = {"tqdm", "triton"}  # huggingface_hub needs tqdm, a CUDA build of torch needs triton
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    for folder, extras in (("sgla", ("cuda",)), ("tests", ("test",))):
+    for folder, extras in (("sgla", ("cuda", "otel")), ("tests", ("test",))):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}
         assert names - THROUGH_OTHERS <= declared(*extras), folder
 

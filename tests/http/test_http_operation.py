@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from aiohttp.http_exceptions import LineTooLong
 from http_site import Serve, Site
-from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgla.bench.load import Target
@@ -135,7 +134,7 @@ def test_what_is_no_http_is_logged_without_its_headers() -> None:
 
 async def test_headers_and_slow_bodies_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, count, size in (("Authorization", 1, 20_000), ("X-Many", 2000, 1)):
-        headers = CIMultiDict((name, "a" * size) for _ in range(count))
+        headers = [(name, "a" * size)] * count
         async with site.http.get("/version", headers=headers) as response:
             assert response.status == 400
     monkeypatch.setattr(wire, "BODY_SECONDS", 0.05)
