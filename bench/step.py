@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--quantization")
+    parser.add_argument("--extra", default="{}", help="more settings, as JSON")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
@@ -187,6 +188,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         load_format="dummy",
         context_length=8192,
         attention_backend=args.backend,
+        **json.loads(args.extra),
         quantization=args.quantization,
     )
     source = open_source(args.model, "dummy")

@@ -45,8 +45,8 @@ class KVShape(NamedTuple):
     head_dim: int
     positions: int | None  # the model's own limit
 
-    def bytes_per_token(self, dtype: str) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
+    def bytes_per_token(self, dtype: str, kv_cache_dtype: str = "auto") -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * (1 if kv_cache_dtype == "fp8" else BYTES[dtype])
 
 
 def resolve(
@@ -114,7 +114,8 @@ def resolve(
     else:
         room = settle("kv_cache_bytes", choose_kv_bytes(machine, cuda, model, dtype, config))
     if model and not encoder:
-        settle("context_length", choose_context(kv_shape(model), dtype, room * config.tp))
+        per_token = kv_shape(model).bytes_per_token(dtype, config.kv_cache_dtype)
+        settle("context_length", choose_context(kv_shape(model).positions, room * config.tp // per_token))
     elif config.context_length is None and not encoder:
         reasons["context_length"] = "the model's own limit, or what the KV cache holds"
     if not config.served_model_name:
@@ -173,11 +174,11 @@ def choose_kv_bytes(
     return Choice(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
 
 
-def choose_context(shape: KVShape, dtype: str, kv_bytes: int) -> Choice:
-    room = kv_bytes // shape.bytes_per_token(dtype)
-    if shape.positions is None or room < shape.positions:
+def choose_context(positions: int | None, room: int) -> Choice:
+    """``room``: tokens that the KV cache holds."""
+    if positions is None or room < positions:
         return Choice(room, "what the KV cache holds; --kv-cache-bytes gives more")
-    return Choice(shape.positions, "the model's own limit")
+    return Choice(positions, "the model's own limit")
 
 
 def architecture(model: Mapping[str, Any]) -> str:

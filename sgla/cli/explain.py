@@ -38,7 +38,7 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     weights = weight_bytes(model, config.dtype, config.quantization)
     if config.kv_cache_bytes is None:  # an encoder
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
-    per_token = kv_shape(model).bytes_per_token(config.dtype)
+    per_token = kv_shape(model).bytes_per_token(config.dtype, config.kv_cache_dtype)
     kv = (config.kv_cache_bytes or 0) * config.tp
     pages = kv // (per_token * config.page_size)
     return {
