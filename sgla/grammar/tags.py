@@ -48,13 +48,16 @@ def _first_form(spec: dict[str, Json]) -> list[dict[str, Json]]:
     ]
 
 
+ANY_TEXT = r"/(.|\n)*/"
+
+
 class _Writer:
     """Rules named as they come. Methods return a Lark expression."""
 
     def __init__(self, special: dict[str, int], json_options: dict[str, Any]) -> None:
         self._special = special
         self._json_options = json_options
-        self._rules = ["TEXT: /(.|\\n)*/"]
+        self._rules = [f"TEXT: {ANY_TEXT}"]
         self._grammars: list[dict[str, Json]] = []
         self._pieces = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
@@ -65,6 +68,11 @@ class _Writer:
     def rule(self, expression: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def terminal(self, expression: str) -> str:
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
         return name
 
     def text(self, text: str) -> str:
@@ -131,8 +139,14 @@ class _Writer:
         """``begin``: what of it is still to come."""
         content, end = spec.get("content", {"type": "any_text"}), _text(spec, "end")
         head = self.text(_text(spec, "begin") if begin is None else begin)
-        if isinstance(content, dict) and content.get("type") == "any_text" and end:
+        kind = content.get("type") if isinstance(content, dict) else None
+        if kind == "any_text" and end:
             return f"{head} {self.upto(end)}"
+        if kind == "regex" and end and not self._pieces.search(end):
+            # Lazy, because ``end`` may be what the expression would go on with; and without an ``end`` inside.
+            inside = self.terminal(f"{ANY_TEXT} {_quoted(end)} {ANY_TEXT}")
+            both = self.terminal(f"{self.format(content)} & ~{inside}")
+            return f"{head} {self.rule(f'{both} {_quoted(end)}', '[lazy]')}"
         return f"{head} {self.format(content)} {self.text(end)}"
 
     def _triggered_tags(self, spec: dict[str, Json]) -> str:

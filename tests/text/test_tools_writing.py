@@ -7,18 +7,21 @@ import random
 import re
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 from test_tools import calls_of
 from tool_writers import NAMES, TOOLS, WRITERS, Calls
 
+from sgla.errors import UnsupportedField
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.messages import Grammar
 from sgla.text.tools.families import BY_NAME, FAMILIES, Dialect
 from sgla.text.tools.parser import OutputParser
+from sgla.text.tools.raw import whole
 
 FORCED = [family.name for family in FAMILIES if Dialect(family).writing is not None]
 CALLS: Calls = [("find", {"text": 'a "b" </x> é', "any": [1], "n": None}), ("get.it", {})]
@@ -150,3 +153,72 @@ def test_harmony_may_think_before_it_calls() -> None:
     text = thought + WRITERS["gpt-oss"](CALLS[:1])
     assert Matching("gpt-oss", calls_spec("gpt-oss"), True).takes(text)
     assert not Matching("gpt-oss", calls_spec("gpt-oss"), True).takes(thought)
+
+
+XML = ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "seed_oss"]
+
+
+def tool_with(schema: Any, **more: Any) -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], **more}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("family", XML)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^[a-c]{2,3}$"},
+        {"type": "string", "pattern": "^(x|yy)$"},
+        {"type": "string", "minLength": 2, "maxLength": 4},
+        {"type": "string", "format": "date"},
+        {"type": "string", "format": "uuid"},
+        {"type": "string", "const": "it is"},
+        {"type": ["string", "null"], "enum": ["x y", "z"]},
+    ],
+)
+def test_strings_without_quotes_fit_their_schema(family: str, schema: dict[str, Any]) -> None:
+    tools = tool_with(schema)
+    matching = Matching(family, calls_spec(family, tools, once=True), special=False)
+    valid = jsonschema_rs.validator_for(schema, validate_formats=True).is_valid
+    for seed in range(4):
+        matching.matcher.reset()
+        parser = OutputParser(matching.dialect, tools)
+        text = matching.write(seed)
+        ((name, arguments),) = calls_of(parser.feed(text) + parser.close())
+        assert name == "f"
+        assert valid(json.loads(arguments)["a"]), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "format": "hostname"}, "format"),
+        ({"type": "string", "pattern": "^a|b$"}, "pattern"),
+        ({"type": "string", "pattern": "a", "minLength": 3}, "minLength"),
+        ({"type": "string", "not": {"const": "x"}}, "not"),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, "anyOf"),
+    ],
+)
+def test_what_a_string_without_quotes_cannot_honour_is_refused(schema: Any, keyword: str) -> None:
+    with pytest.raises(UnsupportedField, match=f"'{keyword}'.* argument 'a'"):
+        calls_spec("qwen3_coder", tool_with(schema))
+    calls_spec("hermes", tool_with(schema))
+
+
+@pytest.mark.parametrize("more", [{"anyOf": [{"required": ["a"]}]}, {"minProperties": 1}])
+def test_what_elements_cannot_honour_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedField, match=next(iter(more))):
+        calls_spec("glm45", tool_with({"type": "string"}, **more))
+
+
+@pytest.mark.parametrize("pattern", ["b+", "^ab?", "a$", "^(a|b)+$", "a|bb", r"[$^|]\^?\$", "", "^$"])
+def test_a_pattern_for_the_whole_text_is_found_where_the_pattern_is(pattern: str) -> None:
+    found = whole(pattern)
+    assert found is not None
+    for text in ("", "a", "b", "ab", "ba", "bba", "abab", "$", "|^$", "x\na", "a\nx"):
+        assert bool(re.fullmatch(found, text)) == bool(re.search(pattern, text)), (pattern, text)
+
+
+@pytest.mark.parametrize("pattern", ["^a|b", "a|b$", "a^b", "(^a|b)", "a$b"])
+def test_anchors_inside_of_a_pattern_are_not_understood(pattern: str) -> None:
+    assert whole(pattern) is None

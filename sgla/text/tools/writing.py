@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgla.text.tools.calls import kinds_of
+from sgla.text.tools.raw import KEYWORDS, expression, refused
 from sgla.text.tools.xml import STRING, Shape
 
 Tag = dict[str, Any]
@@ -82,8 +83,20 @@ def arguments(schema: dict[str, Any]) -> Tag:
     return {"type": "json_schema", "json_schema": schema}
 
 
+WHOLE = (
+    *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas"),
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties"),
+)  # keywords of an object that elements say nothing of
+
+
 def elements(shape: Shape, schema: dict[str, Any]) -> Tag:
-    """An element for each property, in the schema's order; those that are not required may be left out."""
+    """An element for each property, in the schema's order; those that are not required may be left out.
+
+    Raises UnsupportedField for a keyword that cannot be honoured.
+    """
+    for key in WHOLE:
+        if key in schema:
+            raise refused("all of them", key)
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
@@ -96,16 +109,32 @@ def elements(shape: Shape, schema: dict[str, Any]) -> Tag:
 def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any]) -> Tag:
     kinds = kinds_of(schema)
     line = "\n" if shape.lines else ""
-    content: Tag
-    if isinstance(schema, dict) and isinstance(schema.get("enum"), list) and kinds == STRING:
-        content = {"type": "or", "elements": [constant(value) for value in schema["enum"]]}
-    elif kinds == STRING or ("string" in kinds and not shape.key_ends):
-        content = {"type": "any_text"}
-    else:
-        content = arguments({**schema, **definitions} if isinstance(schema, dict) else {})
     key_end = next(
         (end for end, kind in shape.key_ends.items() if (kind == STRING) == (kinds == STRING)), shape.key[1]
     )
     gap = "\n" if shape.value[0] else ""
     begin = f"{shape.key[0]}{name}{key_end}{gap}{shape.value[0]}{line}"
+    if kinds == STRING or ("string" in kinds and not shape.key_ends):
+        content = raw_text(name, schema)
+    else:
+        content = arguments({**schema, **definitions} if isinstance(schema, dict) else {})
     return tag(begin, content, f"{line}{shape.value[1]}\n")
+
+
+def raw_text(name: str, schema: dict[str, Any]) -> Tag:
+    """A string without quotes; of several types, whatever their text is."""
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return {"type": "or", "elements": [constant(text) for text in texts]}
+    found = expression(schema, name) if constrained(schema) else None
+    return {"type": "any_text"} if found is None else {"type": "regex", "pattern": found}
+
+
+def constrained(schema: Any) -> bool:
+    """Whether it says more of a string than that it is one."""
+    if not isinstance(schema, dict):
+        return False
+    branches = [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]
+    rest = (*KEYWORDS, "allOf", "not", "if", "$ref", "$dynamicRef", "enum", "const")
+    return any(key in schema for key in rest) or any(map(constrained, branches))

@@ -1,0 +1,96 @@
+"""Strings that are written without quotes: a JSON Schema of one as a regular expression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgla.errors import UnsupportedField
+
+ANY = r"(.|\n)"
+_DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"  # without the days that not every month has
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": f"{_DAY}T{_TIME}",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+}
+LENGTHS = ("minLength", "maxLength")
+KEYWORDS = ("pattern", "format", *LENGTHS)
+COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef")
+
+
+def expression(schema: dict[str, Any], name: str) -> str | None:
+    """A regular expression, for the whole text, of what ``schema`` allows; None: anything.
+
+    Raises UnsupportedField that names the keyword of argument ``name`` which cannot be honoured.
+    """
+    wanted = [key for key in KEYWORDS if key in schema]
+    lengths = [key for key in LENGTHS if key in schema]
+    for key in COMBINED:
+        if key in schema:
+            raise refused(name, key)
+    if not wanted:
+        return None
+    if wanted == lengths:
+        return f"{ANY}{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+    if len(wanted) > 1:
+        raise refused(name, wanted[1], f" beside {wanted[0]!r}")
+    found = FORMATS.get(schema["format"]) if wanted == ["format"] else whole(str(schema["pattern"]))
+    if found is None:
+        raise refused(name, wanted[0], f" {schema[wanted[0]]!r}")
+    return found
+
+
+def refused(name: str, keyword: str, more: str = "") -> UnsupportedField:
+    return UnsupportedField(
+        f"tools: JSON Schema keyword {keyword!r}{more} of the argument {name!r} is not supported in calls that must fit "
+        "their schema, as this model writes them; leave it out, or let the model choose with tool_choice auto",
+        param="tools",
+    )
+
+
+def whole(pattern: str) -> str | None:
+    """``pattern``, which may be found anywhere in a text, as one for the whole text; None for anchors inside of it."""
+    marks = outside_classes(pattern)
+    begins, ends = marks[:1] == [(0, "^")], marks[-1:] == [(len(pattern) - 1, "$")]
+    inner = marks[begins : len(marks) - ends]
+    split = any(mark == "|" for _, mark in inner) and depth_zero(pattern, [at for at, m in inner if m == "|"])
+    if any(mark in "^$" for _, mark in inner) or (split and (begins or ends)):
+        return None
+    body = pattern[begins : len(pattern) - ends]
+    return f"{'' if begins else ANY + '*'}({body}){'' if ends else ANY + '*'}"
+
+
+def outside_classes(pattern: str) -> list[tuple[int, str]]:
+    """The places of ``^``, ``$`` and ``|`` that are neither escaped nor in a class."""
+    marks, at, inside = [], 0, False
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 1
+        elif char == "]":
+            inside = False
+        elif char == "[":
+            inside = True
+        elif not inside and char in "^$|":
+            marks.append((at, char))
+        at += 1
+    return marks
+
+
+def depth_zero(pattern: str, places: list[int]) -> bool:
+    """Whether one of ``places`` is outside of all groups."""
+    depth, at = 0, 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 1
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif at in places and depth == 0:
+            return True
+        at += 1
+    return False
