@@ -19,6 +19,7 @@ namespace {
 constexpr int BLOCK = 64;
 constexpr int SEGMENT = 256;
 constexpr int TASK_ROWS = 96;
+constexpr int FEW_ROWS = 4;  // up to here K and V are used as they come, without a copy in scratch
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -32,7 +33,7 @@ struct Shape {
         scale(i.f[0]), softcap(i.f[1]), bf16(i.a[2]) {}
 
   int64_t max_rows() const { return std::max<int64_t>(group, TASK_ROWS / group * group); }
-  int64_t state_size() const { return max_rows() * (width + 2); }
+  int64_t state_size() const { return max_rows() * width + 2 * round_up(max_rows(), LANES); }
 };
 
 // Online softmax of some rows: maxima, sums, and unnormalized outputs as panels [width / 32][rows][32].
@@ -41,10 +42,10 @@ struct State {
   int64_t rows, panels;
 
   State(float* memory, int64_t rows, int64_t width)
-      : m(memory), l(m + rows), o(l + rows), rows(rows), panels(width / PANEL) {}
+      : m(memory), l(m + round_up(rows, LANES)), o(l + round_up(rows, LANES)), rows(rows), panels(width / PANEL) {}
 
   void clear() {
-    std::fill(m, m + rows, -INFINITY);
+    std::fill(m, l, -INFINITY);
     std::fill(l, l + rows, 0.0f);
     std::fill(o, o + panels * rows * PANEL, 0.0f);
   }
@@ -79,8 +80,9 @@ struct Task {
   const QueryBlock& q;
   int64_t head;  // kv head
   int64_t rows;
-  // Of the block at hand and the one after it, whose rows are fetched while this one is computed: they are too short and too
-  // far apart for the hardware to see them coming.
+  const Task* following = nullptr;
+  // Of the block at hand and the one after it, also that of the following task, whose rows are fetched while this one is
+  // computed: they are too short and too far apart for the hardware to see them coming.
   int64_t offsets[BLOCK], next[BLOCK];
   float *queries, *keys, *values, *scores, *weights, *tops, *state, *segment;
 
@@ -93,7 +95,7 @@ struct Task {
     values = take(BLOCK * s.width);
     scores = take(s.max_rows() * BLOCK);
     weights = take(s.max_rows() * BLOCK);
-    tops = take(s.max_rows());
+    tops = take(round_up(s.max_rows(), LANES));
     state = take(s.state_size());
     segment = take(s.state_size());
   }
@@ -108,13 +110,18 @@ struct Task {
   }
 
   // Where tokens [at, at + count) of the row begin, in elements.
-  void locate(int64_t at, int64_t count, int64_t* places) {
+  void locate(int64_t at, int64_t count, int64_t* places) const {
     const int32_t* pages = c.step->page_table + c.step->slots[q.row] * c.step->max_pages;
     int64_t size = c.step->page_size, page = at / size, offset = at % size;
     for (int64_t t = 0; t < count; page++, offset = 0) {
       int64_t place = pages[page] * i.a[3] + offset * i.a[4] + head * i.a[5];
       for (; offset < size && t < count; offset++, t++, place += i.a[4]) places[t] = place;
     }
+  }
+
+  void locate_first(int64_t* places) const {
+    int64_t at = begin() / BLOCK * BLOCK;
+    locate(at, std::min<int64_t>(BLOCK, end() - at), places);
   }
 
   static vf widen(const float* p) { return load(p); }
@@ -165,32 +172,103 @@ struct Task {
     }
   }
 
-  // o += weights times V read in place: for few rows.
+  // scores = queries times K for few rows: 16 tokens at a time are transposed in registers. Sums run over the dims in order,
+  // as in rows_times_panel.
   template <class E, int MR>
-  void add_values(const E* base, int64_t count, State& state) {
-    for (int64_t p = 0; p < state.panels; p++) {
-      Tile<MR> acc;
-      acc.load_from(state.o + p * MR * PANEL, false);
-      for (int64_t t = 0; t < count; t++) {
-        vf b[NV];
-        UNROLL for (int j = 0; j < NV; j++) b[j] = widen(base + offsets[t] + p * PANEL + j * LANES);
-        prefetch(base + next[t] + p * PANEL);
-        UNROLL for (int m = 0; m < MR; m++) {
-          vf a = splat(weights[m * BLOCK + t]);
-          UNROLL for (int j = 0; j < NV; j++) acc.v[m][j] += a * b[j];
+  void score_few(const E* base, int64_t count) {
+    for (int64_t t = count; t < round_up(count, LANES); t++) offsets[t] = offsets[0];
+    for (int64_t t = 0; t < count; t += LANES) {
+      const int64_t *from = offsets + t, *then = next + t;
+      vf acc[MR] = {};
+      int64_t d = 0;
+      for (; d + LANES * 4 / (int64_t)sizeof(E) <= s.dim; d += LANES * 4 / sizeof(E)) {
+        vf r[LANES];
+        UNROLL for (int j = 0; j < LANES; j++) {
+          r[j] = load((const float*)(base + from[j] + d));
+          prefetch(base + then[j] + d);
+        }
+        transpose(r);
+        UNROLL for (int j = 0; j < LANES; j++) add_key<MR>(acc, d, j, r[j], base);
+      }
+      for (; d < s.dim; d++) {
+        vf v;
+        for (int j = 0; j < LANES; j++) v[j] = widen1(base + from[j] + d);
+        UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d]) * v;
+      }
+      UNROLL for (int m = 0; m < MR; m++) store(scores + (t / PANEL * MR + m) * PANEL + t % PANEL, acc[m]);
+    }
+  }
+
+  template <int MR>
+  INLINE void add_key(vf* acc, int64_t d, int j, vf v, const float*) {
+    UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d + j]) * v;
+  }
+  template <int MR>
+  INLINE void add_key(vf* acc, int64_t d, int j, vf v, const uint16_t*) {
+    vf even = as_float((vi)v << 16), odd = as_float((vi)v & (int32_t)0xffff0000);
+    UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d + 2 * j]) * even;
+    UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d + 2 * j + 1]) * odd;
+  }
+
+  // o += weights times V for few rows, P panels of dims at a time. bfloat16 is summed up with even and odd dims apart.
+  template <class E, int MR, int P>
+  void add_few(const E* base, int64_t count, State& state, int64_t panel) {
+    constexpr int PAIRS = PANEL / (2 * LANES);
+    vf acc[MR][P][PAIRS][2];
+    auto out = [&](int m, int p, int i) { return state.o + ((panel + p) * MR + m) * PANEL + i * 2 * LANES; };
+    UNROLL for (int m = 0; m < MR; m++)
+      UNROLL for (int p = 0; p < P; p++)
+        UNROLL for (int i = 0; i < PAIRS; i++) {
+          acc[m][p][i][0] = load(out(m, p, i));
+          acc[m][p][i][1] = load(out(m, p, i) + LANES);
+          if (sizeof(E) == 2) deinterleave(acc[m][p][i]);
+        }
+    for (int64_t t = 0; t < count; t++) {
+      const E *x = base + offsets[t] + panel * PANEL, *then = base + next[t] + panel * PANEL;
+      UNROLL for (int p = 0; p < P; p++) {
+        prefetch(then + p * PANEL);
+        if (sizeof(E) == 4) prefetch(then + p * PANEL + PANEL / 2);
+        UNROLL for (int i = 0; i < PAIRS; i++) {
+          vf b[2];
+          load_pair(x + p * PANEL + i * 2 * LANES, b);
+          UNROLL for (int m = 0; m < MR; m++)
+            UNROLL for (int h = 0; h < 2; h++) acc[m][p][i][h] += splat(weights[m * BLOCK + t]) * b[h];
         }
       }
-      acc.store_to(state.o + p * MR * PANEL);
     }
+    UNROLL for (int m = 0; m < MR; m++)
+      UNROLL for (int p = 0; p < P; p++)
+        UNROLL for (int i = 0; i < PAIRS; i++) {
+          if (sizeof(E) == 2) interleave(acc[m][p][i]);
+          store(out(m, p, i), acc[m][p][i][0]);
+          store(out(m, p, i) + LANES, acc[m][p][i][1]);
+        }
+  }
+
+  static INLINE void load_pair(const float* p, vf* v) {
+    v[0] = load(p);
+    v[1] = load(p + LANES);
+  }
+  static INLINE void load_pair(const uint16_t* p, vf* v) {
+    vi raw = load_int(p);
+    v[0] = as_float(raw << 16);
+    v[1] = as_float(raw & (int32_t)0xffff0000);
+  }
+
+  template <class E, int MR>
+  void add_few(const E* base, int64_t count, State& state) {
+    int64_t p = 0;
+    for (; p + 2 <= state.panels; p += 2) add_few<E, MR, 2>(base, count, state, p);
+    if (p < state.panels) add_few<E, MR, 1>(base, count, state, p);
   }
 
   template <class E>
   void add_weighted(const E* base, int64_t count, State& state) {
-    if (s.dim == s.width && rows <= 4) {
-      if (rows == 1) return add_values<E, 1>(base, count, state);
-      if (rows == 2) return add_values<E, 2>(base, count, state);
-      if (rows == 3) return add_values<E, 3>(base, count, state);
-      return add_values<E, 4>(base, count, state);
+    if (s.dim == s.width && rows <= FEW_ROWS) {
+      if (rows == 1) return add_few<E, 1>(base, count, state);
+      if (rows == 2) return add_few<E, 2>(base, count, state);
+      if (rows == 3) return add_few<E, 3>(base, count, state);
+      return add_few<E, 4>(base, count, state);
     }
     load_values(base, count);
     for (int64_t p = 0; p < state.panels; p++)
@@ -218,36 +296,49 @@ struct Task {
     return max_of(top);
   }
 
-  // The new maximum ``m`` of row r: weights become exp(score - m), earlier sums decay.
-  INLINE void soften(State& state, int64_t r, float m) {
+  // New maxima of all rows; ``tops`` become what earlier sums are to be multiplied with.
+  void raise(State& state) {
+    for (int64_t r = 0; r < rows; r += LANES) {
+      vf old = load(state.m + r), m = vmax(old, load(tops + r));
+      store(state.m + r, m);
+      store(tops + r, vexp(m == splat(-INFINITY) ? m : old - m));
+    }
+  }
+
+  // Weights of row r become exp(score - maximum); earlier sums decay.
+  INLINE void soften(State& state, int64_t r) {
     float* w = weights + r * BLOCK;
-    vf total{};
+    vf total{}, m = splat(state.m[r] == -INFINITY ? 0.0f : state.m[r]);  // a row that has seen nothing has no maximum
     UNROLL for (int t = 0; t < BLOCK; t += LANES) {
       vf e = vexp(load(w + t) - m);
       total += e;
       store(w + t, e);
     }
-    float decay = state.m[r] == m ? 1.0f : std::exp(state.m[r] - m);
+    float decay = tops[r];
     state.l[r] = state.l[r] * decay + sum(total);
-    state.m[r] = m;
     if (decay != 1.0f) state.scale_row(r, decay);
   }
 
   template <class E>
-  void attend_block(State& state, int64_t at, int64_t count, const E* k, const E* v) {
-    load_keys(k, count);
+  void score(const E* base, int64_t count) {
+    if (rows == 1) return score_few<E, 1>(base, count);
+    if (rows == 2) return score_few<E, 2>(base, count);
+    if (rows == 3) return score_few<E, 3>(base, count);
+    if (rows == FEW_ROWS) return score_few<E, FEW_ROWS>(base, count);
+    load_keys(base, count);
     for (int64_t p = 0; p * PANEL < count; p++)
       rows_times_panel<Kernels<F32, MAX_MR>::pick>(
           queries, s.dim, (uint8_t*)(keys + p * s.dim * PANEL), s.dim, rows, scores + p * rows * PANEL, true);
+  }
+
+  template <class E>
+  void attend_block(State& state, int64_t at, int64_t count, const E* k, const E* v) {
+    score(k, count);
     // In two passes, so that the maxima of many rows are in flight at once.
     for (int64_t t = 0, r = 0; t < q.count; t++)
       for (int64_t h = 0; h < s.group; h++, r++) tops[r] = mask(r, q.position + t, at, count);
-    for (int64_t r = 0; r < rows; r++) {
-      if (tops[r] == -INFINITY)
-        std::fill(weights + r * BLOCK, weights + (r + 1) * BLOCK, 0.0f);
-      else
-        soften(state, r, std::max(state.m[r], tops[r]));
-    }
+    raise(state);
+    for (int64_t r = 0; r < rows; r++) soften(state, r);
     add_weighted(v, count, state);
   }
 
@@ -259,7 +350,10 @@ struct Task {
       int64_t count = std::min<int64_t>(BLOCK, stop - at);
       locate(at, count, offsets);
       std::fill(next, next + BLOCK, offsets[0]);
-      locate(at + BLOCK, std::min<int64_t>(BLOCK, end() - at - BLOCK), next);
+      if (at + BLOCK < end())
+        locate(at + BLOCK, std::min<int64_t>(BLOCK, end() - at - BLOCK), next);
+      else if (following)
+        following->locate_first(next);
       if (s.bf16)
         attend_block(state, at, count, (const uint16_t*)i.a[6], (const uint16_t*)i.a[7]);
       else
@@ -274,12 +368,13 @@ struct Task {
       float scale = 1.0f / state.l[r];
       float* y = c.at(i.out[0]) + token * width + h * s.dim;
       uint16_t* y16 = (uint16_t*)c.at(i.out[0]) + token * ld + h * s.dim;
-      for (int64_t d = 0; d < s.dim; d++) {
-        float v = state.o[(d / PANEL * rows + r) * PANEL + d % PANEL] * scale;
+      for (int64_t p = 0; p < state.panels; p++) {
+        const float* o = state.o + (p * rows + r) * PANEL;
+        int64_t count = std::min<int64_t>(PANEL, s.dim - p * PANEL);
         if (i.a[8])
-          y16[d] = to_bf16(v);
+          for (int64_t d = 0; d < count; d++) y16[p * PANEL + d] = to_bf16(o[d] * scale);
         else
-          y[d] = v;
+          for (int64_t d = 0; d < count; d++) y[p * PANEL + d] = o[d] * scale;
       }
     }
     if (i.a[8] && width != ld)
@@ -346,7 +441,9 @@ void run_attention(Context& c, const Instr& i) {
   // The longest histories first: they are the last query blocks of each row.
   int64_t tasks = blocks.size() * s.kv_heads;
   spread(c, 0, tasks, [&](int64_t n) {
-    int64_t task = tasks - 1 - n;
-    Task(c, i, s, blocks[task / s.kv_heads], task % s.kv_heads).run();
+    int64_t at = tasks - 1 - n, next = std::max<int64_t>(0, at - 1);
+    Task task(c, i, s, blocks[at / s.kv_heads], at % s.kv_heads), following(c, i, s, blocks[next / s.kv_heads], next % s.kv_heads);
+    task.following = &following;
+    task.run();
   });
 }

@@ -18,10 +18,13 @@ enum Op : int32_t {
   GATHER,
   ARGMAX,
   TO_BF16,
+  SELF_ATTENTION,
+  LAYER_NORM,
+  ACTIVATE,
 };
 
 enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED };
-enum Act : int64_t { NONE, SILU, GELU_TANH };
+enum Act : int64_t { NONE, SILU, GELU_TANH, GELU, RELU };
 
 struct Instr {
   int32_t op;
@@ -102,6 +105,9 @@ void run_act_mul(Context& c, const Instr& i);
 void run_gather(Context& c, const Instr& i);
 void run_argmax(Context& c, const Instr& i);
 void run_to_bf16(Context& c, const Instr& i);
+void run_self_attention(Context& c, const Instr& i);
+void run_layer_norm(Context& c, const Instr& i);
+void run_activate(Context& c, const Instr& i);
 void run_linear(Context& c, const Instr& i);
 void run_attention(Context& c, const Instr& i);
 

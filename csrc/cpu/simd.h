@@ -72,9 +72,10 @@ INLINE float max_of(vf v) {
 
 // exp to about 1 ulp: 2^n * polynomial in the rest (the degree-6 minimax of Cephes); exactly 0 below -87.
 INLINE vf vexp(vf x) {
-  const vf magic = splat(12582912.0f);
+  const vf magic = splat(12582912.0f);  // its last bits are the integer that was added
   vf y = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
-  vf n = (y * 1.44269504088896341f + magic) - magic;
+  vf shifted = y * 1.44269504088896341f + magic;
+  vf n = shifted - magic;
   vf r = y - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
@@ -83,10 +84,25 @@ INLINE vf vexp(vf x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  vi e = (__builtin_convertvector(n, vi) + 127) << 23;
-  vf v = p * as_float(e);
+  p = p * (r * r) + r + 1.0f;
+  vf v = as_float((vi)p + ((vi)shifted << 23));
   return x < -87.0f ? vf{} : v;
+}
+
+// Values of a pair of vectors at even places, then those at odd places; and back.
+INLINE void deinterleave(vf* v) {
+  vi even, odd;
+  UNROLL for (int j = 0; j < LANES; j++) even[j] = 2 * j, odd[j] = 2 * j + 1;
+  vf a = v[0], b = v[1];
+  v[0] = __builtin_shuffle(a, b, even);
+  v[1] = __builtin_shuffle(a, b, odd);
+}
+INLINE void interleave(vf* v) {
+  vi low, high;
+  UNROLL for (int j = 0; j < LANES; j++) low[j] = j / 2 + j % 2 * LANES, high[j] = LANES / 2 + j / 2 + j % 2 * LANES;
+  vf a = v[0], b = v[1];
+  v[0] = __builtin_shuffle(a, b, low);
+  v[1] = __builtin_shuffle(a, b, high);
 }
 
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
@@ -108,8 +124,12 @@ INLINE float from_bf16(uint16_t h) {
 
 // LANES bf16 values.
 INLINE vf load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   typedef uint16_t half_vector __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
   return (vf)(__builtin_convertvector(*(const half_vector*)p, vu) << 16);
+#endif
 }
 
 // Finite values only: a NaN may come out as infinity.
