@@ -77,16 +77,19 @@ def anonymous_mib() -> int:
     return int(found[1]) >> 10 if found else 0
 
 
-def load(source: ModelSource, shard: Shard) -> tuple[float, int]:
-    """Seconds, and MiB of host memory more than before."""
+def load(source: ModelSource, shard: Shard) -> tuple[float, int, int]:
+    """Seconds, bytes of this rank's weights, and MiB of host memory more than before."""
+    torch.cuda.synchronize()
+    allocated = torch.cuda.memory_allocated()
     before, begun = anonymous_mib(), time.perf_counter()
     with torch.device("cuda"):
         model = load_model(source, "bfloat16", shard=shard, context_len=1024)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
+    size = torch.cuda.memory_allocated() - allocated
     del model
     torch.cuda.empty_cache()
-    return seconds, anonymous_mib() - before
+    return seconds, size, anonymous_mib() - before
 
 
 def main() -> None:
@@ -115,13 +118,13 @@ def main() -> None:
             plain = read_plainly(source.files, threads)
             if cold:
                 drop_cache()
-            seconds, host = load(source, shard)
+            seconds, own, host = load(source, shard)
             line = {
                 "from": "disk" if cold else "page cache",
                 "part": f"1/{shard.size}",
                 "plain_gb_s": plain / 1e9,
             }
-            line |= {"load_s": seconds, "load_gb_s": size / shard.size / seconds / 1e9, "host_mib": host}
+            line |= {"load_s": seconds, "load_gb_s": own / seconds / 1e9, "host_mib": host}
             rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in line.items()}
             print("JSON " + json.dumps(base | rounded), flush=True)
 
