@@ -84,8 +84,8 @@ def resolve(
     encoder = model is not None and is_encoder(architecture(model))
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
-    if config.deterministic and device == "cuda":
-        check_deterministic(config)
+    if config.deterministic:
+        check_deterministic(config, machine, device)
     dtype = settle("dtype", choose_dtype(encoder))
     cuda = device == "cuda"
     settle("threads", choose_threads(machine, config.tp))
@@ -123,14 +123,17 @@ def resolve(
     return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
 
 
-def check_deterministic(config: Config) -> None:
-    """Raise ConfigError for what a GPU cannot do in the same bits whatever is in the batch."""
-    for name, value, usual in (("tp", config.tp, 1), ("quantization", config.quantization, None)):
-        if value != usual:
-            raise ConfigError(
-                f"--deterministic cannot be honoured with --{name} {value} on a GPU; leave one of them out",
-                param="deterministic",
-            )
+def check_deterministic(config: Config, machine: Machine, device: str) -> None:
+    """Raise ConfigError for what cannot be done in the same bits whatever is in the batch."""
+    obstacle = None
+    if config.tp > 1:
+        obstacle = f"with --tp {config.tp}; leave one of them out"
+    elif device == "cuda" and config.quantization:
+        obstacle = f"with --quantization {config.quantization} on a GPU; leave one of them out"
+    elif device == "cpu" and not (config.native_kernels and machine.compiler):
+        obstacle = "by torch operations on the CPU; it needs the native kernels and a C++ compiler"
+    if obstacle:
+        raise ConfigError(f"--deterministic cannot be honoured {obstacle}", param="deterministic")
 
 
 def choose_device(machine: Machine) -> Choice:

@@ -63,7 +63,9 @@ def test_deterministic_refuses_what_it_cannot_have() -> None:
         config = Config(deterministic=True, **{setting: value})
         with pytest.raises(ConfigError, match=setting):
             resolve(config, gpus)
-        assert resolve(config, LAPTOP).config.deterministic
+    assert resolve(Config(deterministic=True, quantization="int8"), LAPTOP).config.deterministic
+    with pytest.raises(ConfigError, match="native kernels"):
+        resolve(Config(deterministic=True, native_kernels=False), LAPTOP)
 
 
 @pytest.mark.parametrize("name", Config.__struct_fields__)
