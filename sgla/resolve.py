@@ -46,7 +46,9 @@ class KVShape(NamedTuple):
     positions: int | None  # the model's own limit
 
     def bytes_per_token(self, dtype: str, kv_cache_dtype: str = "auto") -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * (1 if kv_cache_dtype == "fp8" else BYTES[dtype])
+        return (
+            2 * self.layers * self.kv_heads * self.head_dim * (1 if kv_cache_dtype == "fp8" else BYTES[dtype])
+        )
 
 
 def resolve(
