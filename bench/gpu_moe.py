@@ -217,7 +217,7 @@ def few(model: str, fp8: bool) -> None:
         xs = [torch.randn(tokens, layer.d, dtype=BF16, device="cuda") for _ in range(6)]
         p = torch.ones(tokens, layer.top_k, device="cuda")
         calls = list(zip(xs, layer.routings(tokens)))
-        for n, k, warps in itertools.product((4, 8, 16), (512, 1024, 2048), (4, 8)):
+        for n, k, warps in itertools.product((2, 4, 8), (1024, 2048), (2, 4, 8)):
             moe.GATE_UP = Cut(n, k, warps)
             us = time_us(
                 [
@@ -227,14 +227,16 @@ def few(model: str, fp8: bool) -> None:
             )  # type: ignore[misc]
             emit(bench="few_gate_up", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
         inner = [(torch.randn(tokens * layer.top_k, layer.f, dtype=BF16, device="cuda"), c[1]) for c in calls]
-        for n, k, warps in itertools.product((2, 4, 8, 16), (256, 512, 1024), (2, 4, 8)):
+        for n, k, warps in itertools.product((1, 2, 4), (256, 1024), (1, 2, 4, 8)):
             moe.DOWN = Cut(n, k, warps)
             us = time_us(
                 [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.d) for i in inner]  # type: ignore[misc]
             )
             emit(bench="few_down", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
-        us = time_us([lambda x=x: moe.norm_router(x, norm, 1e-6, router) for x in xs])  # type: ignore[misc]
-        emit(bench="norm_router", tokens=tokens, us=round(us, 2))
+        for n, warps in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 4), (8, 4)):
+            moe.ROUTER = Cut(n, 0, warps)
+            us = time_us([lambda x=x: moe.norm_route(x, norm, 1e-6, router, layer.top_k, True) for x in xs])  # type: ignore[misc]
+            emit(bench="norm_route", tokens=tokens, cut=[n, 0, warps], us=round(us, 2))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ Grids depend on the number of tokens alone, so that every launch can be captured
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,8 @@ class Cut(NamedTuple):
     warps: int
 
 
-GATE_UP, DOWN = Cut(8, 2048, 4), Cut(2, 512, 2)
+ROUTED = 16  # tokens up to which norm, router and choice are one kernel
+ROUTER, GATE_UP, DOWN = Cut(2, 0, 2), Cut(4, 2048, 4), Cut(1, 1024, 2)
 
 
 @triton.jit
@@ -68,17 +70,41 @@ def _activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _norm_router(
-    x, norm, router, normed, logits, eps, d, experts,
-    HAS_NORM: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
+def _store_best(
+    v, live, at, ids, probabilities, experts, top_k,
+    NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One program: the logits of BE experts for one token, and from the first one the normed token too."""
+    """The best experts of logits v [BT, E]; equal ones go to the lower number. ``at`` [BT]: the tokens' first pairs."""
+    top = tl.max(v, 1)
+    total = tl.sum(tl.exp(v - top[:, None]), 1)
+    column = tl.arange(0, K)[None, :]
+    chosen = tl.zeros([BT, K], tl.int32)
+    p = tl.zeros([BT, K], tl.float32)
+    for j in range(top_k):
+        best, expert = tl.max(v, 1, return_indices=True)
+        chosen = tl.where(column == j, expert[:, None], chosen)
+        p = tl.where(column == j, tl.exp(best - top)[:, None], p)
+        v = tl.where(tl.arange(0, E)[None, :] == expert[:, None], float("-inf"), v)
+    scale = tl.sum(p, 1) if NORMALIZE else total
+    mask = live[:, None] & (column < top_k)
+    to = at[:, None] + column
+    tl.store(ids + to, tl.minimum(chosen, experts - 1), mask=mask)  # within bounds even for NaN
+    tl.store(probabilities + to, p / scale[:, None], mask=mask)
+
+
+@triton.jit
+def _norm_route(
+    x, norm, router, normed, logits, done, ids, probabilities, eps, d, experts, top_k,
+    HAS_NORM: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    BE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the logits of BE experts for one token; the first one stores the normed token, the last one to finish
+    picks the best experts."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     i = tl.arange(0, D)
-    w = tl.load(
-        router + e[:, None] * d + i[None, :], mask=(e < experts)[:, None] & (i < d)[None, :], other=0.0
-    )
+    mask = (e < experts)[:, None] & (i < d)[None, :]
+    w = tl.load(router + e[:, None] * d + i[None, :], mask=mask, other=0.0)
     if HAS_NORM:
         n = tl.load(norm + i, mask=i < d, other=0.0).to(tl.float32)
     _begin(PDL)
@@ -90,6 +116,15 @@ def _norm_router(
             tl.store(normed + token * d + i, v, mask=i < d)
     y = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)
     tl.store(logits + token * experts + e, y, mask=e < experts)
+    tl.debug_barrier()  # before one thread tells that this program's logits are there
+    if tl.atomic_add(done + token, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        tl.store(done + token, 0)
+        c = tl.arange(0, E)[None, :]
+        row = logits + token * experts + c
+        all_of = tl.load(row, mask=c < experts, other=float("-inf"), cache_modifier=".cg")
+        one = tl.arange(0, 1)
+        at = token * top_k + one
+        _store_best(all_of, one == 0, at, ids, probabilities, experts, top_k, NORMALIZE, E, K, 1)
 
 
 @triton.jit
@@ -97,30 +132,14 @@ def _route(
     logits, ids, probabilities, tokens, experts, top_k,
     NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens; equal logits go to the lower number."""
+    """One program: the best experts of BT tokens."""
     _begin(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.arange(0, E)
-    live = (t < tokens)[:, None]
-    v = tl.load(
-        logits + t[:, None] * experts + i[None, :], mask=live & (i < experts)[None, :], other=float("-inf")
-    )
-    top = tl.max(v, 1)
-    total = tl.sum(tl.exp(v - top[:, None]), 1)
-    column = tl.arange(0, K)[None, :]
-    chosen = tl.zeros([BT, K], tl.int32)
-    p = tl.zeros([BT, K], tl.float32)
-    for j in range(top_k):
-        best = tl.max(v, 1)
-        expert = tl.argmax(v, 1)
-        chosen = tl.where(column == j, expert[:, None], chosen)
-        p = tl.where(column == j, tl.exp(best - top)[:, None], p)
-        v = tl.where(i[None, :] == expert[:, None], float("-inf"), v)
-    scale = tl.sum(p, 1) if NORMALIZE else total
-    at = t[:, None] * top_k + column
-    mask = live & (column < top_k)
-    tl.store(ids + at, tl.minimum(chosen, experts - 1), mask=mask)  # within bounds even for NaN
-    tl.store(probabilities + at, p / scale[:, None], mask=mask)
+    live = t < tokens
+    mask = live[:, None] & (i < experts)[None, :]
+    v = tl.load(logits + t[:, None] * experts + i[None, :], mask=mask, other=float("-inf"))
+    _store_best(v, live, t * top_k, ids, probabilities, experts, top_k, NORMALIZE, E, K, BT)
 
 
 @triton.jit
@@ -299,48 +318,63 @@ def _few_gate_up(
 @triton.jit
 def _few_down(
     x, w, w_scale, ids, out, d,
-    TOP_K: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN outputs of one token, summed over its experts."""
-    _begin(PDL)
+    """One program: BN outputs of one token, summed over its experts. The first weights are loaded before the wait for
+    ``x``: the kernel that makes it was itself launched after ``ids`` were there."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
-    for j in tl.static_range(TOP_K):
-        row = tl.load(ids + token * TOP_K + j).to(tl.int64) * d + c
-        part = tl.zeros([BN, BK], tl.float32)
-        for at in tl.static_range(0, F, BK):
-            a = tl.load(x + (token * TOP_K + j) * F + at + k, mask=at + k < F, other=0.0).to(tl.float32)
-            source = w + row[:, None] * F + (at + k)[None, :]
-            part += (
-                tl.load(source, mask=(c < d)[:, None] & (at + k < F)[None, :], other=0.0).to(tl.float32)
-                * a[None, :]
-            )
-        if SCALED:
-            part *= tl.load(w_scale + row, mask=c < d, other=0.0)[:, None]
-        acc += part
-    y = tl.sum(acc, 1)
+    j = tl.arange(0, K)
+    k = tl.arange(0, BK)[None, None, :]
+    pair = token * TOP_K + j
+    expert = tl.load(ids + pair, mask=j < TOP_K, other=0, cache_modifier=".cg").to(tl.int64)
+    row = expert[None, :] * d + c[:, None]
+    inside = (c < d)[:, None] & (j < TOP_K)[None, :]
+    source = w + row[:, :, None] * F + k
+    inner = x + pair[None, :, None] * F + k
+    live = (j < TOP_K)[None, :, None]
+    weight = tl.load(source, mask=inside[:, :, None] & (k < F), other=0.0)
+    _begin(PDL)
+    v = tl.load(inner, mask=live & (k < F), other=0.0)
+    part = tl.sum(weight.to(tl.float32) * v.to(tl.float32), 2)
+    for at in tl.static_range(BK, F, BK):
+        weight = tl.load(source + at, mask=inside[:, :, None] & (at + k < F), other=0.0)
+        v = tl.load(inner + at, mask=live & (at + k < F), other=0.0)
+        part += tl.sum(weight.to(tl.float32) * v.to(tl.float32), 2)
+    if SCALED:
+        part *= tl.load(w_scale + row, mask=inside, other=0.0)
+    y = tl.sum(part, 1)
     to = out + token * d + c
     if ADD:
         y += tl.load(to, mask=c < d, other=0.0).to(tl.float32)
     tl.store(to, y, mask=c < d)
 
 
-def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
-    """``(normed x, router logits float32 [T, E])``; for few tokens. Without ``norm`` x itself."""
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Programs of a token that are done: 0 between launches."""
+    return torch.zeros(ROUTED, dtype=torch.int32, device=device)
+
+
+def norm_route(
+    x: Tensor, norm: Tensor | None, eps: float, router: Tensor, top_k: int, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(normed x, probabilities, ids)`` of at most ROUTED tokens: RMSNorm, router and ``route`` in one launch. Without
+    ``norm`` x itself. Launches must follow each other in one stream."""
     tokens, d = x.shape
     experts = router.shape[0]
     normed = x if norm is None else torch.empty_like(x)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
+    probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    width = triton.next_power_of_2(d)
-    each = max(1, min(8192 // width, triton.next_power_of_2(experts)))
-    _norm_router[(tokens, triton.cdiv(experts, each))](
-        x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
-        HAS_NORM=norm is not None, D=width, BE=each, **_pdl(),
+    _norm_route[(tokens, triton.cdiv(experts, ROUTER.n))](
+        x, norm if norm is not None else x, router, normed, logits, _counters(x.device), ids, probabilities, eps,
+        d, experts, top_k, HAS_NORM=norm is not None, NORMALIZE=normalize, D=triton.next_power_of_2(d),
+        E=triton.next_power_of_2(experts), K=triton.next_power_of_2(top_k), BE=ROUTER.n, num_warps=ROUTER.warps,
+        **_pdl(),
     )  # fmt: skip
-    return normed, logits
+    return normed, probabilities, ids
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -461,7 +495,7 @@ def few_down(
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
-        SCALED=w_scale is not None, F=f, BN=DOWN.n, BK=min(DOWN.k, triton.next_power_of_2(f)),
+        SCALED=w_scale is not None, F=f, K=triton.next_power_of_2(top_k), BN=DOWN.n, BK=min(DOWN.k, triton.next_power_of_2(f)),
         num_warps=DOWN.warps, **_pdl(),
     )  # fmt: skip
     return total
