@@ -36,38 +36,39 @@ TOKEN_BYTES, PLAN_BYTES = (
 MAGIC = b"sgla steps 1\n"
 
 
-class Call(msgspec.Struct, kw_only=True, array_like=True, tag=True):
-    """One call of the scheduler. ``raised``: the exception that came out of it."""
+class Offer(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """A call of the scheduler. Of this one and of all below, ``raised`` is the exception that came out of it."""
 
+    submit: Submit
+    now: float
     raised: str = ""
 
 
-class Offer(Call):
-    submit: Submit
-    now: float
-
-
-class Cancel(Call):
+class Cancel(msgspec.Struct, array_like=True, tag=True, gc=False):
     rid: str
     reason: str
+    raised: str = ""
 
 
-class Expire(Call):
+class Expire(msgspec.Struct, array_like=True, tag=True, gc=False):
     now: float
+    raised: str = ""
 
 
-class Plan(Call):
+class Plan(msgspec.Struct, array_like=True, tag=True, gc=False):
     now: float
     plan: StepPlan | None = None
+    raised: str = ""
 
 
-class Retire(Call):
+class Retire(msgspec.Struct, array_like=True, tag=True, gc=False):
     result: StepResult
     now: float
+    raised: str = ""
 
 
-class Flush(Call):
-    pass
+class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
+    raised: str = ""
 
 
 AnyCall = Offer | Cancel | Expire | Plan | Retire | Flush
@@ -91,7 +92,7 @@ class StepLog(msgspec.Struct, kw_only=True):
 
 
 class RecordedCore(Core):
-    """A Core that remembers at least its last ``steps`` steps and all that led to them; costs about 1 us a call.
+    """A Core that remembers at least its last ``steps`` steps and all that led to them; costs a few us a step.
 
     Its memory has chapters, each with a snapshot: the current one and the one before. A new one begins after ``steps``
     steps, in ``drain_finished``, which is called when nobody waits for the scheduler, and if possible while it is idle.
@@ -112,26 +113,28 @@ class RecordedCore(Core):
 
     def offer(self, submit: Submit, now: float) -> None:
         self._bytes += TOKEN_BYTES * len(submit.tokens)
-        self._do(Offer(submit=submit, now=now), super().offer, submit, now)
+        self._do(Offer(submit, now), super().offer, submit, now)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
-        return self._do(Cancel(rid=rid, reason=reason), super().cancel, rid, reason)
+        return self._do(Cancel(rid, reason), super().cancel, rid, reason)
 
     def expire(self, now: float) -> list[Delta]:
         due = self.next_deadline
         if due is None or due > now:  # as nearly always: nothing happens
             return super().expire(now)
-        return self._do(Expire(now=now), super().expire, now)
+        return self._do(Expire(now), super().expire, now)
 
     def plan(self, now: float) -> StepPlan | None:
-        call = Plan(now=now)
+        if len(self._flights) >= self.limits.depth:  # as every other time: nothing happens
+            return None
+        call = Plan(now)
         call.plan = plan = self._do(call, super().plan, now)
         if plan is not None:
             self._bytes += PLAN_BYTES + 4 * len(plan.slots)
         return plan
 
     def retire(self, result: StepResult, now: float) -> list[Delta]:
-        return self._do(Retire(result=bare(result), now=now), super().retire, result, now)
+        return self._do(Retire(bare(result), now), super().retire, result, now)
 
     def flush_cache(self) -> bool:
         return self._do(Flush(), super().flush_cache)
