@@ -56,6 +56,7 @@ class Ingress:
         self.facts: Facts | None = None
         self.tokenizer: Tokenizer | None = None
         self.template: ChatTemplate | None = None
+        self.architecture = ""  # config.json's, once the model is loaded
         self.default_sampling: dict[str, Any] = {}
         self.random = random.Random(config.random_seed)
         self._failure: SglaError | None = None

@@ -108,6 +108,7 @@ class System:
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.default_sampling = source.generation_config
+        ingress.architecture = str((source.config.get("architectures") or [""])[0])
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
             ingress.step_log = core.written

@@ -28,6 +28,7 @@ from sgla.http import (
     rerank,
     responses,
     score,
+    sessions,
     tokens,
 )
 from sgla.http.errors import MethodNotAllowed, error_response
@@ -64,6 +65,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     MODELS: {"GET": admin.models},
     f"{MODELS}/{{id}}": {"GET": admin.model},
     "/generate": {"POST": native.generate, "PUT": native.generate},
+    "/open_session": {"POST": sessions.open_session},
+    "/close_session": {"POST": sessions.close_session},
     "/tokenize": {"POST": tokens.tokenize},
     "/v1/tokenize": {"POST": tokens.tokenize},
     "/detokenize": {"POST": tokens.detokenize},

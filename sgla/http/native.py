@@ -15,13 +15,15 @@ from sgla.http.errors import error_body
 from sgla.http.intake import intake
 from sgla.http.openai_text import token_prompt
 from sgla.http.sampling import first, sampling_params
-from sgla.http.schema import GenerateRequest, NativeSampling, Schema
+from sgla.http.schema import GenerateRequest, NativeSampling, Schema, SessionParams
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work
+from sgla.http.sessions_store import Turn
+from sgla.http.tokens import maybe_threaded
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import finite, token_text
 
-SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling})
+SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling, "session_params": SessionParams})
 DEFAULT_MAX_TOKENS = 128
 
 
@@ -35,11 +37,43 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
     work = make_work(request, fields, prompts, sampling, rids[0])
-    shapes = Shapes(fields, work, [rid or job.rid for rid, job in zip(rids, work.jobs)], server)
-    if fields.stream:
-        return await sse.stream(request, server, work, NativeStream(shapes, work, many))
-    results = [shapes.result(choice) for choice in await server.collect(work)]
+    shown = [rid or job.rid for rid, job in zip(rids, work.jobs)]
+    shapes = Shapes(fields, work, shown, server)
+    if fields.session_params is None:
+        return await answer(request, server, work, shapes, many)
+    turn = await begin_turn(server, fields.session_params, shown[0], work, many)
+    try:
+        return await answer(request, server, work, shapes, many, turn)
+    finally:
+        turn.close()
+
+
+async def answer(
+    request: web.Request, server: Server, work: Work, shapes: Shapes, many: bool, turn: Turn | None = None
+) -> web.StreamResponse:
+    if work.jobs[0].stream:
+        return await sse.stream(request, server, work, NativeStream(shapes, work, many, turn))
+    choices = await server.collect(work)
+    if turn is not None:
+        turn.end(choices[0].tokens)
+    results = [shapes.result(choice) for choice in choices]
     return json_response(results if many or work.n > 1 else results[0])
+
+
+async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work, many: bool) -> Turn:
+    """Put what the session has in front of the prompt. Raises BadRequest kinds and SessionNotFound."""
+    session = server.sessions.get(params.id)
+    if many or work.n > 1:
+        raise InvalidField("session_params is for one prompt with n=1", param="session_params")
+    (job,) = work.jobs
+    added = job.token_ids
+    if added is None:
+        text, tokenizer, special = job.text or "", server.ingress.tokenizer, params.rid is None
+        added = await maybe_threaded(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+    turn = session.begin(params, rid, added)
+    job.text = None
+    job.token_ids = turn.prompt
+    return turn
 
 
 def native_prompts(fields: GenerateRequest) -> tuple[list[dict[str, Any]], bool]:
@@ -153,7 +187,8 @@ class Shapes:
 class NativeStream(sse.Encoder):
     """Events -> cumulative results. Batches and ``n > 1`` carry the choice's index."""
 
-    def __init__(self, shapes: Shapes, work: Work, many: bool) -> None:
+    def __init__(self, shapes: Shapes, work: Work, many: bool, turn: Turn | None = None) -> None:
+        self._turn = turn
         self._shapes = shapes
         self._indexed = many or work.n > 1
         self._choices: dict[int, Choice] = {}
@@ -163,6 +198,8 @@ class NativeStream(sse.Encoder):
         if choice is None:
             choice = self._choices[event.index] = Choice(event.index)
         choice.add(event)
+        if event.finish is not None and self._turn is not None:
+            self._turn.end(choice.tokens)
         if not (event.tokens or event.text or event.finish):
             return b""
         result = self._shapes.result(choice)

@@ -24,6 +24,7 @@ from sgla.http import (
     rerank,
     responses,
     score,
+    sessions,
     tokens,
 )
 from sgla.http.anthropic_input import CountTokensRequest, MessagesRequest
@@ -46,6 +47,7 @@ from sgla.http.schema import (
     TokenizeRequest,
 )
 from sgla.http.score import ScoreRequest
+from sgla.http.sessions_store import CloseSessionRequest, OpenSessionRequest
 from sgla.http.wire import json_response
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
@@ -83,6 +85,8 @@ OPERATIONS: dict[Any, Operation] = {
     score.score: Operation("vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest),
     classify.classify: Operation("vLLM, SGLang: classes of texts", ClassifyRequest),
     moderations.moderations: Operation("OpenAI: what of a text is harmful", ModerationRequest),
+    sessions.open_session: Operation("SGLang: begin a session of turns", OpenSessionRequest),
+    sessions.close_session: Operation("SGLang: end a session", CloseSessionRequest),
     tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest),
     tokens.detokenize: Operation("vLLM: token ids to text", DetokenizeRequest),
     parsing.parse_function_call: Operation("SGLang: the tool calls in a text", ParseCallRequest),

@@ -64,6 +64,10 @@ class Ingress(Protocol):
     def template(self) -> Any: ...
 
     @property
+    def architecture(self) -> str:
+        """The name of the model's class."""
+
+    @property
     def default_sampling(self) -> dict[str, Any]: ...
 
     def require_ready(self) -> None:

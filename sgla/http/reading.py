@@ -143,7 +143,12 @@ def tagged(spec: dict[str, Any], like: Grammar) -> Grammar:
 def server_dialect(server: Server) -> Dialect:
     """Raises ConfigError for parsers that nobody knows."""
     config, template = server.config, server.ingress.template
-    return choose(getattr(template, "source", ""), config.tool_call_parser, config.reasoning_parser)
+    return choose(
+        getattr(template, "source", ""),
+        config.tool_call_parser,
+        config.reasoning_parser,
+        server.ingress.architecture,
+    )
 
 
 @lru_cache(maxsize=4)

@@ -151,6 +151,7 @@ RANGES: dict[str, Range] = {
     "logprob_start_len": Range(-1, 2**31 - 1),
     "priority": Range(-(2**31), 2**31 - 1),
     "timeout": Range(0, open_low=True),
+    "capacity_of_str_len": TOKENS,
     "dimensions": TOKENS,
     "top_n": TOKENS,
     "truncate_prompt_tokens": Range(-1, 2**31 - 1),
@@ -263,6 +264,19 @@ class NativeSampling(SamplingFields, kw_only=True):
     max_new_tokens: int | None = None
 
 
+class SessionParams(msgspec.Struct, kw_only=True):
+    """Which session (``id``), and from which of its turns to go on (``rid``; None: from none).
+
+    ``replace``: what followed that turn is forgotten. ``offset``: only so many of its tokens are kept.
+    """
+
+    id: str
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
 class GenerateRequest(RequestFields, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -272,6 +286,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
+    session_params: SessionParams | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -21,6 +21,7 @@ from sgla.http.ports import Ingress, Sink
 from sgla.http.responses_store import ResponseStore
 from sgla.http.sampling import model_defaults
 from sgla.http.schema import MAX_CHOICES, OpenAIFields, RequestFields
+from sgla.http.sessions_store import Sessions
 from sgla.messages import Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
@@ -64,6 +65,7 @@ class Server:
         )
         self.responses = ResponseStore(config.response_store, config.response_ttl)
         self.dump = RequestDump(config.dump_requests) if config.dump_requests else None
+        self.sessions = Sessions(config.response_store, config.response_ttl)
         self._live: dict[str, tuple[Work, EndableSink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 

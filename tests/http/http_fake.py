@@ -84,6 +84,7 @@ class FakeIngress:
         )
         self.tokenizer: Any = FakeTokenizer()
         self.template: Any = FakeTemplate()
+        self.architecture = ""
         self.default_sampling: dict[str, Any] = {"temperature": 0.6, "top_k": 50, "eos_token_id": EOS}
         self.pace = pace
         self.manual = manual

@@ -117,7 +117,6 @@ async def test_prompt_only(site: Site) -> None:
         ({"text": "a", "sampling_params": [{"temperature": "hot"}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
         ({"text": "a", "image_data": "x"}, "image_data"),
-        ({"text": "a", "session_params": {"id": "x"}}, "session_params"),
     ],
 )
 async def test_refusals(site: Site, body: dict[str, Any], param: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sgla.errors import ConfigError
 from sgla.text.template import ChatTemplate
-from sgla.text.tools.families import BY_NAME, FAMILIES, choose
+from sgla.text.tools.families import ARCHITECTURES, BY_NAME, FAMILIES, choose
 
 # How templates show calls and reasoning, in the fewest words: (excerpt, family of the tools, family of the reasoning).
 EXCERPTS = [
@@ -99,3 +99,24 @@ def test_arguments_reach_templates_as_they_need_them(source: str, arguments: obj
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     text = ChatTemplate(source).render([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert json.loads(text.removeprefix("f")) == {"x": "é"}
+
+
+def test_the_architecture_tells_where_the_template_does_not() -> None:
+    shows = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    assert choose(shows, architecture="LlamaForCausalLM").tools is BY_NAME["llama3_json"]
+    assert choose(shows, architecture="Llama4ForConditionalGeneration").tools is BY_NAME["pythonic"]
+    assert choose(shows, architecture="UnknownForCausalLM").tools is None
+    assert choose(shows).tools is None
+    harmony = choose(shows, architecture="GptOssForCausalLM")
+    assert harmony.harmony
+    assert harmony.reasoning is harmony.tools
+    assert choose("{{ messages }}", architecture="LlamaForCausalLM").tools is None
+    assert choose(shows + "<tool_call>", architecture="LlamaForCausalLM").tools is BY_NAME["hermes"]
+    assert choose(shows, "none", architecture="LlamaForCausalLM").tools is None
+
+
+def test_every_architecture_has_a_family_that_it_can_reach() -> None:
+    names = list(ARCHITECTURES)
+    for i, name in enumerate(names):
+        assert ARCHITECTURES[name] in BY_NAME
+        assert not any(name.startswith(earlier) for earlier in names[:i])

@@ -164,6 +164,36 @@ class Family:
     short_ids: bool = False
 
 
+# The family of models whose template shows tools, but nothing of a call: by the beginning of their architecture's name.
+ARCHITECTURES = {
+    "GptOss": "gpt-oss",
+    "DeepseekV32": "deepseek_v32",
+    "DeepseekV3": "deepseek_v3",
+    "KimiLinear": "kimi_k2",
+    "Kimi": "kimi_k2",
+    "Glm4Moe": "glm45",
+    "GlmMoe": "glm45",
+    "SeedOss": "seed_oss",
+    "MiniMaxM2": "minimax_m2",
+    "Qwen3Next": "qwen3_coder",
+    "Qwen3_5": "qwen3_coder",
+    "Qwen": "hermes",
+    "Mistral": "mistral",
+    "Ministral": "mistral",
+    "Mixtral": "mistral",
+    "Cohere": "command",
+    "Gemma4": "gemma4",
+    "Gemma3": "pythonic",
+    "Granite": "granite",
+    "NemotronH": "qwen3_coder",
+    "Nemotron": "nemotron",
+    "Lfm2": "lfm2",
+    "Llama4": "pythonic",
+    "Olmo3": "pythonic",
+    "Llama": "llama3_json",
+}
+
+
 FAMILIES = (
     Family(
         "gpt-oss", r"<\|channel\|>", harmony=True, aliases=("openai", "gpt_oss", "openai_gptoss", "harmony")
@@ -351,13 +381,23 @@ class Dialect:
 
 
 @lru_cache(maxsize=8)
-def choose(template: str, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Dialect:
+def choose(
+    template: str,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    architecture: str = "",
+) -> Dialect:
     """The dialect of a model with the chat template ``template``; the names override what its text shows.
 
-    Raises ConfigError for names that no family has.
+    A template that shows tools but no call is that of its ``architecture``'s family. Raises ConfigError for names that
+    no family has.
     """
     found = next((family for family in FAMILIES if re.search(family.mark, template)), None)
     tools = found if found and (found.tools or found.harmony) else None
+    if tools is None and re.search(r"\btools\b", template):
+        beginning = next((name for name in ARCHITECTURES if architecture.startswith(name)), None)
+        tools = BY_NAME[ARCHITECTURES[beginning]] if beginning else None
+        found = tools if tools and tools.harmony else found
     if tool_parser is not None:
         tools = named(tool_parser, "tool-call-parser")
     if reasoning_parser is not None:

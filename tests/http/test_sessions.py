@@ -1,0 +1,134 @@
+"""Sessions: turns that go on from earlier ones, by their token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from http_fake import BOS, FakeIngress
+from http_site import Serve, Site
+
+from sgla import clock
+
+
+async def opened(site: Site, **fields: Any) -> str:
+    status, name = await site.post("/open_session", {"capacity_of_str_len": 1000, **fields})
+    assert status == 200
+    assert isinstance(name, str)
+    return name
+
+
+async def turn(
+    site: Site, session: str, text: Any, rid: str, after: str | None = None, **more: Any
+) -> list[int]:
+    """Ask for a turn; returns the whole conversation's ids, as the engine saw and answered them."""
+    params = {"id": session, "rid": after, **more}
+    prompt = {"text": text} if isinstance(text, str) else {"input_ids": text}
+    body = {**prompt, "rid": rid, "session_params": params, "sampling_params": {"max_new_tokens": 3}}
+    status, reply = await site.post("/generate", body)
+    assert status == 200, reply
+    assert reply["meta_info"]["id"] == rid
+    return [*(site.ingress.jobs[-1].token_ids or []), *reply["output_ids"]]
+
+
+async def refused(site: Site, session: str, **params: Any) -> tuple[int, str]:
+    body = {"text": "x", "session_params": {"id": session, **params}}
+    status, reply = await site.post("/generate", body)
+    return status, reply["error"]["code"]
+
+
+async def test_turns_append(site: Site) -> None:
+    session = await opened(site)
+    first = await turn(site, session, "ab", "1")
+    assert first[:3] == [BOS, 97, 98]
+    second = await turn(site, session, "c", "2", after="1")
+    assert second[: len(first) + 1] == [*first, 99]
+    third = await turn(site, session, [7, 8], "3", after="2")
+    assert third[: len(second) + 2] == [*second, 7, 8]
+
+
+async def test_turns_branch(site: Site) -> None:
+    session = await opened(site)
+    root = await turn(site, session, "ab", "root")
+    for name in ("left", "right"):
+        branch = await turn(site, session, name, name, after="root")
+        assert branch[: len(root) + len(name)] == [*root, *name.encode()]
+    assert (await turn(site, session, "z", "other"))[:2] == [BOS, 122]
+
+
+async def test_turns_are_replaced(site: Site) -> None:
+    session = await opened(site)
+    root = await turn(site, session, "ab", "root")
+    await turn(site, session, "c", "old", after="root")
+    await turn(site, session, "d", "older", after="old")
+    new = await turn(site, session, "e", "new", after="root", replace=True)
+    assert new[: len(root) + 1] == [*root, 101]
+    for gone in ("old", "older"):
+        assert await refused(site, session, rid=gone) == (400, "invalid_value")
+    await turn(site, session, "f", "next", after="new")
+    await turn(site, session, "g", "fresh", replace=True)
+    assert await refused(site, session, rid="root") == (400, "invalid_value")
+
+
+async def test_parts_of_a_turn_are_kept(site: Site) -> None:
+    session = await opened(site)
+    root = await turn(site, session, "ab", "root")
+    cut = await turn(site, session, "c", "cut", after="root", offset=2)
+    assert cut[:3] == [*root[:2], 99]
+    silent = await turn(site, session, "c", "silent", after="root", drop_previous_output=True)
+    assert silent[:4] == [*root[:3], 99]
+    for wrong in ({"rid": "root", "offset": 99}, {"rid": "root", "offset": -1}, {"offset": 0}):
+        assert await refused(site, session, **wrong) == (400, "invalid_value")
+
+
+async def test_streamed_turns_are_kept_and_broken_ones_are_not(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.01))
+    session = await opened(site)
+    body = {
+        "text": "ab",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 100},
+        "session_params": {"id": session},
+    }
+    async with site.http.post("/generate", json={**body, "rid": "broken"}) as response:
+        await response.content.readline()
+        assert await refused(site, session, rid="broken") == (409, "busy")
+    while await refused(site, session, rid="broken") == (409, "busy"):
+        await asyncio.sleep(0.01)
+    assert await refused(site, session, rid="broken") == (400, "invalid_value")
+    await site.sse("/generate", {**body, "rid": "whole", "sampling_params": {"max_new_tokens": 2}})
+    assert len(await turn(site, session, "c", "next", after="whole")) == 3 + 2 + 1 + 3
+
+
+async def test_sessions_end(site: Site, monkeypatch: Any) -> None:
+    session = await opened(site, session_id="mine")
+    assert session == "mine"
+    status, _ = await site.post("/open_session", {"capacity_of_str_len": 9, "session_id": "mine"})
+    assert status == 400
+    assert (await site.post("/close_session", {"session_id": "mine"}))[0] == 200
+    assert (await site.post("/close_session", {"session_id": "mine"}))[0] == 404
+    assert await refused(site, "mine") == (404, "session_not_found")
+    await opened(site, session_id="old", timeout=5)
+    now = clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now + 6)
+    assert await refused(site, "old") == (404, "session_not_found")
+
+
+async def test_sessions_are_bounded(serve: Serve) -> None:
+    site = await serve(response_store=2)
+    small = await opened(site, capacity_of_str_len=4)
+    assert len(await turn(site, small, "ab", "1")) == 6
+    assert await refused(site, small, rid="1") == (400, "invalid_value")
+    await opened(site)
+    assert (await site.post("/open_session", {"capacity_of_str_len": 9}))[0] == 429
+
+
+async def test_a_session_takes_one_prompt_at_a_time(site: Site) -> None:
+    session = await opened(site)
+    for prompt in ({"text": ["a", "b"]}, {"text": "a", "sampling_params": {"n": 2}}):
+        body = {**prompt, "session_params": {"id": session}}
+        status, reply = await site.post("/generate", body)
+        assert (status, reply["error"]["param"]) == (400, "session_params")
+    await turn(site, session, "a", "1")
+    status, _ = await site.post("/generate", {"text": "a", "rid": "1", "session_params": {"id": session}})
+    assert status == 400
