@@ -6,7 +6,7 @@ import ctypes
 import functools
 import mmap
 import weakref
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -28,6 +28,9 @@ class Op(IntEnum):
     GATHER = 8
     ARGMAX = 9
     TO_BF16 = 10
+    SELF_ATTENTION = 11
+    LAYER_NORM = 12
+    ACTIVATE = 13
     PYTHON = -1  # not an instruction: a call between native segments
 
 
@@ -77,6 +80,7 @@ class Library:
         dll.sgla_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p)
         dll.sgla_pack_fixed.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         dll.sgla_argmax.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+        dll.sgla_draw.argtypes = (c_void_p, c_int64, c_double, c_int64, c_double, c_double, c_double)
         self.dll = dll
         self.isa: str = dll.sgla_isa().decode()
 

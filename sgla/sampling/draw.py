@@ -10,6 +10,7 @@ Without top_k and top_p the CDF runs in vocabulary order and nothing is sorted; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,9 @@ class Shape(NamedTuple):
     top_k: int
     top_p: float
     min_p: float
+
+
+Draw = Callable[[Floats, Shape, float], int]  # ``draw``, in any implementation
 
 
 def uniform(seed: int, position: int) -> float:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
 from sgla.messages import LogprobBlock, RowSampling
-from sgla.sampling.draw import Floats, Shape, draw, uniform
+from sgla.sampling.draw import Draw, Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
 from sgla.sampling.rules import Rule, make_rules
 
@@ -38,8 +38,15 @@ class Sampler:
     ``matchers``: None on ranks that do not sample.
     """
 
-    def __init__(self, tokens: NDArray[np.int32], vocab_size: int, matchers: Matchers | None = None) -> None:
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        vocab_size: int,
+        matchers: Matchers | None = None,
+        draw: Draw = draw,
+    ) -> None:
         self._matchers = matchers
+        self._draw = draw
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._choices: list[Choice | None] = [None] * len(tokens)
@@ -98,7 +105,7 @@ class Sampler:
         if choice.shape is None:
             token = int(logits.argmax())
         else:
-            token = draw(logits, choice.shape, uniform(choice.seed, position))
+            token = self._draw(logits, choice.shape, uniform(choice.seed, position))
         if ids is not None:
             token = int(ids[token])
         if choice.logprobs >= 0:

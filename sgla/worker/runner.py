@@ -33,8 +33,10 @@ from sgla.model.base import CausalLM, KVSpec
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling import Sampler, Samples
+from sgla.sampling.draw import draw
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
+from sgla.sampling.native import find_draw
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.forward import Forward, describe, make_forward
 from sgla.worker.kv import allocate_kv
@@ -94,7 +96,8 @@ class Runner:
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
         self.tables = SlotTables(slots, size.context_len, config.page_size)
         self.matchers = Matchers() if self.shard.rank == 0 else None
-        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers)
+        pick = find_draw() if config.native_kernels else draw
+        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick)
         self.facts = Facts(
             pages=size.pages,
             page_size=config.page_size,

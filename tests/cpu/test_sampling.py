@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from sgla.kernels import build, native
 from sgla.messages import RowSampling
 from sgla.sampling import Sampler
 from sgla.sampling.draw import CANDIDATES, Shape, draw, uniform
 from sgla.sampling.logprobs import join, score
+from sgla.sampling.native import find_draw
 
 VOCAB = 1700  # more than CANDIDATES and no multiple of BLOCK
 
@@ -70,6 +72,26 @@ def test_both_ends_of_the_cdf_are_tokens_with_weight() -> None:
         allowed = set(np.flatnonzero(oracle(logits, shape)))
         for u in (0.0, 1 - 2**-40):
             assert draw(logits, shape, u) in allowed
+
+
+@pytest.mark.skipif(isinstance(native._found(), build.BuildError), reason=native.note())
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, Shape(0.7, 0, 0.95, 0.1), Shape(0.6, 20, 0.95, 0.0), Shape(0.01, 0, 0.9, 0.0)]
+)
+def test_the_native_draw_gives_the_same_tokens(shape: Shape) -> None:
+    fast = find_draw()
+    assert fast is not draw
+    for seed, vocab in ((1, VOCAB), (2, 40), (3, 49152)):
+        logits = np.round(make_logits(seed, 3.0, vocab), 2)
+        logits[5:9] = -np.inf
+        for position in range(60):
+            u = uniform(seed, position)
+            assert fast(logits, shape, u) == draw(logits, shape, u)
+        for u in (0.0, 1 - 2**-40):
+            assert fast(logits, shape, u) == draw(logits, shape, u)
+    for bad in (np.nan, -np.inf, np.inf):
+        logits[3] = bad
+        assert fast(logits, shape, 0.5) == draw(logits, shape, 0.5)
 
 
 def test_temperature_sampling_passes_a_chi_square_test() -> None:
