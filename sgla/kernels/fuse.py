@@ -11,7 +11,7 @@ from torch import Tensor
 from sgla.kernels.native import Op
 from sgla.kernels.panels import FORMATS, WIDTH
 
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 
 # Places in Node.a that linear, act_mul, rms_norm and attention give to flags (csrc/cpu).
 A_KIND, A_ACT, A_X_BF16 = 0, 1, 2

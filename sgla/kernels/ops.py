@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -126,7 +127,10 @@ def qk_norm_rope_store(
 
 def _store(pages: Tensor, x: Tensor, page: Tensor, offset: Tensor, scale: float) -> None:
     if pages.dtype == torch.float8_e4m3fn:
-        x, pages = (x.float() / scale).clamp(-448, 448).to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
+        x, pages = (
+            (x.float() / scale).clamp(-448, 448).to(pages.dtype).view(torch.uint8),
+            pages.view(torch.uint8),
+        )
     pages[page, offset] = x.to(pages.dtype)
 
 
@@ -244,6 +248,43 @@ def moe(
         y = linear(inner, down.rows(expert * width, (expert + 1) * width))
         out.index_add_(0, token, y.float() * probabilities[token, choice, None])
     return out.to(x.dtype)
+
+
+def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
+    """Attention in both directions; every row is a whole sequence: qkv [T, 3 * heads * hd] -> [T, heads * hd].
+
+    Rows of equal length that lie together need neither padding nor a mask.
+    """
+    if recorder is not None:
+        return recorder.self_attention(qkv, batch, heads, scale)
+    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    starts = batch.q_start.tolist()
+    lengths = [end - start for start, end in pairwise(starts)]
+    at = 0
+    for length, group in groupby(lengths):
+        rows = len(list(group))
+        part = slice(at, at + rows * length)
+        q, k, v = qkv[part].view(rows, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        out[part] = found.transpose(1, 2).reshape(rows * length, -1)
+        at = part.stop
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``(x - mean) / deviation * weight + bias`` over the last dim."""
+    if recorder is not None:
+        return recorder.layer_norm(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """``kind``: gelu | gelu_tanh | silu | relu."""
+    if recorder is not None:
+        return recorder.activate(x, kind)
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}[kind](x)
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:

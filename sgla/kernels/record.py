@@ -201,6 +201,34 @@ class Recorder:
 
         return self.call(run, x, x.shape[1])
 
+    def self_attention(self, qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
+        assert batch is self._batch
+        source = self.buffer(qkv)
+        dim = source.width // (3 * heads)
+        assert dim <= MAX_HEAD_DIM
+        out, y = self._new(heads * dim, source.sampled)
+        self.nodes.append(
+            Node(Op.SELF_ATTENTION, source.sampled, [source, None], [y], n=heads, k=dim, f=[scale])
+        )
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        source = self.buffer(x)
+        out, y = self._new(source.width, source.sampled)
+        tensors: list[Tensor | None] = [_floats(weight), _floats(bias)]
+        self.nodes.append(
+            Node(Op.LAYER_NORM, source.sampled, [source, None], [y], tensors, k=source.width, f=[eps])
+        )
+        return out
+
+    def activate(self, x: Tensor, kind: str) -> Tensor:
+        source = self.buffer(x)
+        out, y = self._new(source.width, source.sampled)
+        self.nodes.append(
+            Node(Op.ACTIVATE, source.sampled, [source, None], [y], k=source.width, a=[ACTIVATIONS[kind]])
+        )
+        return out
+
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:
         self._expect(rows, "sample_rows")
         source = self.buffer(x)

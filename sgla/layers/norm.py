@@ -1,4 +1,4 @@
-"""RMS normalization."""
+"""Normalization over the width."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ class RMSNorm:
         if residual is None:
             return self(x), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm:
+    """``(x - mean) / deviation * w + b``."""
+
+    def __init__(self, build: Build, name: str, size: int, eps: float) -> None:
+        self.weight = build.vector(f"{name}.weight", size)
+        self.bias = build.vector(f"{name}.bias", size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)

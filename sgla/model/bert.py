@@ -1,58 +1,21 @@
 """BERT (arXiv 1810.04805), RoBERTa (1907.11692), XLM-RoBERTa (1911.02116) and DistilBERT (1910.01108).
 
 One post-norm encoder: attention in both directions, absolute positions, token types. The families differ by names, by the
-first position and by the classification head (``heads.py``). Computes in float32 with torch operations; rows of equal length
-lie together, so that attention needs neither padding nor a mask.
+first position and by the classification head (``heads.py``).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear
+from sgla.layers.norm import LayerNorm
 from sgla.layers.vocab import VocabEmbedding
 from sgla.model.encoder import EncoderSpec
-from sgla.model.heads import activate, matrix
-
-
-class Span(NamedTuple):
-    """``rows`` sequences of ``length`` tokens each, one behind the other from token ``start`` on."""
-
-    start: int
-    rows: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.rows * self.length
-
-    def of(self, x: Tensor) -> Tensor:
-        """The span's part of x ``[T, n]`` as ``[rows, length, n]``."""
-        return x[self.start : self.end].view(self.rows, self.length, -1)
-
-
-class EncoderBatch(NamedTuple):
-    """int64 ``[T]`` each; ``positions`` count from 0 in each sequence, ``types`` are 0 or 1."""
-
-    ids: Tensor
-    positions: Tensor
-    types: Tensor
-    spans: list[Span]
-
-
-class LayerNorm:
-    def __init__(self, build: Build, name: str, size: int, eps: float) -> None:
-        self.weight = build.vector(f"{name}.weight", size)
-        self.bias = build.vector(f"{name}.bias", size)
-        self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+from sgla.model.heads import matrix
 
 
 class Layer:
@@ -65,47 +28,45 @@ class Layer:
         self.up = _linear(build, f"{name}.intermediate.dense", d, f)
         self.down = _linear(build, f"{name}.output.dense", f, d)
         self.norm = LayerNorm(build, f"{name}.output.LayerNorm", d, spec.eps)
-        self.heads, self.activation = spec.heads, spec.activation
+        self.heads, self.scale = spec.heads, (d // spec.heads) ** -0.5
+        self.activation = spec.activation
 
-    def __call__(self, x: Tensor, spans: list[Span]) -> Tensor:
-        x = self.attention_norm(self.out(self._attend(self.qkv(x), spans)).add_(x))
-        return self.norm(self.down(activate(self.up(x), self.activation)).add_(x))
-
-    def _attend(self, qkv: Tensor, spans: list[Span]) -> Tensor:
-        """``[T, 3 d] -> [T, d]``."""
-        out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
-        for span in spans:
-            q, k, v = span.of(qkv).view(span.rows, span.length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            span.of(out).copy_(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        a = ops.self_attention(self.qkv(x), batch, self.heads, self.scale)
+        x = self.attention_norm(ops.add(self.out(a), x))
+        return self.norm(ops.add(self.down(ops.activate(self.up(x), self.activation)), x))
 
 
 class Encoder:
-    """``forward``: final hidden states ``[T, d]``."""
+    """A step: ``place``, then ``forward`` or a program recorded of it. A batch's KV places and pages are not looked at."""
 
     def __init__(self, spec: EncoderSpec, build: Build) -> None:
         self.spec = spec
         self.words = VocabEmbedding(build, "embeddings.word_embeddings", spec.vocab, spec.hidden)
         self.positions = matrix(build, "embeddings.position_embeddings.weight", spec.positions, spec.hidden)
-        self.types = (
-            matrix(build, "embeddings.token_type_embeddings.weight", spec.types, spec.hidden)
-            if spec.types
-            else None
-        )
+        self.types: Tensor | None = None
+        if spec.types:
+            self.types = matrix(build, "embeddings.token_type_embeddings.weight", spec.types, spec.hidden)
         self.norm = LayerNorm(build, "embeddings.LayerNorm", spec.hidden, spec.eps)
         self.layers = [Layer(build, f"encoder.layer.{i}", spec) for i in range(spec.layers)]
+        self._places: Tensor | None = None
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
-        x = (
-            ops.embedding(batch.ids, self.words.weight).float()
-            + self.positions[batch.positions + self.spec.offset]
-        )
+    def place(self, positions: Tensor, types: Tensor) -> None:
+        """Tell the next step where its tokens stand and of which type (0 or 1) they are; int64 ``[T]``."""
+        self._places = self.positions[positions + self.spec.offset]
         if self.types is not None:
-            x += self.types[batch.types.clamp_max(len(self.types) - 1)]
-        x = self.norm(x)
+            self._places += self.types[types.clamp_max(len(self.types) - 1)]
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states ``[T, d]``."""
+        x: Tensor = self.norm(ops.inplace(self._add_places, self.words(batch.ids)))
         for layer in self.layers:
-            x = layer(x, batch.spans)
+            x = layer(x, batch)
         return x
+
+    def _add_places(self, x: Tensor) -> None:
+        assert self._places is not None
+        x += self._places
 
 
 def _linear(build: Build, name: str, inputs: int, outputs: int) -> MergedColumnLinear:

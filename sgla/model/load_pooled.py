@@ -30,11 +30,16 @@ class PooledDecoder(NamedTuple):
 
 
 def load_encoder(
-    source: ModelSource, pooling: Pooling, dtype: str, on_progress: OnProgress | None = None, seed: int = 0
+    source: ModelSource,
+    pooling: Pooling,
+    dtype: str,
+    quantization: str | None = None,
+    on_progress: OnProgress | None = None,
+    seed: int = 0,
 ) -> PooledEncoder:
     """Raises ConfigError and WeightError as ``load_model`` does."""
     spec = EncoderSpec.from_config(source.config)
-    build = Build(Shard(), *kinds_of(dtype, None))
+    build = Build(Shard(), *kinds_of(dtype, quantization))
     model = PooledEncoder(Encoder(spec, build), make_head(pooling, build, spec.family, spec.hidden))
     unused = () if "pooler.dense.weight" in build.table else ("pooler.",)
     load_weights(

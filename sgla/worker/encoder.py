@@ -15,11 +15,13 @@ from sgla import clock
 from sgla.config import Config
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.hub.source import ModelSource
+from sgla.kernels.program import Limits
+from sgla.layers.batch import ForwardBatch
 from sgla.messages import Control, Facts, Pooling, Progress, StepPlan, StepResult
-from sgla.model.bert import EncoderBatch, Span
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
+from sgla.worker.forward import compiled, describe
 from sgla.worker.memory import BYTES, available_bytes, check_weights, resident_bytes
 from sgla.worker.profile import Profiler
 from sgla.worker.state import column
@@ -42,11 +44,8 @@ class EncoderRunner:
     ) -> None:
         if size > 1:
             raise ConfigError("an encoder is not split over ranks; use --tp 1", param="tp")
-        if config.quantization is not None:
-            raise ConfigError(
-                "the weights of an encoder are not quantized; leave --quantization out", param="quantization"
-            )
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        self._threads = config.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(1 if config.native_kernels else self._threads)
         begun = clock.now()
         self._pooling = pooling
         self._load(config, source, report)
@@ -61,9 +60,11 @@ class EncoderRunner:
         dtype = "float32" if config.dtype == "auto" else config.dtype
         spec = EncoderSpec.from_config(source.config)
         context = choose_context(spec, self._pooling, config.context_length)
-        weights = int(spec.values * BYTES[dtype])
+        weights = int(spec.values * BYTES[config.quantization or dtype])
         check_weights(weights, available_bytes())
-        self.model = load_encoder(source, self._pooling, dtype, report, config.random_seed or 0)
+        self.model = load_encoder(
+            source, self._pooling, dtype, config.quantization, report, config.random_seed or 0
+        )
         rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
         self.facts = Facts(
             pages=1,
@@ -75,8 +76,11 @@ class EncoderRunner:
             dtype=dtype,
             device="cpu",
             ledger={"weights": weights},
+            notes=[note for note in (describe(config.native_kernels),) if note],
             pooling=self._pooling,
         )
+        limits = Limits(self.facts.step_tokens, 1)
+        self._forward = compiled(self.model.body.forward, limits, self._threads, config.native_kernels)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -87,13 +91,17 @@ class EncoderRunner:
         )
 
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
-        """float32 ``[rows, size]``."""
+        """float32 ``[rows, size]``. Prompts of equal length lie together in the batch, so that they are pooled together."""
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-        batch = make_batch([prompts[row] for row in order], [segments[row] for row in order])
-        hidden = self.model.body.forward(batch)
-        pooled = torch.cat([pool(span.of(hidden), self._pooling.kind) for span in batch.spans])
-        vectors = apply(self.model.head, pooled)
-        return vectors[torch.tensor(order).argsort()]
+        batch, types = make_batch([prompts[row] for row in order], [segments[row] for row in order])
+        self.model.body.place(batch.positions.long(), types)
+        hidden = self._forward(batch)
+        pooled, start = [], 0
+        for length, group in groupby(batch.kv_len.tolist()):
+            end = start + length * len(list(group))
+            pooled.append(pool(hidden[start:end].view(-1, length, hidden.shape[1]), self._pooling.kind))
+            start = end
+        return apply(self.model.head, torch.cat(pooled))[torch.tensor(order).argsort()]
 
     def control(self, command: Control) -> dict[str, Any]:
         """Verbs: ``memory``; ``profile_start`` with ``folder``; ``profile_stop``. Raises UnsupportedField, InvalidField."""
@@ -107,22 +115,29 @@ class EncoderRunner:
         raise UnsupportedField(f"an encoder has no control command {command.verb!r}", param="verb")
 
 
-def make_batch(prompts: list[Any], segments: list[int]) -> EncoderBatch:
-    """Of int32 arrays by rising length; ``segments``: where the second text of each begins, 0 if there is none."""
-    lengths = [len(prompt) for prompt in prompts]
-    spans, start = [], 0
-    for length, group in groupby(lengths):
-        rows = len(list(group))
-        spans.append(Span(start, rows, length))
-        start += rows * length
-    positions = np.concatenate([np.arange(length) for length in lengths])
+def make_batch(prompts: list[Any], segments: list[int]) -> tuple[ForwardBatch, Tensor]:
+    """Of int32 arrays, without pages; and the type of each token, int64 ``[T]``. ``segments``: where the second text of
+    each prompt begins, 0 if there is none."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    starts = np.zeros(len(prompts) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     types = np.concatenate([np.arange(n) >= (at or n) for n, at in zip(lengths, segments)])
-    return EncoderBatch(
-        torch.from_numpy(np.concatenate(prompts).astype(np.int64)),
-        torch.from_numpy(positions),
-        torch.from_numpy(types.astype(np.int64)),
-        spans,
+    none = torch.zeros(1, dtype=torch.int32)
+    batch = ForwardBatch(
+        rows=len(prompts),
+        tokens=len(positions),
+        ids=torch.from_numpy(np.concatenate(prompts)),
+        positions=torch.from_numpy(positions),
+        slots=none,
+        q_start=torch.from_numpy(starts),
+        kv_len=torch.from_numpy(lengths),
+        out_loc=none,
+        page_table=none[None],
+        page_size=1,
+        sample_rows=none[:0],
     )
+    return batch, torch.from_numpy(types.astype(np.int64))
 
 
 def choose_context(spec: EncoderSpec, pooling: Pooling, wanted: int | None) -> int:

@@ -162,7 +162,7 @@ def test_embeddings_equal_transformers(name: str, tmp_path: Path) -> None:
     hf = save_model(tmp_path, model_type, auto, **settings)
     write_modules(tmp_path, kind)
     prompts = random_prompts(LENGTHS)
-    for native in (False, True) if settings is DECODER else (False,):
+    for native in (False, True):
         found = answers(tmp_path, prompts, native_kernels=native)
         for prompt, vector in zip(prompts, found):
             np.testing.assert_allclose(vector, POOLS[kind](hidden(hf, prompt)).numpy(), atol=1e-4)
@@ -289,7 +289,6 @@ def test_old_names_of_norms_and_a_missing_head(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"tp": 2}, "one|--tp 1"),
-        ({"quantization": "int8"}, "--quantization"),
         ({"context_length": 65}, "beyond the model's 64"),
         ({"task": "generate"}, "makes no text"),
         ({"task": "classify"}, "does not fit"),
