@@ -282,9 +282,9 @@ def activate(x: Tensor, kind: str) -> Tensor:
     """``kind``: gelu | gelu_tanh | silu | relu."""
     if recorder is not None:
         return recorder.activate(x, kind)
-    if kind == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    return {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}[kind](x)
+    if kind in ("gelu", "gelu_tanh"):
+        return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return F.silu(x) if kind == "silu" else F.relu(x)
 
 
 def gather(x: Tensor, rows: Tensor) -> Tensor:

@@ -16,16 +16,10 @@ from sgla.messages import Dense, Pooling
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
-    "silu": F.silu,
     "tanh": torch.tanh,
 }
-
-
-def activate(x: Tensor, name: str) -> Tensor:
-    return ACTIVATIONS[name](x)
 
 
 def matrix(build: Build, name: str, rows: int, columns: int) -> Tensor:
@@ -77,7 +71,7 @@ class Linear:
         return cls(tensors["weight"], bias, dense.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return activate(F.linear(x, self.weight, self.bias), self.activation)
+        return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
 
 
 def make_head(pooling: Pooling, build: Build, family: str, hidden: int) -> list[Linear]:
