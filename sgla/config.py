@@ -12,8 +12,6 @@ import msgspec
 
 Doc = msgspec.Meta
 
-POLICIES = ("fcfs", "lpm", "dfs-weight", "priority")
-EVICTIONS = ("lru", "lfu", "fifo", "mru")
 SECRETS = ("api_key", "admin_api_key")  # settings that are never shown
 
 

@@ -186,7 +186,6 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     page_counts: bytes = b""  # int32[P]
     page_ids: bytes = b""  # int32[sum(page_counts)]
     new: list[NewRow] = []
-    lease: int = 0
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):

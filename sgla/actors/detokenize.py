@@ -72,10 +72,6 @@ class Detokenize(Actor[Deltas]):
         self._metrics.opened(opened)
         self._children[opened.submit.rid] = _Child(opened, self._make_output(opened))
 
-    @property
-    def open_children(self) -> int:
-        return len(self._children)
-
     def handle(self, messages: deque[Deltas]) -> None:
         now = clock.now()
         for deltas in messages:

@@ -17,9 +17,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from sgla.errors import SglaError
 from sgla.http.collect import Choice, total_usage
-from sgla.http.errors import error_body
 from sgla.http.server import Server, Work
-from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
@@ -54,10 +52,6 @@ class Encoder(Protocol):
         """What follows the last event and precedes ``done``."""
 
     def error(self, error: Rejected | SglaError) -> bytes: ...
-
-
-def error_event(error: Rejected | SglaError) -> bytes:
-    return b"data: %b\n\n" % encode(error_body(error))
 
 
 class SseSink:
