@@ -193,7 +193,7 @@ def bench_batch() -> None:
             epilogue = {"gate_up": bg.SILU, "head": bg.FLOAT32}.get(role, bg.STORE)
             for m in (4, 8, 16, 32, 64, 96, 128, 192, 256):
                 x = torch.randn(m, k, dtype=BF16, device="cuda")
-                chosen = bg.choose(m, n, k, role == "gate_up")
+                chosen = bg.choose(m, n)
                 configs = [bg.Config(tile, split) for tile in (64, 128) for split in (1, 2, 4, 8)]
                 if role == "head":
                     configs = [bg.Config(64, 1), bg.Config(128, 1)]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import mixture, ops
-from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
 from sgla.kernels.triton import elementwise, fp8, invariant
@@ -104,6 +104,21 @@ class LazyLinear:
 
 
 @dataclass(slots=True)
+class LazyBatch:
+    """A linear layer of a larger batch, whose epilogue is not known yet."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def run(self, epilogue: int, out: Tensor | None = None) -> Tensor:
+        return batch_gemm.linear(self.x, self.weight, bias=self.bias, epilogue=epilogue, out=out)
+
+    def force(self) -> Tensor:
+        return self.run(batch_gemm.STORE)
+
+
+@dataclass(slots=True)
 class LazyQuery:
     """The projection's output, which an attention kernel that can makes q, k and v of."""
 
@@ -134,7 +149,7 @@ class LazySum:
         return self.x
 
 
-LAZY = (LazyNorm, LazyLinear, LazyQuery, LazySum, mixture.Few, mixture.Grouped)
+LAZY = (LazyNorm, LazyLinear, LazyBatch, LazyQuery, LazySum, mixture.Few, mixture.Grouped)
 
 
 def force(x: Any) -> Tensor:
@@ -150,7 +165,7 @@ class GpuOps:
 
     def __init__(self, attend: Attend, deterministic: bool = False) -> None:
         self.attend, self._deterministic = attend, deterministic
-        self._fuse = False
+        self._fuse, self._batched = False, False
         self._decode: FusedDecode | None = None
         self._float32 = False  # the next linear is the output layer
         self._out: Tensor | None = None  # where its result goes
@@ -161,11 +176,12 @@ class GpuOps:
         takes q, k and v from the projection."""
         able = torch.cuda.get_device_capability()[0] >= 9 and not self._deterministic
         self._fuse = able and tokens <= skinny_gemm.MAX_ROWS
+        self._batched = able and batch_gemm.MIN_GAIN <= tokens <= batch_gemm.MAX_GAIN
         self._decode = decode
         try:
             yield
         finally:
-            self._fuse, self._decode = False, None
+            self._fuse, self._batched, self._decode = False, False, None
 
     @contextmanager
     def attending(self, attend: Attend) -> Iterator[None]:
@@ -218,6 +234,9 @@ class GpuOps:
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
+        if self._batched and dense and batch_gemm.supported(w.n, w.k):
+            batch = LazyBatch(force(x), w.data, bias)
+            return batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
         if (
             self._fuse
             and (dense or e4m3)
@@ -274,6 +293,8 @@ class GpuOps:
     def act_mul(self, x: Any, kind: Activation) -> Tensor:
         if isinstance(x, LazyLinear) and x.bias is None and x.fusable:
             return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
+        if isinstance(x, LazyBatch) and x.bias is None and x.weight.shape[0] % 16 == 0:
+            return x.run(batch_gemm.SILU if kind == "silu" else batch_gemm.GELU)
         return elementwise.act_mul(force(x), kind)
 
     def moe(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
 REAL = ROWS - 2
 TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)  # of the prompt rows together
+WORK = 5e12  # weights times tokens: with more, the GPU takes longer than the launches of an eager step, which wastes no padding
 DECODES = (0, 8, 16, 32, 64, 96, 128, 192)  # decode rows beside them
 AT_START = (
     512  # tokens up to which graphs without decode rows are captured at start, the others when first used
@@ -40,18 +41,19 @@ class PromptGraphs:
 
     def __init__(self, runner: CudaRunner) -> None:
         self._runner = runner
-        self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len)]
+        most = WORK / (runner.ledger["weights"] / runner.dtype.itemsize)
+        self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len, most)]
         self.decodes = [n for n in DECODES if n < runner.slots] + [runner.slots]
         self.limit = self.tokens[-1] if self.tokens else 0
         self._tiles = self.limit // extension.BLOCK_M + ROWS
-        most, size = runner.slots + ROWS, sum(self._lengths(runner.slots))
+        rows, size = runner.slots + ROWS, sum(self._lengths(runner.slots))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
         self._tokens = torch.zeros(3, runner.slots + self.limit, dtype=torch.int32, device="cuda")
-        self._cum = {w: torch.zeros(most, dtype=torch.int32, device="cuda") for w in runner.windows}
-        self._logits = torch.empty(most, len(runner.model.lm_head.own), device="cuda")
-        self._out = torch.zeros(most, dtype=torch.int32, device="cuda")
+        self._cum = {w: torch.zeros(rows, dtype=torch.int32, device="cuda") for w in runner.windows}
+        self._logits = torch.empty(rows, len(runner.model.lm_head.own), device="cuda")
+        self._out = torch.zeros(rows, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ class PromptGraphs:
         def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
             prompts = extension.extend(
                 q[n:], kv.k, kv.v, batch.page_table, slots[n:], q_start, kv_len[n:], tiles.view(-1, 2),
-                scale, window, softcap,
+                scale * kv.k_scale, window, softcap, kv.v_scale,
             )  # fmt: skip
             if n == 0:
                 return prompts

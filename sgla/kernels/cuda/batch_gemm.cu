@@ -7,7 +7,7 @@
 // GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them.
 #include "common.cuh"
 
-#ifndef BM  // weight rows of a tile: 64 or 128
+#ifndef BM  // weight rows of a tile: 64, 128 or 256
 #define BM 128
 #endif
 #ifndef BN  // rows of x in a tile: 16, 32, 64 or 128
@@ -63,7 +63,6 @@ __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, in
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
                  ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(tile * BM), "l"(policy) : "memory");
 }
-
 // A tile with rows of 128 bytes, swizzled, k innermost; 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 tile_at(u32 addr) {
   return u64((addr & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
@@ -120,7 +119,7 @@ __device__ __forceinline__ float gate(float x, float up) {
   return x / (1.f + exp2_fast(-1.442695041f * u)) * up;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) batch_gemm(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BM > 128 ? 1 : 2) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
   const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT / p.row_tiles, row0 = blockIdx.x / SPLIT % p.row_tiles * BN;

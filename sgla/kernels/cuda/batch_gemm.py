@@ -13,6 +13,7 @@ from sgla.kernels.cuda import build
 from sgla.kernels.cuda.build import Kernel
 
 MAX_ROWS = 256
+MIN_GAIN, MAX_GAIN = 9, 64  # rows for which it beats ``skinny_gemm`` and cuBLAS
 STORE, SILU, FLOAT32, GELU = 0, 2, 3, 4  # EPILOGUE, numbered as in skinny_gemm
 SHARED = 112 << 10  # bytes of a block, so that two fit on a multiprocessor
 
@@ -32,38 +33,33 @@ class _Params(ctypes.Structure):
 
 
 class Config(NamedTuple):
-    """A block takes ``tile`` weight rows (64 or 128); ``split`` blocks share the sum over k."""
+    """A block takes ``tile`` weight rows (64, 128 or 256); ``split`` blocks share the sum over k."""
 
     tile: int
     split: int
 
 
-def supported(n: int, k: int, gated: bool) -> bool:
-    """Whether a weight ``[n, k]`` has whole tiles."""
-    return k % 64 == 0 and n % (16 if gated else 8) == 0 and n >= 128
+def supported(n: int, k: int) -> bool:
+    """Whether a weight ``[n, k]`` has the alignment that is needed. (Gated, n must be a multiple of 16.)"""
+    return k % 64 == 0 and k >= 512 and n % 8 == 0 and n >= 128
 
 
 @cache
 def _kernel(config: Config, rows: int, epilogue: int) -> Kernel:
     stage = (config.tile + rows) * 128
-    stages = min(8, (SHARED - 1280) // stage)
+    room = SHARED if config.tile <= 128 else 2 * SHARED
+    stages = min(8, (room - 1280) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "STAGES": stages, "EPILOGUE": epilogue}
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + 1024, config.split)
 
 
-@cache
-def _processors() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count
-
-
-def choose(m: int, n: int, k: int, gated: bool) -> Config:
-    """For a weight ``[n, k]``: enough blocks to keep the memory busy, few enough that all of them run at once."""
-    tile = 128 if n >= 2048 else 64
-    blocks = n // tile * -(-m // 128)
-    split = 1
-    while split < 8 and blocks * split * 2 <= 2 * _processors() and k // 64 >= split * 4:
-        split *= 2
-    return Config(tile, split)
+def choose(m: int, n: int) -> Config:
+    """For a weight with ``n`` rows, from measurements on an H200."""
+    if n >= 100_000:
+        return Config(64, 1)
+    if n > 2048:
+        return Config(64, 2)
+    return Config(64, 8 if m <= 16 else 4)
 
 
 def linear(
@@ -86,7 +82,7 @@ def linear(
     if out is None:
         out = x.new_empty(m, columns, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype)
     assert x.is_contiguous(), "the tensor map knows no padding"
-    config = config or choose(m, n, k, gated)
+    config = config or choose(m, n)
     rows = next(size for size in (16, 32, 64, 128) if size >= min(m, 128))
     row_tiles = -(-m // rows)
     params = _Params(
@@ -117,12 +113,12 @@ def _map(
     room = ctypes.create_string_buffer(192)
     at = -(-ctypes.addressof(room) // 64) * 64  # it must be aligned
     encode = build.driver().cuTensorMapEncodeTiled
-    bf16, no_interleave, swizzle_128, promote_256, fill_zero = 9, 0, 3, 3, 0
+    bf16, no_interleave, swizzle_128, no_promotion, fill_zero = 9, 0, 3, 0, 0
     code = encode(
         ctypes.c_void_p(at), bf16, rank, ctypes.c_void_p(data),
         (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank),
-        no_interleave, swizzle_128, promote_256, fill_zero,
+        no_interleave, swizzle_128, no_promotion, fill_zero,
     )  # fmt: skip
     build.check(code, "cuTensorMapEncodeTiled")
     return _Map.from_buffer_copy(ctypes.string_at(at, 128))

@@ -20,6 +20,14 @@ def _begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def _begin_early(PDL: tl.constexpr):
+    """As ``_begin``, for a kernel whose successor may start before this one can: it reads nothing but weights first."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _saturate(x):
     """To the range of e4m3."""
     return tl.minimum(tl.maximum(x, -448.0), 448.0)
@@ -34,7 +42,7 @@ def _pdl() -> dict[str, bool]:
 
 @triton.jit
 def _rms_norm(x, weight, out, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    _begin(PDL)
+    _begin_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
@@ -45,7 +53,7 @@ def _rms_norm(x, weight, out, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    _begin(PDL)
+    _begin_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
