@@ -134,6 +134,54 @@ def test_gauges() -> None:
     assert values["sgla:memory_bytes{purpose=kv}"] == 7
 
 
+# names that the dashboards of the two servers read
+SGLANG = """num_running_reqs num_queue_reqs token_usage num_used_tokens kv_available_tokens max_total_num_tokens page_size
+cache_hit_rate cached_tokens_total gen_throughput prompt_tokens_total generation_tokens_total
+prompt_tokens_histogram_bucket generation_tokens_histogram_bucket time_to_first_token_seconds_bucket
+inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket queue_time_seconds_bucket num_requests_total
+num_aborted_requests_total num_retracted_requests_total num_retracted_reqs kv_used_tokens kv_evictable_tokens
+weight_load_duration_seconds weight_memory_usage_gb kv_cache_memory_usage_gb http_responses_total http_requests_total
+http_requests_active startup_time_seconds"""
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prefix_cache_hits_total
+prefix_cache_queries_total prompt_tokens_total generation_tokens_total request_prompt_tokens_bucket
+request_generation_tokens_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
+request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_success_total
+num_preemptions_total admission_rejections_total request_inference_time_seconds_bucket request_params_n_bucket
+request_params_max_tokens_bucket time_per_output_token_seconds_bucket gpu_cache_usage_perc"""
+
+
+@pytest.mark.parametrize(
+    ("server", "names", "labels"),
+    [("sglang", SGLANG, {"tp_rank": "0"}), ("vllm", VLLM, {"engine": "0"})],
+)
+def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) -> None:
+    metrics = Metrics("m", server)
+    facts = {"context_len": 10, "vocab_size": 10, "step_tokens": 10, "dtype": "f", "device": "cpu"}
+    metrics.started(Facts(pages=5, page_size=16, slots=2, **facts), {"load": 1.0})
+    metrics.gauges(Stats(running=2, waiting=3, query_tokens=8, hit_tokens=4), now=0.0)
+    metrics.http_started("GET", "/x")
+    metrics.http_finished(200)
+    metrics.finished(finished())
+    found = [
+        sample
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if sample.name.startswith(f"{server}:")
+    ]
+    assert {sample.name.removeprefix(f"{server}:") for sample in found} >= set(names.split())
+    assert all(
+        sample.labels["model_name"] == "m" and labels.items() <= sample.labels.items() for sample in found
+    )
+    values = {sample.name: sample.value for sample in found}
+    if server == "vllm":
+        assert 'http_requests_total{status="2xx"} 1.0' in metrics.text().decode()
+        assert (values["vllm:num_requests_running"], values["vllm:prefix_cache_hits_total"]) == (2, 4)
+        assert values["vllm:request_time_per_output_token_seconds_sum"] == 0.5
+        success = [sample for sample in found if sample.name == "vllm:request_success_total"]
+        assert {sample.labels["finished_reason"]: sample.value for sample in success}["stop"] == 1
+
+
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "sgla.json"
 
 
