@@ -31,6 +31,7 @@ class Sinks:
     """An ingress that admits everything and only keeps the sinks."""
 
     phase, ready, model_names, facts, tokenizer, template = "ready", True, ["bench"], None, None, None
+    architecture = ""
     progress = SimpleNamespace(message="", done=0, total=0)
 
     def __init__(self) -> None:

@@ -66,10 +66,13 @@ async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work
     if many or work.n > 1:
         raise InvalidField("session_params is for one prompt with n=1", param="session_params")
     (job,) = work.jobs
-    added = job.token_ids
-    if added is None:
-        text, tokenizer, special = job.text or "", server.ingress.tokenizer, params.rid is None
-        added = await maybe_threaded(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+    text, tokenizer, special = job.text or "", server.ingress.tokenizer, params.rid is None
+
+    def encoded() -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    added = await maybe_threaded(len(text), encoded) if job.token_ids is None else job.token_ids
     turn = session.begin(params, rid, added)
     job.text = None
     job.token_ids = turn.prompt
