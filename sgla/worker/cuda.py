@@ -19,7 +19,7 @@ from torch import Tensor
 from sgla import attention, clock
 from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
-from sgla.attention.cascade import Cascade, pack, unpack
+from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.config import Config
 from sgla.dist.gpus import join_gpus
 from sgla.errors import ConfigError, UnsupportedField
@@ -50,6 +50,7 @@ from sgla.worker.state import column
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
+EAGER = 3000.0  # microseconds that an eager step takes longer to launch
 CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
 E4M3_MAX = 448.0
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
@@ -324,7 +325,8 @@ class CudaRunner:
     def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        if self._captures and not self._deterministic and self.prompts.takes(q_lens, flags):
+        graphs = self._captures and not self._deterministic and self.prompts.takes(q_lens, flags)
+        if graphs and not self._share_much(slots[q_lens == 1], starts[q_lens == 1]):
             return self.prompts.run(slots, starts, q_lens, flags)
         order = np.argsort(q_lens > 1, kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
@@ -387,13 +389,20 @@ class CudaRunner:
 
     def _shared_prefixes(self, slots: Any, starts: Any) -> tuple[DevicePrefixes | None, Any]:
         """What these decode rows share, and ``skip``."""
-        rows = len(slots)
-        plan, tables = None, self.tables
-        if self.cascade is not None and rows:
-            plan = self.cascade.plan(slots, starts, tables.host.page_table, tables.admissions, rows)
+        rows, plan = len(slots), self._plan_prefixes(slots, starts)
         if plan is None:
             return None, np.zeros(rows, np.int32)
         return unpack(upload(pack(plan, rows)), rows), plan.skip
+
+    def _plan_prefixes(self, slots: Any, starts: Any) -> Prefixes | None:
+        if self.cascade is None or not len(slots):
+            return None
+        return self.cascade.plan(slots, starts, self.tables.host.page_table, self.tables.admissions, len(slots))
+
+    def _share_much(self, slots: Any, starts: Any) -> bool:
+        """Whether an eager step, which reads what rows share once, beats a graph of a mixed step, which does not."""
+        plan = self._plan_prefixes(slots, starts)
+        return plan is not None and plan.gain * len(self.kv) > EAGER
 
     def _tiles(self, kv_lens: Any, window: int, skip: Any) -> Any:
         """``DeviceBatch.cum`` on the host."""
