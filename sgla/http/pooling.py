@@ -83,11 +83,12 @@ async def run(
         raise InvalidField(f"{len(prompts)} inputs are more than {MAX_CHOICES} in one request", param="input")
     deadline = None if fields.timeout is None else clock.now() + fields.timeout
     choices: list[Choice] = []
-    for start in range(0, len(prompts), WINDOW):
+    open_at_once = window(server)
+    for start in range(0, len(prompts), open_at_once):
         work = make_work(
             request,
             fields,
-            prompts[start : start + WINDOW],
+            prompts[start : start + open_at_once],
             SamplingParams(),
             first(fields.rid, fields.request_id),
             add_special_tokens=fields.add_special_tokens is not False,
@@ -99,6 +100,13 @@ async def run(
         choices += await server.collect(work)
         raise_aborted(choices)
     return choices
+
+
+def window(server: Server) -> int:
+    """How many inputs of one request to open: never more than half of what the server admits at all."""
+    facts = server.ingress.facts
+    admitted = server.config.max_queued_requests + (facts.slots if facts is not None else 1)
+    return max(1, min(WINDOW, admitted // 2))
 
 
 def vector(choice: Choice) -> bytes:

@@ -325,7 +325,7 @@ async def test_labels_behind_items_and_reranking_by_a_model_of_text(generator: t
 async def test_a_long_list_is_answered_in_parts_and_ends_with_its_client(embedder: tuple[Path, Any]) -> None:
     folder, _ = embedder
     texts = [f"w{i % 40} w{i % 7}" for i in range(1500)]
-    async with serving(folder, max_queued_requests=300) as (site, system):
+    async with serving(folder, max_queued_requests=20, max_running_requests=10) as (site, system):
         whole = await site.lenient.embeddings.create(model="tiny", input=texts)
         assert [item.index for item in whole.data] == list(range(1500))
         again = await site.lenient.embeddings.create(model="tiny", input=texts[1490:])

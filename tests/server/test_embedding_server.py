@@ -1,0 +1,66 @@
+"""``sgla serve`` with an embedding model: the vectors cross the process boundary, and Ctrl-C ends everything."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import torch
+from server_process import serving
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from sgla import Engine
+from sgla.errors import UnsupportedTask
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
+
+
+@pytest.fixture(scope="module")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import BertConfig, BertModel
+
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def test_server_and_engine_give_the_same_vectors(tiny_bert: Path) -> None:
+    texts = [f"w{i % 20} w{i % 7} w{i % 3}" * (1 + i % 4) for i in range(100)]
+    with serving("--model", str(tiny_bert), "--device", "cpu") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        found = [item.embedding for item in client.embeddings.create(model=str(tiny_bert), input=texts).data]
+        with pytest.raises(openai.BadRequestError, match="serve a model that generates"):
+            client.completions.create(model=str(tiny_bert), prompt="w1")
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+        assert "/v1/embeddings" in server.output
+        assert "KV cache" not in server.output
+    with Engine(str(tiny_bert), device="cpu", executor="inline", threads=1) as engine:
+        vectors = engine.embed(texts)
+        np.testing.assert_allclose(vectors, found, atol=1e-5)
+        assert engine.embed(texts[0]).shape == (32,)
+        scores = engine.score(texts[0], texts[1:4])
+        np.testing.assert_allclose(scores, vectors[1:4] @ vectors[0], atol=1e-5)
+        with pytest.raises(UnsupportedTask):
+            engine.classify("w1")
+        with pytest.raises(UnsupportedTask):
+            engine.generate("w1")
