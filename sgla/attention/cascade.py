@@ -25,8 +25,7 @@ READ, JOIN = 9.0e6, 3.0e6  # bytes a microsecond, of KV and of partial results
 MULTIPLY = 2.7e8  # FLOP a microsecond
 FIXED = 20.0  # microseconds a layer, for the kernels that a plain step does not need
 LEVELS = 6  # of the tree, at most
-PARTS = 4  # partial results a row, on average over as many rows as there may be
-ITEMS = 1024
+PARTS = 4  # partial results a row, on average over as many rows as there may be; levels that are segments
 CHUNK = 256  # tokens of an item, at least
 
 
@@ -85,7 +84,7 @@ class Cascade:
             self._shape.page_size,
             tile_rows,
         )
-        tree.split(0, len(order), 0, 0, 0)
+        tree.split(0, len(order), 0, 0, 0, 0)
         if tree.gain <= FIXED:
             return None
         order, skip = order[tree.order], np.zeros(len(order), np.int32)
@@ -112,8 +111,9 @@ class Cascade:
             steps = [_even(s.end - s.begin, chunk) for s in segments]
             cuts = [-(-(s.end - s.begin) // step) for s, step in zip(segments, steps)]
             parts = sum(c * s.rows for c, s in zip(cuts, segments))
-            if parts <= PARTS * self._shape.max_rows and sum(c * t for c, t in zip(cuts, tiles)) <= ITEMS:
-                break
+            count = sum(c * t for c, t in zip(cuts, tiles))
+            if parts <= PARTS * self._shape.max_rows and count <= most_items(self._shape.max_rows):
+                break  # at the latest when no segment is cut
             chunk *= 2
         items: list[tuple[int, ...]] = []
         counts = np.zeros(len(order), np.int32)
@@ -153,8 +153,8 @@ class _Tree:
         self.segments: list[_Segment] = []
         self.gain = 0.0
 
-    def split(self, low: int, high: int, depth: int, begin: int, level: int) -> None:
-        """Rows ``order[low:high]`` share ``depth`` pages, of which segments cover ``begin``."""
+    def split(self, low: int, high: int, depth: int, begin: int, level: int, parts: int) -> None:
+        """Rows ``order[low:high]`` share ``depth`` pages, of which ``parts`` segments cover ``begin``."""
         members = self.order[low:high]
         whole = self._whole[members]
         here = self._pages[members, depth] if depth < self._pages.shape[1] else np.full(len(members), -1)
@@ -165,9 +165,9 @@ class _Tree:
         edges = np.flatnonzero(np.diff(here)) + 1
         for a, b in zip([0, *edges.tolist()], [*edges.tolist(), high - low]):
             if b - a > 1 and here[a] >= 0:
-                self._visit(low + a, low + b, depth, begin, level)
+                self._visit(low + a, low + b, depth, begin, level, parts)
 
-    def _visit(self, low: int, high: int, depth: int, begin: int, level: int) -> None:
+    def _visit(self, low: int, high: int, depth: int, begin: int, level: int, parts: int) -> None:
         """A node of the tree: rows that share the page at ``depth``."""
         members = self.order[low:high]
         part = self._pages[members, depth : int(self._whole[members].min())]
@@ -175,20 +175,27 @@ class _Tree:
         depth += len(same) if same.all() else int(same.argmin())
         rows, tokens = high - low, (depth - begin) * self._page_size
         gain = self._gain(rows, tokens, -(-rows // self._tile_rows))
-        if gain > 0:
+        if gain > 0 and parts < PARTS:
             self.gain += gain
+            parts += 1
             self.segments.append(_Segment(begin * self._page_size, depth * self._page_size, low, rows))
             begin = depth
         if level < LEVELS:
-            self.split(low, high, depth, begin, level + 1)
+            self.split(low, high, depth, begin, level + 1, parts)
 
 
-def pack(prefixes: Prefixes | None, rows: int) -> Int32s:
-    """One array for ``unpack``, of ``rows`` rows, the last of which may be padding."""
-    flat = np.zeros(1 + ITEMS * ITEM + 3 * rows + 1, np.int32)
+def most_items(rows: int) -> int:
+    """Room for items in batches of at most ``rows``."""
+    return max(1024, PARTS * rows)
+
+
+def pack(prefixes: Prefixes | None, rows: int, items: int = 0) -> Int32s:
+    """One array for ``unpack``, of ``rows`` rows, the last of which may be padding, with room for ``items``."""
+    items = max(items, len(prefixes.items) if prefixes is not None else 0)
+    flat = np.zeros(1 + items * ITEM + 3 * rows + 1, np.int32)
     if prefixes is not None:
         n = len(prefixes.skip)
-        order = 1 + ITEMS * ITEM
+        order = 1 + items * ITEM
         flat[0] = len(prefixes.items)
         flat[1 : 1 + prefixes.items.size] = prefixes.items.ravel()
         flat[order : order + n] = prefixes.order
@@ -199,7 +206,7 @@ def pack(prefixes: Prefixes | None, rows: int) -> Int32s:
 
 
 def unpack(flat: Tensor, rows: int) -> DevicePrefixes:
-    valid, items, order, skip, first = flat.split([1, ITEMS * ITEM, rows, rows, rows + 1])
+    valid, items, order, skip, first = flat.split([1, len(flat) - 2 - 3 * rows, rows, rows, rows + 1])
     return DevicePrefixes(valid, items, order, skip, first)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import DevicePrefixes
-from sgla.attention.cascade import Prefixes, pack, unpack
+from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.attention.native import NativeDecode
 from sgla.kernels.triton import step
 from sgla.sampling.device import Scored
@@ -79,7 +79,7 @@ class DecodeGraphs:
         self._cascade_sizes = cascade_sizes(self.sizes) if runner.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
         self._plan: Prefixes | None = None  # what the buffer holds
-        flat = torch.from_numpy(pack(None, self.limit))
+        flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
         self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
         self.columns = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(3, self.limit, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
@@ -162,7 +162,7 @@ class DecodeGraphs:
         pinned = self._pinned[self._stage]
         if plan is not None and plan is not self._plan:
             shared, self._plan = self._pinned_shared[self._stage], plan
-            shared.numpy()[:] = pack(plan, self.limit)
+            shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
             self._shared.copy_(shared, non_blocking=True)
         self._stage = (self._stage + 1) % STAGES
         host = pinned.numpy()

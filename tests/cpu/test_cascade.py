@@ -72,14 +72,17 @@ def check(plan: Prefixes, slots: np.ndarray, starts: np.ndarray, table: np.ndarr
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 900)), min_size=1, max_size=40),
     st.integers(0, 1 << 30),
-    st.floats(0, 10),
+    st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_token_is_covered_once(lengths: list[tuple[int, int]], seed: int, fixed: float) -> None:
+def test_every_token_is_covered_once(lengths: list[tuple[int, int]], seed: int, greedy: bool) -> None:
+    """``greedy``: every node of the tree is worth a segment."""
     slots, starts, table = families(lengths, np.random.default_rng(seed))
-    planner = Cascade(shape(), 132)
+    planner = Cascade(shape(rows=len(lengths)), 132)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sgla.attention.cascade.FIXED", fixed)
+        patch.setattr("sgla.attention.cascade.FIXED", 0.0)
+        if greedy:
+            patch.setattr(planner, "_gain", lambda rows, tokens, tiles: float(tokens))
         plan = planner.plan(slots, starts, table, 0, 16)
     if plan is not None:
         check(plan, slots, starts, table, 16)
