@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
 from sgla.kernels.ops import Norm
 from sgla.kernels.triton import elementwise
@@ -52,8 +53,8 @@ def in_graph(op: Callable[[], object]) -> float:
     return round(slowest.item(), 2)
 
 
-def variants(rank: int, ranks: int, rows: int, width: int) -> dict[str, Callable[[], object]]:
-    shard = STATE["shard"]
+def variants(shard: Shard, shared: torch.Tensor, rows: int, width: int) -> dict[str, Callable[[], object]]:
+    """Ways to sum ``[rows, width]``. ``shared``: symmetric memory for torch's own."""
     x, residual = (torch.randn(rows, width, device="cuda").bfloat16() * 1e-3 for _ in range(2))
     weight = torch.ones(width, device="cuda")
     norm = Norm(residual, weight, 1e-6)
@@ -66,25 +67,23 @@ def variants(rank: int, ranks: int, rows: int, width: int) -> dict[str, Callable
     found["nccl_norm"] = nccl_norm
     ours = shard.exchange
     if ours is not None and ours.takes(x):
-        reduce = ours._reduce
-        if reduce.fits(x, False):
-            found["one_shot"] = lambda: reduce(x, None, False)
-            found["one_shot_norm"] = lambda: reduce(x, norm, False)
-        if ranks > 2 or rows in (1, 256):
-            found["two_shot"] = lambda: reduce(x, None, True)
-            found["two_shot_norm"] = lambda: reduce(x, norm, True)
-    if x.nbytes <= STATE["shared"].nbytes:
-        y = STATE["shared"][: x.numel()].view(rows, width)
+        if ours.fits(x, False):
+            found["one_shot"] = lambda: ours.sum(x, None, False)
+            found["one_shot_norm"] = lambda: ours.sum(x, norm, False)
+        if ours.fits(x, True):
+            found["two_shot"] = lambda: ours.sum(x, None, True)
+            found["two_shot_norm"] = lambda: ours.sum(x, norm, True)
+    if x.nbytes <= shared.nbytes:
+        y = shared[: x.numel()].view(rows, width)
         group = dist.group.WORLD.group_name
         found["torch_one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(y, "sum", group)
         found["torch_two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", group)
     return found
 
 
-def check(rank: int, ranks: int, rows: int, width: int) -> None:
+def check(shard: Shard, rows: int, width: int) -> None:
     """Against NCCL, and the same bits on every rank."""
-    shard = STATE["shard"]
-    torch.manual_seed(rank)
+    torch.manual_seed(shard.rank)
     x = torch.randn(rows, width, device="cuda").bfloat16()
     expected = x.float()
     dist.all_reduce(expected)
@@ -96,17 +95,11 @@ def check(rank: int, ranks: int, rows: int, width: int) -> None:
     assert torch.equal(low, high), (rows, width)
 
 
-STATE: dict[str, object] = {}
-
-
 def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     shard, note = join_gpus(rank, ranks, Path(store), message=args.message)
-    STATE["shard"] = shard
-    STATE["shared"] = shared = symmetric.empty(
-        4 << 20, dtype=torch.bfloat16, device=torch.device("cuda", rank)
-    )
+    shared = symmetric.empty(4 << 20, dtype=torch.bfloat16, device=torch.device("cuda", rank))
     symmetric.rendezvous(shared, dist.group.WORLD)
     base = {
         "bench": "allreduce",
@@ -117,9 +110,9 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
         print(note, flush=True)
     for width in map(int, args.width.split(",")):
         for rows in map(int, args.rows.split(",")):
-            check(rank, ranks, rows, width)
-            times = {name: in_graph(op) for name, op in variants(rank, ranks, rows, width).items()}
-            check(rank, ranks, rows, width)
+            check(shard, rows, width)
+            times = {name: in_graph(op) for name, op in variants(shard, shared, rows, width).items()}
+            check(shard, rows, width)
             if rank == 0:
                 print("JSON " + json.dumps(base | {"rows": rows, "width": width, "us": times}), flush=True)
     sys.stdout.flush()

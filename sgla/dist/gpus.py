@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from sgla.dist.shard import Shard
 from sgla.errors import ConfigError
 from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
-from sgla.kernels.ops import Norm
 
 MESSAGE = 64 << 20  # bytes; larger sums are NCCL's
 
@@ -77,7 +75,7 @@ def _refuses(size: int) -> str | None:
     return None
 
 
-class PeerMemory:
+class PeerMemory(AllReduce):
     """``AllReduce`` over memory that torch lets the ranks share."""
 
     def __init__(self, rank: int, size: int, message: int) -> None:
@@ -87,17 +85,8 @@ class PeerMemory:
         device = torch.device("cuda", rank)
         self._memory = symmetric.empty(inbox_bytes(size, message), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
-        AllReduce.clear(self._memory)
+        self.clear(self._memory)
         torch.cuda.synchronize()
         dist.barrier()  # nobody sends before all have cleared
         torch.cuda.synchronize()
-        self._reduce = AllReduce(list(handle.buffer_ptrs), rank, message)
-
-    def takes(self, x: Tensor) -> bool:
-        return self._reduce.takes(x)
-
-    def all_reduce(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        return self._reduce(x, norm)
-
-    def max(self, keys: Tensor) -> None:
-        self._reduce.max(keys)
+        super().__init__(list(handle.buffer_ptrs), rank, message)

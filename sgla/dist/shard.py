@@ -20,9 +20,9 @@ class Exchange(Protocol):
     """Collectives on small messages that beat the library's; see ``dist/gpus.py``."""
 
     def takes(self, x: Tensor) -> bool:
-        """Whether ``all_reduce`` can have x. The same on every rank for the same shape."""
+        """Whether ``sum`` can have x. The same on every rank for the same shape."""
 
-    def all_reduce(self, x: Tensor, norm: Norm | None = None) -> Tensor: ...
+    def sum(self, x: Tensor, norm: Norm | None = None) -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
 
 
@@ -50,7 +50,7 @@ class Shard:
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.exchange is not None and self.exchange.takes(x):
-            self.exchange.all_reduce(x)
+            self.exchange.sum(x)
         elif self.size > 1:
             dist.all_reduce(x)
 
@@ -58,7 +58,7 @@ class Shard:
         """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result), or None if x is too large for that."""
         if self.exchange is None or not self.exchange.takes(x):
             return None
-        return self.exchange.all_reduce(x, norm)
+        return self.exchange.sum(x, norm)
 
     def max(self, keys: Tensor) -> None:
         """Largest of each of ``keys`` int64[S] over the ranks, in place. None may be 0."""

@@ -12,7 +12,7 @@ from sgla.kernels.cuda.build import Kernel
 from sgla.kernels.ops import Norm
 
 MAX_RANKS = 8
-KEYS = 8192  # most rows of ``all_max``
+KEYS = 8192  # rows that ``all_max`` takes at a time
 STATE_BYTES, KEYS_BYTES = 256, 2 * MAX_RANKS * KEYS * 8
 EMPTY = -0x7FFF8000  # 0x80008000 as int32: two negative zeros
 P = ctypes.c_void_p
@@ -92,7 +92,7 @@ class AllReduce:
         places = self._ranks * -(-len(x) // self._ranks) + len(x) if two_shot else self._ranks * len(x)
         return places * row <= self._half
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, two_shot: bool | None = None) -> Tensor:
+    def sum(self, x: Tensor, norm: Norm | None = None, two_shot: bool | None = None) -> Tensor:
         """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new residual."""
         assert x.is_contiguous()
         rows, d = x.shape
@@ -117,9 +117,8 @@ class AllReduce:
     def max(self, keys: Tensor) -> None:
         """The largest over the ranks of each of ``keys`` int64[S], none of which is 0; in place."""
         assert keys.is_contiguous()
-        rows = keys.shape[0]
-        assert rows <= KEYS
-        params = _MaxParams(
-            keys.data_ptr(), self._key_inboxes, self._key_state, KEYS_BYTES // 16, self._rank, rows
-        )
-        _max_kernel(self._ranks).launch(-(-rows // 256), 256, params)
+        for part in keys.split(KEYS):
+            params = _MaxParams(
+                part.data_ptr(), self._key_inboxes, self._key_state, KEYS_BYTES // 16, self._rank, len(part)
+            )
+            _max_kernel(self._ranks).launch(-(-len(part) // 256), 256, params)
