@@ -93,6 +93,7 @@ class CudaRunner:
         rendezvous: str,
         report: Callable[[Progress], None],
     ) -> None:
+        joining = clock.now()
         self.shard, ranks = join_gpus(rank, size, Path(rendezvous) / "store")
         torch.set_num_threads(1)
         begun = clock.now()
@@ -114,6 +115,7 @@ class CudaRunner:
             self._last_end: torch.cuda.Event | None = None
             self._warm_up()
         self.facts.timings |= {
+            "ranks": begun - joining,
             "weights": loaded - begun,
             "warmup": sized - loaded + clock.now() - captured,
             "graphs": captured - sized,
