@@ -82,6 +82,8 @@ def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Poolin
             size = layer.outputs
         elif name == "Normalize":
             normalize = True
+        elif name == "LogitScore":
+            raise ConfigError(f"{folder} holds a reranker that makes text; add --task rerank", param="task")
         elif name != "Transformer":
             raise ConfigError(f"{folder / 'modules.json'}: module {name!r} is not supported", param="model")
     return Pooling(
@@ -120,9 +122,10 @@ def _width(config: dict[str, Any]) -> int:
 
 
 def _kind(config: dict[str, Any], path: Path) -> str:
-    """Of ``1_Pooling/config.json``: flags in older files, a name in newer ones."""
-    if isinstance(config.get("pooling_mode"), str):
-        kinds = [NAMED_KINDS.get(config["pooling_mode"], "")]
+    """Of ``1_Pooling/config.json``: flags in older files, a name or a list of them in newer ones."""
+    mode = config.get("pooling_mode")
+    if mode is not None:
+        kinds = [NAMED_KINDS.get(name, "") for name in (mode if isinstance(mode, list) else [mode])]
     else:
         kinds = [
             KINDS.get(key.removeprefix("pooling_mode_"), "")
@@ -142,6 +145,9 @@ def _dense(config: dict[str, Any], path: Path) -> Dense:
         raise ConfigError(
             f"{path / 'config.json'}: activation {config['activation_function']!r} is not supported"
         )
+    whole = config.get("module_input_name", "sentence_embedding") == "sentence_embedding"
+    if config.get("use_residual") or not whole:
+        raise ConfigError(f"{path / 'config.json'}: only a plain layer behind the pooling is supported")
     return Dense(
         folder=str(path),
         inputs=int(config["in_features"]),
