@@ -30,6 +30,7 @@ class Reading:
 
     def __init__(self, server: Server, fields: ChatRequest) -> None:
         self.fields = fields
+        self.metrics = server.metrics
         self.tokenizer: Any = server.ingress.tokenizer
         self._choice = chosen_tools(fields)
         dialect = server_dialect(server)
@@ -191,6 +192,8 @@ class ChatReader:
         if event.finish is not None:
             pieces += self._parser.close()
         wanted = [piece for piece in map(self._wanted, pieces) if piece is not None]
+        if event.finish is not None and self._reading.tools is not None:
+            self._reading.metrics.tools_read(self._calls)
         return wanted if self._gathered is None else self._in_one(wanted, event.finish is not None)
 
     def _wanted(self, piece: Piece) -> Piece | None:

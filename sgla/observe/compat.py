@@ -24,6 +24,7 @@ VLLM: dict[str, tuple[str, ...] | str] = {
     "prompt_tokens_histogram": "request_prompt_tokens",
     "generation_tokens_histogram": "request_generation_tokens",
     "num_requests": "request_success",
+    "tool_call_parser_invocations": "tool_call_parser_invocations",
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
     "inference_time_seconds": "request_inference_time_seconds",

@@ -59,6 +59,8 @@ class Metrics(Collector):
         self.http_responses: Counter[int] = Counter()  # by status
         self.http_active = 0
         self.slow_readers = 0
+        self.tool_outputs: Counter[str] = Counter()  # by what they are
+        self.tool_calls = 0
         self._stats = Stats()
         self._facts: Facts | None = None
         self._startup: dict[str, float] = {}
@@ -129,6 +131,11 @@ class Metrics(Collector):
         self.http_responses[status] += 1
         self.http_active -= 1
 
+    def tools_read(self, calls: int) -> None:
+        """An output of a request with tools is complete and has so many calls."""
+        self.tool_outputs["calls" if calls else "text"] += 1
+        self.tool_calls += calls
+
     def slow_reader(self) -> None:
         """A stream was dropped because its client did not read."""
         self.slow_readers += 1
@@ -163,6 +170,11 @@ class Metrics(Collector):
             "Requests ended by the client or by /abort_request",
             self.requests["abort"],
         )
+        outputs = {(result,): self.tool_outputs[result] for result in ("calls", "text")}
+        yield self._counter(
+            "tool_call_parser_invocations", "Outputs searched for tool calls", outputs, ["result"]
+        )
+        yield self._counter("tool_calls", "Tool calls found", self.tool_calls)
         yield self._counter(
             "slow_readers", "Streams dropped because the client did not read", self.slow_readers
         )

@@ -168,6 +168,16 @@ async def test_what_only_looks_like_a_call(serve: Serve) -> None:
     assert (message["content"], message["tool_calls"], message["finish"]) == (text, [], "stop")
 
 
+async def test_calls_are_counted(serve: Serve) -> None:
+    site = await serve(Writer(CALL + SECOND))
+    await ask(site, n=2)
+    await chunks_of(site)
+    site.ingress.text = "No call."  # type: ignore[attr-defined]
+    await ask(site)
+    await ask(site, tool_choice="none")
+    assert (site.metrics.tool_outputs, site.metrics.tool_calls) == ({"calls": 3, "text": 1}, 6)
+
+
 async def test_call_cut_off(serve: Serve) -> None:
     site = await serve(Writer(CALL[:60]))
     site.ingress.finish = "length"  # type: ignore[attr-defined]
