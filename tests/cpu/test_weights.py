@@ -21,6 +21,7 @@ from sgla.messages import Progress
 from sgla.model.load import load_model
 from sgla.model.registry import check_architecture
 from sgla.model.spec import ModelSpec
+from sgla.model.upload import places, read
 
 LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -85,6 +86,24 @@ def test_several_files_equal_one(tmp_path: Path) -> None:
     many.files[0].unlink()
     with pytest.raises(ConfigError, match=many.files[0].name):
         open_source(tmp_path / "many")
+
+
+def test_places_in_a_file_are_those_of_its_tensors(tmp_path: Path) -> None:
+    """What a GPU worker reads by offset."""
+    path = tmp_path / "model.safetensors"
+    tensors = {"a": torch.randn(7, 3), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 3, 4).half()}
+    save_file(tensors | {"ids": torch.arange(3)}, path, {"format": "pt"})
+    found = places(path, lambda file, at, dtype, shape: (os.pread(file, 8, at), dtype, shape))  # type: ignore[arg-type]
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        for first in (0, 1):
+            data, dtype, _ = found[name].rows(first, (1, *tensor.shape[1:]))
+            expected = tensor[first:].contiguous().view(torch.uint8).numpy().tobytes()[:8]
+            assert data[: len(expected)] == expected
+            assert dtype == tensor.dtype
+    buffer = bytearray(12)
+    with path.open("rb") as file, pytest.raises(ValueError, match="ends too early"):
+        read(file.fileno(), path.stat().st_size - 8, memoryview(buffer))
 
 
 def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
@@ -171,7 +190,10 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "kv heads uneven": ({"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}, None),
     "kv head replicated": ({"num_key_value_heads": 1, "tie_word_embeddings": True}, None),
     "biases": ({"attention_bias": True, "mlp_bias": True, "intermediate_size": 70}, None),
-    "mixture": ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3}, None),
+    "mixture": (
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3},
+        None,
+    ),
     "int8": ({}, "int8"),
     "int4": ({"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32}, "int4"),
 }
