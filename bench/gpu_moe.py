@@ -233,10 +233,11 @@ def few(model: str, fp8: bool) -> None:
                 [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.d) for i in inner]  # type: ignore[misc]
             )
             emit(bench="few_down", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
-        for n, warps in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 4), (8, 4)):
-            moe.ROUTER = Cut(n, 0, warps)
-            us = time_us([lambda x=x: moe.norm_route(x, norm, 1e-6, router, layer.top_k, True) for x in xs])  # type: ignore[misc]
-            emit(bench="norm_route", tokens=tokens, cut=[n, 0, warps], us=round(us, 2))
+        us = time_us([lambda x=x: moe.norm_router(x, norm, 1e-6, router) for x in xs])  # type: ignore[misc]
+        emit(bench="norm_router", tokens=tokens, us=round(us, 2))
+        logits = torch.randn(tokens, layer.experts, device="cuda")
+        us = time_us([lambda y=logits: moe.route(y, layer.top_k, True)] * 6)  # type: ignore[misc]
+        emit(bench="route", tokens=tokens, us=round(us, 2))
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 if TYPE_CHECKING:
     from sgla.quant import Weight
 
+ROUTED = 16  # tokens up to which norm and router are one kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
 
 
@@ -72,12 +73,13 @@ def run(
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
     tokens, d = x.shape
-    if tokens <= moe.ROUTED:
+    if tokens <= ROUTED:
         weight, eps = norm or (None, 0.0)
-        x, probabilities, chosen = moe.norm_route(x, weight, eps, router.data, top_k, normalize)
+        x, logits = moe.norm_router(x, weight, eps, router.data)
     else:
         x = x if norm is None else elementwise.rms_norm(x, *norm)
-        probabilities, chosen = moe.route(_logits(x, router.data), top_k, normalize)
+        logits = _logits(x, router.data)
+    probabilities, chosen = moe.route(logits, top_k, normalize)
     if tokens <= FEW:
         inner = moe.few_gate_up(x, probabilities, chosen, gate_up.data, gate_up.scale, down.k, activation)
         return Few(inner, chosen, down, d)

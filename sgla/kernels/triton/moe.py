@@ -8,7 +8,6 @@ Grids depend on the number of tokens alone, so that every launch can be captured
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -57,8 +56,7 @@ class Cut(NamedTuple):
     warps: int
 
 
-ROUTED = 16  # tokens up to which norm, router and choice are one kernel
-ROUTER, GATE_UP, DOWN = Cut(2, 0, 2), Cut(4, 2048, 4), Cut(1, 1024, 2)
+GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 256, 2)
 
 
 @triton.jit
@@ -70,36 +68,11 @@ def _activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _store_best(
-    v, live, at, ids, probabilities, experts, top_k,
-    NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+def _norm_router(
+    x, norm, router, normed, logits, eps, d, experts,
+    HAS_NORM: tl.constexpr, D: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best experts of logits v [BT, E]; equal ones go to the lower number. ``at`` [BT]: the tokens' first pairs."""
-    top = tl.max(v, 1)
-    total = tl.sum(tl.exp(v - top[:, None]), 1)
-    column = tl.arange(0, K)[None, :]
-    chosen = tl.zeros([BT, K], tl.int32)
-    p = tl.zeros([BT, K], tl.float32)
-    for j in range(top_k):
-        best, expert = tl.max(v, 1, return_indices=True)
-        chosen = tl.where(column == j, expert[:, None], chosen)
-        p = tl.where(column == j, tl.exp(best - top)[:, None], p)
-        v = tl.where(tl.arange(0, E)[None, :] == expert[:, None], float("-inf"), v)
-    scale = tl.sum(p, 1) if NORMALIZE else total
-    mask = live[:, None] & (column < top_k)
-    to = at[:, None] + column
-    tl.store(ids + to, tl.minimum(chosen, experts - 1), mask=mask)  # within bounds even for NaN
-    tl.store(probabilities + to, p / scale[:, None], mask=mask)
-
-
-@triton.jit
-def _norm_route(
-    x, norm, router, normed, logits, done, ids, probabilities, eps, d, experts, top_k,
-    HAS_NORM: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-    BE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: the logits of BE experts for one token; the first one stores the normed token, the last one to finish
-    picks the best experts."""
+    """One program: the logits of BE experts for one token, and from the first one the normed token too."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     i = tl.arange(0, D)
@@ -116,15 +89,6 @@ def _norm_route(
             tl.store(normed + token * d + i, v, mask=i < d)
     y = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], 1)
     tl.store(logits + token * experts + e, y, mask=e < experts)
-    tl.debug_barrier()  # before one thread tells that this program's logits are there
-    if tl.atomic_add(done + token, 1, sem="acq_rel") == tl.num_programs(1) - 1:
-        tl.store(done + token, 0)
-        c = tl.arange(0, E)[None, :]
-        row = logits + token * experts + c
-        all_of = tl.load(row, mask=c < experts, other=float("-inf"), cache_modifier=".cg")
-        one = tl.arange(0, 1)
-        at = token * top_k + one
-        _store_best(all_of, one == 0, at, ids, probabilities, experts, top_k, NORMALIZE, E, K, 1)
 
 
 @triton.jit
@@ -132,14 +96,28 @@ def _route(
     logits, ids, probabilities, tokens, experts, top_k,
     NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens."""
+    """One program: the best experts of BT tokens; equal logits go to the lower number."""
     _begin(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.arange(0, E)
-    live = t < tokens
-    mask = live[:, None] & (i < experts)[None, :]
-    v = tl.load(logits + t[:, None] * experts + i[None, :], mask=mask, other=float("-inf"))
-    _store_best(v, live, t * top_k, ids, probabilities, experts, top_k, NORMALIZE, E, K, BT)
+    live = (t < tokens)[:, None]
+    at = logits + t[:, None] * experts + i[None, :]
+    v = tl.load(at, mask=live & (i < experts)[None, :], other=float("-inf"))
+    top = tl.max(v, 1)
+    total = tl.sum(tl.exp(v - top[:, None]), 1)
+    column = tl.arange(0, K)[None, :]
+    chosen = tl.zeros([BT, K], tl.int32)
+    p = tl.zeros([BT, K], tl.float32)
+    for j in range(top_k):
+        best, expert = tl.max(v, 1, return_indices=True)
+        chosen = tl.where(column == j, expert[:, None], chosen)
+        p = tl.where(column == j, tl.exp(best - top)[:, None], p)
+        v = tl.where(i[None, :] == expert[:, None], float("-inf"), v)
+    scale = tl.sum(p, 1) if NORMALIZE else total
+    pair = t[:, None] * top_k + column
+    mask = live & (column < top_k)
+    tl.store(ids + pair, tl.minimum(chosen, experts - 1), mask=mask)  # within bounds even for NaN
+    tl.store(probabilities + pair, p / scale[:, None], mask=mask)
 
 
 @triton.jit
@@ -351,30 +329,19 @@ def _few_down(
     tl.store(to, y, mask=c < d)
 
 
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Programs of a token that are done: 0 between launches."""
-    return torch.zeros(ROUTED, dtype=torch.int32, device=device)
-
-
-def norm_route(
-    x: Tensor, norm: Tensor | None, eps: float, router: Tensor, top_k: int, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(normed x, probabilities, ids)`` of at most ROUTED tokens: RMSNorm, router and ``route`` in one launch. Without
-    ``norm`` x itself. Launches must follow each other in one stream."""
+def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> tuple[Tensor, Tensor]:
+    """``(normed x, router logits float32 [T, E])``; for few tokens. Without ``norm`` x itself."""
     tokens, d = x.shape
     experts = router.shape[0]
     normed = x if norm is None else torch.empty_like(x)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
-    probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    _norm_route[(tokens, triton.cdiv(experts, ROUTER.n))](
-        x, norm if norm is not None else x, router, normed, logits, _counters(x.device), ids, probabilities, eps,
-        d, experts, top_k, HAS_NORM=norm is not None, NORMALIZE=normalize, D=triton.next_power_of_2(d),
-        E=triton.next_power_of_2(experts), K=triton.next_power_of_2(top_k), BE=ROUTER.n, num_warps=ROUTER.warps,
-        **_pdl(),
+    width = triton.next_power_of_2(d)
+    each = max(1, min(8192 // width, triton.next_power_of_2(experts)))
+    _norm_router[(tokens, triton.cdiv(experts, each))](
+        x, norm if norm is not None else x, router, normed, logits, eps, d, experts,
+        HAS_NORM=norm is not None, D=width, BE=each, **_pdl(),
     )  # fmt: skip
-    return normed, probabilities, ids
+    return normed, logits
 
 
 def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,19 @@ TUNED: dict[tuple[int, int, int, int], list[Tiles]] = {
         Tiles(2048, 128, Tile(128, 64, 8, 4, False, True), Tile(256, 64, 8, 4, False, True)),
         Tiles(8192, 128, Tile(128, 64, 8, 4, False, True), Tile(128, 64, 4, 3, False, True)),
     ],
+    # The same in e4m3
+    (128, 768, 2048, 1): [
+        Tiles(8, 16, Tile(64, 256, 4, 2, True, True), Tile(64, 128, 4, 3, True, True)),
+        Tiles(16, 16, Tile(64, 256, 4, 3, True, True), Tile(64, 128, 4, 3, True, True)),
+        Tiles(32, 16, Tile(64, 256, 4, 3, True, True), Tile(64, 128, 4, 3, True, True)),
+        Tiles(64, 16, Tile(64, 256, 4, 3, True, False), Tile(128, 128, 4, 3, True, True)),
+        Tiles(128, 16, Tile(64, 256, 4, 2, True, True), Tile(64, 128, 4, 3, True, True)),
+        Tiles(256, 32, Tile(64, 128, 4, 3, True, True), Tile(64, 128, 4, 3, True, True)),
+        Tiles(512, 64, Tile(64, 128, 4, 3, False, True), Tile(128, 128, 4, 3, False, True)),
+        Tiles(1024, 64, Tile(64, 128, 4, 3, False, True), Tile(128, 128, 4, 3, False, True)),
+        Tiles(2048, 128, Tile(128, 128, 8, 4, False, True), Tile(128, 128, 8, 3, False, True)),
+        Tiles(8192, 128, Tile(128, 128, 8, 4, False, True), Tile(128, 128, 4, 3, False, True)),
+    ],
 }
 
 SMALL, MEDIUM = Tile(64, 128, 4, 3, True, True), Tile(64, 128, 4, 3, True, True)
