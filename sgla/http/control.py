@@ -68,9 +68,9 @@ async def stop_profile(request: web.Request) -> web.Response:
 
 
 async def step_log(request: web.Request) -> web.Response:
-    """The scheduler's last steps, for ``sgla replay``. They hold prompts, so a server without keys shows them to nobody."""
+    """The scheduler's last steps, for ``sgla replay``. They hold everybody's prompts: only an admin key will do."""
     server = request.app[SERVER]
-    if not (server.config.api_key or server.config.admin_api_key):
+    if not server.config.admin_api_key:
         raise Unauthorized("the step log holds prompts; start the server with --admin-api-key to read it")
     server.ingress.require_ready()
     if server.ingress.step_log is None:

@@ -80,10 +80,10 @@ async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
     assert (await site.post("/stop_profile", b""))[1] == {"verb": "profile_stop"}
 
 
-async def test_the_step_log_is_for_those_with_a_key(serve: Serve) -> None:
-    site = await serve()
-    status, reply = await site.get("/step_log")
-    assert (status, "--admin-api-key" in reply["error"]["message"]) == (401, True)
+async def test_the_step_log_is_for_admins(serve: Serve) -> None:
+    for site in (await serve(), await serve(api_key=["user"])):
+        status, reply = await site.get("/step_log", **bearer("user"))
+        assert (status, "--admin-api-key" in reply["error"]["message"]) == (401, True)
     site = await serve(api_key=["user"], admin_api_key=["root"])
     for key, allowed in (("user", 401), ("root", 200)):
         async with site.http.get("/step_log", **bearer(key)) as response:
