@@ -59,6 +59,10 @@ class Actor(Generic[M]):
         if len(self._mailbox) >= self.limit:
             raise Overloaded(f"the {type(self).__name__.lower()} mailbox is full", retry_after=1.0)
         self._mailbox.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have ``handle`` called in the loop's next turn, messages or not."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sgla.text.output import OutputStream
 
 
+SLICE = 64  # deltas that a turn of the loop takes at least: about a millisecond
+
+
 class _Child:
     """Text state of one child, from its ``Opened`` to its final Delta."""
 
@@ -46,7 +49,7 @@ class _Child:
 
 
 class Detokenize(Actor[Deltas]):
-    """One turn turns a step's Deltas into Events and pushes each straight into its sink."""
+    """Turns a step's Deltas into Events and pushes each straight into its sink."""
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class Detokenize(Actor[Deltas]):
         self._deliver = deliver
         self._reject = reject
         self._children: dict[str, _Child] = {}
+        self._backlog: deque[Delta] = deque()
         self.schedule: Schedule | None = None  # set by the supervisor; the two actors know each other
 
     def open(self, opened: Opened) -> None:
@@ -73,10 +77,16 @@ class Detokenize(Actor[Deltas]):
         self._children[opened.submit.rid] = _Child(opened, self._make_output(opened))
 
     def handle(self, messages: deque[Deltas]) -> None:
-        now = clock.now()
+        """A part of what there is to do, so that hundreds of streams do not hold up the loop; a quarter at least, so that
+        steps which come too fast do."""
+        backlog = self._backlog
         for deltas in messages:
-            for delta in deltas.items:
-                self._one(delta, now)
+            backlog.extend(deltas.items)
+        now = clock.now()
+        for _ in range(min(len(backlog), max(SLICE, len(backlog) // 4))):
+            self._one(backlog.popleft(), now)
+        if backlog:
+            self.wake()
 
     def _one(self, delta: Delta, now: float) -> None:
         child = self._children.get(delta.rid)
