@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sgla.actors.system import System
 from sgla.cli import main
 from sgla.config import Config
 from sgla.executor.fake import FakeExecutor
 from sgla.http.collect import Collector
-from sgla.messages import Job, SamplingParams
+from sgla.messages import Job, SamplingParams, StepPlan, StepResult
 from sgla.observe.steplog import read, replay
 
 
@@ -61,3 +62,28 @@ async def test_asked_for_and_after_a_crash(
     broken = tmp_path / "broken"
     broken.write_bytes(path.read_bytes()[:-9])
     assert main(["replay", str(broken)]) == 2
+
+
+async def test_a_bug_in_the_scheduler_is_in_the_dump(tiny_model: Path, tmp_path: Path) -> None:
+    """Whatever an actor lets out ends the server; its last call is recorded, and raises again when it is played."""
+    system = await started(tiny_model, tmp_path)
+    try:
+        await generate(system, 3)
+        assert isinstance(system._executor, FakeExecutor)
+        execute = system._executor.model.execute
+
+        def wrong(plan: StepPlan) -> StepResult:
+            return replace(execute(plan), step=0)
+
+        system._executor.model.execute = wrong  # type: ignore[method-assign]
+        sink = Collector(1)
+        system.ingress.open(Job(rid="last", sampling=SamplingParams(max_tokens=50), text="x"), sink)
+        rejected = await asyncio.wait_for(sink.done, 5)
+        assert rejected is not None
+        assert (rejected.status, rejected.code) == (500, "internal_error")
+    finally:
+        await system.close()
+    (path,) = tmp_path.iterdir()
+    told = replay(read(path.read_bytes()).chapters[-1])
+    assert told.difference is None
+    assert told.ended_by.startswith("AssertionError: result of step")
