@@ -58,14 +58,16 @@ def write_model(folder: Path, model_type: str, auto: str, pooling: str = "", **s
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     if pooling:
         rows = [
-            {"idx": i, "path": path, "type": f"sentence_transformers.models.{name}"}
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
             for i, (path, name) in enumerate(
                 [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
             )
         ]
         (folder / "modules.json").write_text(json.dumps(rows))
         (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling/config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
+        (folder / "1_Pooling/config.json").write_text(
+            json.dumps({"word_embedding_dimension": 32, f"pooling_mode_{pooling}": True})
+        )
     return model
 
 
