@@ -314,6 +314,7 @@ void run_blocked(Context& c, const Linear& l) {
 
 void run_linear(Context& c, const Instr& i) {
   Linear l(c, i);
+  if (l.rows == 0) return;
 #if defined(__AMX_BF16__)
   TileRegisters registers(l.rows);
 #endif

@@ -117,6 +117,16 @@ def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
         torch.testing.assert_close(program.run(step(rows)), want, rtol=0, atol=tolerance)
 
 
+def test_a_step_may_sample_nothing() -> None:
+    """As the first chunks of a long prompt do."""
+    whole, parts = (Program.record(Tiny("bf16"), Limits(40, 5), 2) for _ in range(2))
+    want = whole.run(step([(PROMPTS[2], 0)])).clone()
+    first = step([(PROMPTS[2][:9], 0)])
+    first.sample_rows = first.sample_rows[:0]
+    assert parts.run(first).shape == (0, VOCAB)
+    assert torch.equal(parts.run(step([(PROMPTS[2][9:], 9)])), want)
+
+
 def test_bf16_pages_are_close() -> None:
     eager = Tiny("f32")
     program = Program.record(Tiny("f32", torch.bfloat16), Limits(40, 5), 2)
