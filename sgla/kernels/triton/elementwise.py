@@ -190,11 +190,11 @@ def _qk_norm_rope_store(
                 tl.store(source + ROT + j[None, :], rest, mask=rest_mask)
         if FP8:
             ra, rb, rest = _saturate(ra * k_inverse), _saturate(rb * k_inverse), _saturate(rest * k_inverse)
-        target = k_pages + page + head[:, None] * s_head
-        tl.store(target + i[None, :], ra, mask=mask)
-        tl.store(target + half + i[None, :], rb, mask=mask)
+        stored = k_pages + page + head[:, None] * s_head
+        tl.store(stored + i[None, :], ra, mask=mask)
+        tl.store(stored + half + i[None, :], rb, mask=mask)
         if ROT < HD:
-            tl.store(target + ROT + j[None, :], rest, mask=rest_mask)
+            tl.store(stored + ROT + j[None, :], rest, mask=rest_mask)
 
 
 def _warps(width: int) -> int:

@@ -33,12 +33,12 @@ def _linear(
     tile_m, tile_n = first + index % (GROUP * tiles_n) % height, index % (GROUP * tiles_n) // height
     rows, columns = tile_m * M + tl.arange(0, M), tile_n * N + tl.arange(0, N)
     depth = tl.arange(0, K)
-    x += (rows % m).to(tl.int64)[:, None] * s_x + depth[None, :]
+    x += rows.to(tl.int64)[:, None] * s_x + depth[None, :]
     w += (columns % n).to(tl.int64)[None, :] * s_w + depth[:, None]
     acc = tl.zeros([M, N], dtype=tl.float32)
     for at in range(0, k, K):
         live = depth < k - at
-        a = tl.load(x, mask=live[None, :], other=0.0)
+        a = tl.load(x, mask=(rows < m)[:, None] & live[None, :], other=0.0)
         b = tl.load(w, mask=live[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         x += K
