@@ -252,7 +252,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         assert names - THROUGH_OTHERS <= declared(*extras), folder
 
 
-def test_the_wheel_has_the_sources_of_the_kernels(tmp_path: Path) -> None:
+def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for name in tracked():
         if (ROOT / name).exists() and name.startswith(
@@ -283,7 +283,7 @@ def test_the_wheel_has_the_sources_of_the_kernels(tmp_path: Path) -> None:
         if path.suffix in (".cpp", ".h")
     }
     assert sources
-    assert names >= sources | {"sgla/py.typed", "sgla/cli/__init__.py"}
+    assert names >= sources | {"sgla/py.typed", "sgla/cli/__init__.py", "sgla/http/page/index.html"}
     assert not [name for name in names if name.startswith(("tests", "bench"))]
 
 
