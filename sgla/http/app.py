@@ -146,7 +146,8 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     path = "/" + "/".join(filter(None, request.path.split("/")))
     route, request[PATH_ID] = match(path)
     identify(request)
-    server.metrics.http_started(request.method, route if route in ROUTES else "unknown")
+    named = request.method, route if route in ROUTES else "unknown"
+    server.metrics.http_started(*named)
     status = CLIENT_GONE
     try:
         response = await answer(request, path, route)
@@ -157,7 +158,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
             response.force_close()
         return response
     finally:
-        server.metrics.http_finished(status)
+        server.metrics.http_finished(*named, status)
         if server.metrics.tracing is not None and TRACE in request:
             server.metrics.tracing.end(request[TRACE], status)
         if server.config.log_requests:

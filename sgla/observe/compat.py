@@ -9,14 +9,14 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 OURS = "sgla:"
-# SGLang has ours under its own prefix. Where there are two names, the second is of older versions.
+# SGLang has ours under its own prefix. Where there are two names, readers of other versions want the second.
 VLLM: dict[str, tuple[str, ...] | str] = {
     "num_running_reqs": "num_requests_running",
     "num_queue_reqs": "num_requests_waiting",
     "token_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     "cache_config_info": "cache_config_info",
     "query_tokens": "prefix_cache_queries",
-    "cached_tokens": "prefix_cache_hits",
+    "cached_tokens": ("prefix_cache_hits", "prompt_tokens_cached"),
     "num_retracted_requests": "num_preemptions",
     "rejected_requests": "admission_rejections",
     "prompt_tokens": "prompt_tokens",
@@ -40,7 +40,7 @@ LABELS = {
     "sglang": {"engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"},
     "vllm": {"engine": "0"},
 }
-RELABELLED = {"vllm": {"finish_reason": "finished_reason"}, "sglang": {}}
+RELABELLED = {"vllm": {"finish_reason": "finished_reason"}, "sglang": {"status": "status_code"}}
 
 
 def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
@@ -57,11 +57,13 @@ def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
 def instrumented(family: Metric) -> Metric:
     """Responses by class of status, as the instrumentation of vLLM's HTTP server counts them."""
     copy = Metric("http_requests", family.documentation, "counter")
-    counts: Counter[str] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for sample in family.samples:
-        counts[f"{sample.labels['status'][0]}xx"] += int(sample.value)
-    for status, count in counts.items():
-        copy.samples.append(Sample("http_requests_total", {"status": status}, count))
+        labels = sample.labels
+        counts[labels["endpoint"], labels["method"], f"{labels['status'][0]}xx"] += int(sample.value)
+    for key, count in counts.items():
+        labels = dict(zip(("handler", "method", "status"), key))
+        copy.samples.append(Sample("http_requests_total", labels, count))
     return copy
 
 

@@ -56,7 +56,7 @@ class Metrics(Collector):
         self.step_gap = Histogram(GAP_MS)
         self.requests: Counter[str] = Counter()  # by finish reason
         self.http_requests: Counter[tuple[str, str]] = Counter()  # by method and route
-        self.http_responses: Counter[int] = Counter()  # by status
+        self.http_responses: Counter[tuple[str, str, int]] = Counter()  # by method, route and status
         self.http_active = 0
         self.slow_readers = 0
         self.tool_outputs: Counter[str] = Counter()  # by what they are
@@ -127,13 +127,13 @@ class Metrics(Collector):
         self.http_requests[method, route] += 1
         self.http_active += 1
 
-    def http_finished(self, status: int) -> None:
-        self.http_responses[status] += 1
+    def http_finished(self, method: str, route: str, status: int) -> None:
+        self.http_responses[method, route, status] += 1
         self.http_active -= 1
 
     def tools_read(self, calls: int) -> None:
         """An output of a request with tools is complete and has so many calls."""
-        self.tool_outputs["calls" if calls else "text"] += 1
+        self.tool_outputs["tool_call" if calls else "no_tool_call"] += 1
         self.tool_calls += calls
 
     def slow_reader(self) -> None:
@@ -170,9 +170,9 @@ class Metrics(Collector):
             "Requests ended by the client or by /abort_request",
             self.requests["abort"],
         )
-        outputs = {(result,): self.tool_outputs[result] for result in ("calls", "text")}
+        outputs = {(outcome,): self.tool_outputs[outcome] for outcome in ("tool_call", "no_tool_call")}
         yield self._counter(
-            "tool_call_parser_invocations", "Outputs searched for tool calls", outputs, ["result"]
+            "tool_call_parser_invocations", "Outputs searched for tool calls", outputs, ["outcome"]
         )
         yield self._counter("tool_calls", "Tool calls found", self.tool_calls)
         yield self._counter(
@@ -201,8 +201,11 @@ class Metrics(Collector):
 
     def _http(self) -> Iterator[Metric]:
         yield self._counter("http_requests", "HTTP requests", self.http_requests, ["method", "endpoint"])
-        responses = {(str(status),): count for status, count in self.http_responses.items()}
-        yield self._counter("http_responses", "HTTP responses", responses, ["status"])
+        responses = {
+            (method, route, str(status)): count
+            for (method, route, status), count in self.http_responses.items()
+        }
+        yield self._counter("http_responses", "HTTP responses", responses, ["method", "endpoint", "status"])
         yield self._gauge("http_requests_active", "HTTP requests being answered", self.http_active)
 
     def _model(self, facts: Facts) -> Iterator[Metric]:

@@ -175,7 +175,7 @@ async def test_calls_are_counted(serve: Serve) -> None:
     site.ingress.text = "No call."  # type: ignore[attr-defined]
     await ask(site)
     await ask(site, tool_choice="none")
-    assert (site.metrics.tool_outputs, site.metrics.tool_calls) == ({"calls": 3, "text": 1}, 6)
+    assert (site.metrics.tool_outputs, site.metrics.tool_calls) == ({"tool_call": 3, "no_tool_call": 1}, 6)
 
 
 async def test_call_cut_off(serve: Serve) -> None:

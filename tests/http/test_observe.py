@@ -148,7 +148,8 @@ request_generation_tokens_bucket time_to_first_token_seconds_bucket inter_token_
 request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
 request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_success_total
 num_preemptions_total admission_rejections_total request_inference_time_seconds_bucket request_params_n_bucket
-request_params_max_tokens_bucket time_per_output_token_seconds_bucket gpu_cache_usage_perc tool_call_parser_invocations_total"""
+request_params_max_tokens_bucket time_per_output_token_seconds_bucket gpu_cache_usage_perc tool_call_parser_invocations_total
+prompt_tokens_cached_total"""
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) 
     metrics.started(Facts(pages=5, page_size=16, slots=2, **facts), {"load": 1.0})
     metrics.gauges(Stats(running=2, waiting=3, query_tokens=8, hit_tokens=4), now=0.0)
     metrics.http_started("GET", "/x")
-    metrics.http_finished(200)
+    metrics.http_finished("GET", "/x", 200)
     metrics.finished(finished())
     found = [
         sample
@@ -174,8 +175,11 @@ def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) 
         sample.labels["model_name"] == "m" and labels.items() <= sample.labels.items() for sample in found
     )
     values = {sample.name: sample.value for sample in found}
+    if server == "sglang":
+        (response,) = [sample for sample in found if sample.name == "sglang:http_responses_total"]
+        assert {"endpoint": "/x", "method": "GET", "status_code": "200"}.items() <= response.labels.items()
     if server == "vllm":
-        assert 'http_requests_total{status="2xx"} 1.0' in metrics.text().decode()
+        assert 'http_requests_total{handler="/x",method="GET",status="2xx"} 1.0' in metrics.text().decode()
         assert (values["vllm:num_requests_running"], values["vllm:prefix_cache_hits_total"]) == (2, 4)
         assert values["vllm:request_time_per_output_token_seconds_sum"] == 0.5
         success = [sample for sample in found if sample.name == "vllm:request_success_total"]
@@ -193,7 +197,7 @@ def everything() -> Metrics:
     sizes = {"context_len": 64, "vocab_size": 9, "step_tokens": 8, "dtype": "f", "device": "cpu"}
     metrics.started(Facts(pages=101, page_size=16, slots=4, ledger={"kv": 7}, **sizes), {"load": 1.5})
     metrics.http_started("GET", "/x")
-    metrics.http_finished(200)
+    metrics.http_finished("GET", "/x", 200)
     metrics.finished(finished())
     return metrics
 
