@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -28,7 +28,8 @@ PREFIX = "sgla:"
 
 
 class Metrics(Collector):
-    """Everything ``/metrics`` shows. All names start with ``sgla:`` and carry the label ``model_name``."""
+    """Everything ``/metrics`` shows. All names start with ``sgla:`` and carry the label ``model_name``, but for the main
+    process's own (``process_cpu_seconds_total`` and its kin)."""
 
     def __init__(self, model_name: str, compat: str | None = None) -> None:
         """``compat``: sglang or vllm; that server's names are shown beside ours."""
@@ -36,6 +37,7 @@ class Metrics(Collector):
         self._compat = compat
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
         self.ttft = Histogram(LATENCY)
         self.itl = Histogram(SHORT)
         self.e2e = Histogram(E2E)

@@ -79,7 +79,7 @@ async def scrape(site: Site) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
     async with site.http.get("/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         families: Any = text_string_to_metric_families(await response.text())
-    samples = [sample for family in families for sample in family.samples]
+    samples = [s for family in families if not family.name.startswith("process_") for s in family.samples]
     assert all(sample.labels.pop("model_name") == "fake" for sample in samples)
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
 
