@@ -172,28 +172,45 @@ void plan_attention(Team& t, const Instr& attention) {
 
 namespace {
 
-// 64 values of channel j of a panel: integers below 2^12 times a power of two.
-void pack_group(const uint16_t* x, int64_t j, uint8_t* out) {
-  vf v[FIXED_GROUP / LANES], top{};
-  for (int i = 0; i < FIXED_GROUP / LANES; i++) {
-    v[i] = load_bf16(x + i * LANES);
-    top = vmax(top, as_float((vi)v[i] & 0x7fffffff));
+// Pairs of bfloat16 as float32.
+INLINE vf evens(vi pairs) { return as_float(pairs << 16); }
+INLINE vf odds(vi pairs) { return as_float(pairs & (int32_t)0xffff0000); }
+
+// The power of two that makes the largest of 64 values an integer of 12 bits, as bfloat16; nothing for zeros.
+uint16_t fixed_scale(const uint16_t* x) {
+  vf top{};
+  for (int64_t i = 0; i < FIXED_GROUP; i += 2 * LANES) {
+    vi pairs = load_int(x + i) & 0x7fff7fff;
+    top = vmax(top, vmax(evens(pairs), odds(pairs)));
   }
   int exponent = to_bf16(max_of(top)) >> 7;
-  bool tiny = exponent < 12;
-  uint16_t scale = exponent == 255 ? 0x7fc0 : tiny ? 0 : (exponent - 11) << 7;
-  ((uint16_t*)out)[j] = scale;
-  float up = tiny || exponent == 255 ? 0 : 1 / from_bf16(scale);
-  alignas(64) int32_t q[FIXED_GROUP];
-  for (int i = 0; i < FIXED_GROUP / LANES; i++) {
-    const vf magic = splat(12582912.0f);
-    vi rounded = (vi)(v[i] * up + magic) - (vi)magic;
-    std::memcpy(q + i * LANES, &rounded, sizeof rounded);
+  return exponent == 255 ? 0x7fc0 : exponent < 12 ? 0 : (exponent - 11) << 7;
+}
+
+INLINE vi round_to_int(vf v) {
+  const vf magic = splat(12582912.0f);
+  return (vi)(v + magic) - (vi)magic;
+}
+
+// 64 values of each of ``rows`` channels, ``k`` apart.
+void pack_group(const uint16_t* x, int64_t k, int64_t rows, uint8_t* out) {
+  float up[PANEL] = {};
+  for (int64_t j = 0; j < rows; j++) {
+    uint16_t scale = ((uint16_t*)out)[j] = fixed_scale(x + j * k);
+    up[j] = scale == 0 || scale == 0x7fc0 ? 0 : 1 / from_bf16(scale);
   }
-  for (int64_t i = 0; i < FIXED_GROUP / 2; i++) {
-    uint32_t pair = (uint16_t)q[2 * i] | (uint32_t)q[2 * i + 1] << 16;
-    std::memcpy(out + FIXED_HEAD + i * ROW_BYTES + j * 4, &pair, 4);
-  }
+  out += FIXED_HEAD;
+  for (int64_t at = 0; at < FIXED_GROUP; at += 2 * LANES)
+    for (int64_t j = 0; j < rows; j += LANES) {
+      vf r[LANES] = {};
+      for (int64_t l = 0; l < std::min<int64_t>(LANES, rows - j); l++) {
+        vi pairs = load_int(x + (j + l) * k + at);
+        vi even = round_to_int(evens(pairs) * up[j + l]), odd = round_to_int(odds(pairs) * up[j + l]);
+        r[l] = as_float((even & 0xffff) | (odd << 16));
+      }
+      transpose(r);
+      for (int64_t i = 0; i < LANES; i++) store((float*)(out + (at / 2 + i) * ROW_BYTES) + j, r[i]);
+    }
 }
 
 }  // namespace
@@ -265,7 +282,7 @@ void sgla_pack(const uint32_t* x, int64_t n, int64_t k, int64_t group, int64_t h
 void sgla_pack_fixed(const uint16_t* x, int64_t n, int64_t k, uint8_t* out) {
   for (int64_t p = 0; p * PANEL < n; p++)
     for (int64_t g = 0; g < k; g += FIXED_GROUP, out += FIXED_HEAD + FIXED_GROUP / 2 * ROW_BYTES)
-      for (int64_t j = 0; j < std::min<int64_t>(PANEL, n - p * PANEL); j++) pack_group(x + (p * PANEL + j) * k + g, j, out);
+      pack_group(x + p * PANEL * k + g, k, std::min<int64_t>(PANEL, n - p * PANEL), out);
 }
 
 const char* sgla_isa() {

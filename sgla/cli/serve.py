@@ -6,18 +6,24 @@ import argparse
 import json
 from typing import Any
 
+import msgspec
+
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import load_config
 from sgla.config import Config
+from sgla.executor.procs import spawn_early
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging
-from sgla.resolve import check
+from sgla.resolve import check, resolve
 
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     check(config)
     setup_logging(config.log_level, config.log_format)
+    if config.executor == "procs":
+        config = msgspec.structs.replace(config, device=resolve(config).config.device)
+        spawn_early(config)
     from sgla.http.serve import run as serve
 
     progress = ProgressPrinter()

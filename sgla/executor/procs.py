@@ -108,6 +108,18 @@ class Rank:
         os.close(self.stderr)
 
 
+_early: dict[tuple[int, str], Rank] = {}
+
+
+def spawn_early(config: Config) -> None:
+    """Start the workers before there is a loop or an executor: they import torch while the server imports the rest of itself.
+
+    ``config.device`` is settled. The next ``ProcsExecutor`` for such workers takes them over.
+    """
+    for number in range(config.tp):
+        _early[number, RUNNERS[config.device]] = Rank(number, RUNNERS[config.device])
+
+
 class ProcsExecutor:
     """See ``executor.base.Executor``. ``runner`` names the class that does the work (tests have their own)."""
 
@@ -136,7 +148,7 @@ class ProcsExecutor:
         if self._config.tp > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
         for number in range(self._config.tp):
-            rank = Rank(number, self._runner)
+            rank = _early.pop((number, self._runner), None) or Rank(number, self._runner)
             self._ranks.append(rank)
             self._loop.add_reader(rank.pipe.fileno(), self._on_message, rank)
             # uvloop has made it non-blocking, but a message may come in parts.

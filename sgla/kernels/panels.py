@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +20,7 @@ Format = Literal[Kind, "fixed"]  # fixed: bfloat16 weights for CPUs with AVX512_
 FORMATS: list[Format] = [*KINDS, "fixed"]  # the order of ``Kind`` in program.h
 
 WIDTH = 32  # output channels of a panel
+SHARE = 16  # panels worth a thread
 INT4_ROWS = 4  # dword rows of a group of 32 int4 channels
 FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
@@ -45,13 +49,26 @@ class Panels:
         n = data.shape[0]
         if kind == "bf16" and (isa or library().isa) == "avx512_vnni":
             return cls._fixed(n, k, data)
-        data = F.pad(data, (0, -data.shape[1] % _PER_DWORD[kind])).contiguous()
+        data = _padded(data, _PER_DWORD[kind])
         dwords = data.shape[1] // _PER_DWORD[kind]
         int4 = kind == "int4"
         group, head = (INT4_ROWS, WIDTH * 4) if int4 else (dwords, 0)
         count = -(-n // WIDTH)
         out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
-        library().dll.sgla_pack(data.data_ptr(), n, dwords, group, head, out.data_ptr())
+        pack, row, panel = library().dll.sgla_pack, dwords * 4, out.numel() // count
+
+        def pack_some(first: int, last: int) -> None:
+            rows = min(n, last * WIDTH) - first * WIDTH
+            pack(
+                data.data_ptr() + first * WIDTH * row,
+                rows,
+                dwords,
+                group,
+                head,
+                out.data_ptr() + first * panel,
+            )
+
+        _in_threads(count, pack_some)
         if int4:
             assert scale is not None
             assert minimum is not None
@@ -66,11 +83,16 @@ class Panels:
 
     @classmethod
     def _fixed(cls, n: int, k: int, data: Tensor) -> Panels:
-        data = F.pad(data, (0, -k % FIXED_GROUP)).contiguous()
-        out = memory.take(
-            -(-n // WIDTH) * data.shape[1] // FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP * WIDTH * 2)
-        )
-        library().dll.sgla_pack_fixed(data.data_ptr(), n, data.shape[1], out.data_ptr())
+        data = _padded(data, FIXED_GROUP)
+        count, width = -(-n // WIDTH), data.shape[1]
+        panel = width // FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP * WIDTH * 2)
+        out, pack = memory.take(count * panel), library().dll.sgla_pack_fixed
+
+        def pack_some(first: int, last: int) -> None:
+            rows = min(n, last * WIDTH) - first * WIDTH
+            pack(data.data_ptr() + first * WIDTH * width * 2, rows, width, out.data_ptr() + first * panel)
+
+        _in_threads(count, pack_some)
         return cls("fixed", n, k, out, None)
 
     def plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -98,3 +120,19 @@ class Panels:
         """Dwords [panels, k, 32] -> plain rows [n, ...]."""
         rows = dwords.transpose(1, 2).reshape(-1, dwords.shape[1])[: self.n]
         return rows.clone(memory_format=torch.contiguous_format).view(_DTYPES[self.kind])
+
+
+def _padded(data: Tensor, multiple: int) -> Tensor:
+    """Rows contiguous, of a length that is a multiple; no copy if they are."""
+    missing = -data.shape[1] % multiple
+    return (F.pad(data, (0, missing)) if missing else data).contiguous()
+
+
+def _in_threads(panels: int, work: Callable[[int, int], None]) -> None:
+    """``work(first, last)`` on ranges that make up all panels."""
+    parts = min(len(os.sched_getaffinity(0)), -(-panels // SHARE))
+    if parts == 1:
+        return work(0, panels)
+    bounds = [panels * part // parts for part in range(parts + 1)]
+    with ThreadPoolExecutor(parts) as pool:
+        list(pool.map(work, bounds, bounds[1:]))
