@@ -88,7 +88,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     headers = response.headers
     headers["x-request-id"] = headers["request-id"] = request.get(RID) or uuid.uuid4().hex
     allowed, origin = request.app[SERVER].config.allowed_origins, request.headers.get("Origin", "")
-    if not allowed:
+    if not allowed or "*" in allowed:
         headers["Access-Control-Allow-Origin"] = "*"
     else:
         headers["Vary"] = "Origin"

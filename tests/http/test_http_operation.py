@@ -153,6 +153,9 @@ async def test_allowed_origins(serve: Serve) -> None:
             async with site.http.request(method, path, headers=headers) as response:
                 assert response.headers.get("Access-Control-Allow-Origin") == echoed
                 assert response.headers["Vary"] == "Origin"
+    site = await serve(allowed_origins=["*"])
+    async with site.http.get("/v1/models", headers={"Origin": "https://c.example"}) as response:
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
 
 
 async def test_load(site: Site) -> None:
