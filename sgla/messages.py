@@ -357,7 +357,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """Executor -> main process during start-up. ``done``/``total`` are bytes or counts; total 0 = unknown."""
+    """Executor -> main process during start-up. ``done``/``total`` are bytes (download) or values (load); total 0 = unknown."""
 
     phase: str  # download | spawn | load | warmup
     message: str = ""

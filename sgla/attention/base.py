@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
-from sgla.layers.batch import ForwardBatch
 
 Int32s = NDArray[np.int32]
 

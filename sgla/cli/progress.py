@@ -72,5 +72,6 @@ class ProgressPrinter:
         seconds = clock.now() - self._began
         if progress.total < 1 << 20:
             return f"{text} {bar} {progress.done}/{progress.total}"
-        rate = f", {progress.done / seconds / 1e6:.0f} MB/s" if seconds > 0.5 else ""
-        return f"{text} {bar} {progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} MB{rate}"
+        unit = "million" if progress.phase == "load" else "MB"
+        rate = f", {progress.done / seconds / 1e6:.0f} {unit}/s" if seconds > 0.5 else ""
+        return f"{text} {bar} {progress.done / 1e6:.0f} of {progress.total / 1e6:.0f} {unit}{rate}"
