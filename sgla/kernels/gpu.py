@@ -98,7 +98,7 @@ class LazyLinear:
         if self.fusable:
             return self.run()
         if self.scale is not None:
-            return fp8.linear(force(self.x), self.weight, self.scale, self.bias)
+            return fp8.linear(rounded(self.x), self.weight, self.scale, self.bias)
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
         return F.linear(force(self.x), self.weight, bias)
 
@@ -149,7 +149,40 @@ class LazySum:
         return self.x
 
 
-LAZY = (LazyNorm, LazyLinear, LazyBatch, LazyQuery, LazySum, mixture.Few, mixture.Grouped)
+@dataclass(slots=True)
+class LazyActivation:
+    """A gated activation whose result may be wanted in e4m3."""
+
+    x: Tensor
+    kind: Activation
+
+    def force(self) -> Tensor:
+        return elementwise.act_mul(self.x, self.kind)
+
+
+@dataclass(slots=True)
+class Both:
+    """A tensor, and its values in e4m3."""
+
+    x: Tensor
+    rounded: fp8.Rounded
+
+    def force(self) -> Tensor:
+        return self.x
+
+
+LAZY = (
+    LazyNorm, LazyLinear, LazyBatch, LazyQuery, LazySum, LazyActivation, Both, mixture.Few, mixture.Grouped,
+)  # fmt: skip
+
+
+def rounded(x: Any) -> fp8.Rounded:
+    """What is behind a held-back value, in e4m3."""
+    if isinstance(x, Both):
+        return x.rounded
+    if isinstance(x, LazyActivation):
+        return fp8.act_mul_quantize(x.x, x.kind)
+    return fp8.quantize(force(x))
 
 
 def force(x: Any) -> Tensor:
@@ -163,8 +196,8 @@ class GpuOps:
 
     ``deterministic``: nothing is fused, and a token's results do not depend on the others."""
 
-    def __init__(self, attend: Attend, deterministic: bool = False) -> None:
-        self.attend, self._deterministic = attend, deterministic
+    def __init__(self, attend: Attend, deterministic: bool = False, e4m3: bool = False) -> None:
+        self.attend, self._deterministic, self._e4m3 = attend, deterministic, e4m3
         self._fuse, self._batched = False, False
         self._decode: FusedDecode | None = None
         self._float32 = False  # the next linear is the output layer
@@ -226,6 +259,9 @@ class GpuOps:
             y = x.ranks.all_reduce_norm(x.x, Norm(residual, weight, eps))
             if y is not None:
                 return y, residual
+        if self._e4m3 and not self._fuse:
+            norm, total, small = fp8.add_norm_quantize(force(x), residual, weight, eps)
+            return Both(norm, small), total
         return elementwise.add_rms_norm(force(x), residual, weight, eps)
 
     def add(self, x: Any, y: Any) -> Tensor:
@@ -237,22 +273,18 @@ class GpuOps:
         if self._batched and dense and batch_gemm.supported(w.n, w.k):
             batch = LazyBatch(force(x), w.data, bias)
             return batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
-        if (
-            self._fuse
-            and (dense or e4m3)
-            and w.k % (128 if e4m3 else 64) == 0
-            and w.n >= 64
-            and (isinstance(x, LazyNorm) or x.dtype == torch.bfloat16)
-        ):
-            lazy = LazyLinear(x, w.data, w.scale, bias)
-            if not self._float32:
-                return lazy
-            if lazy.fusable:
-                return lazy.run(skinny_gemm.FLOAT32, self._out)
-        x = force(x)
+        if self._fuse and (dense or e4m3) and w.k % (128 if e4m3 else 64) == 0 and w.n >= 64:
+            x = x if isinstance(x, LazyNorm) else force(x)
+            if isinstance(x, LazyNorm) or x.dtype == torch.bfloat16:
+                lazy = LazyLinear(x, w.data, w.scale, bias)
+                if not self._float32:
+                    return lazy
+                if lazy.fusable:
+                    return lazy.run(skinny_gemm.FLOAT32, self._out)
         aligned = w.n % 16 == w.k % 16 == 0 and not self._float32
         if e4m3 and w.scale is not None and aligned and not self._deterministic:
-            return fp8.linear(x, w.data, w.scale, bias)
+            return fp8.linear(rounded(x), w.data, w.scale, bias)
+        x = force(x)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
         if self._deterministic:
             out = (
@@ -290,12 +322,12 @@ class GpuOps:
             return self._decode.forward(q.qkv, kv, batch, scale, window, softcap, q.projection)
         return self.attend(q, kv, batch, scale, window, softcap)
 
-    def act_mul(self, x: Any, kind: Activation) -> Tensor:
+    def act_mul(self, x: Any, kind: Activation) -> Any:
         if isinstance(x, LazyLinear) and x.bias is None and x.fusable:
             return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
         if isinstance(x, LazyBatch) and x.bias is None and x.weight.shape[0] % 16 == 0:
             return x.run(batch_gemm.SILU if kind == "silu" else batch_gemm.GELU)
-        return elementwise.act_mul(force(x), kind)
+        return LazyActivation(force(x), kind)
 
     def moe(
         self,
@@ -310,7 +342,8 @@ class GpuOps:
         norm = None
         if isinstance(x, LazyNorm):
             x, norm = x.x, (x.weight, x.eps)
-        return mixture.run(force(x), norm, router, gate_up, down, top_k, normalize, activation)
+        small = x.rounded if isinstance(x, Both) else None
+        return mixture.run(force(x), norm, router, gate_up, down, top_k, normalize, activation, small)
 
     def gather(self, x: Any, rows: Tensor) -> Tensor:
         return elementwise.take_rows(force(x), rows)
@@ -333,8 +366,8 @@ class GpuOps:
         return logits.argmax(-1).to(torch.int32)
 
 
-def install(attend: Attend, deterministic: bool = False) -> GpuOps:
-    """Send every operation of this process to the GPU."""
-    gpu = GpuOps(attend, deterministic)
+def install(attend: Attend, deterministic: bool = False, e4m3: bool = False) -> GpuOps:
+    """Send every operation of this process to the GPU. ``e4m3``: linear layers have such weights."""
+    gpu = GpuOps(attend, deterministic, e4m3)
     ops.recorder = gpu  # type: ignore[assignment]
     return gpu

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.ops import Activation
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
@@ -69,8 +70,10 @@ def run(
     top_k: int,
     normalize: bool,
     activation: Activation,
+    rounded: fp8.Rounded | None = None,
 ) -> Few | Grouped:
-    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3."""
+    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3. ``rounded``: x in e4m3, if it
+    is there."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
     tokens, d = x.shape
     if tokens <= ROUTED:
@@ -86,7 +89,13 @@ def run(
     tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size())
     groups = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(
-        *_input(x, gate_up), gate_up.data, gate_up.scale, down.k, groups, tiles.gate_up, activation
+        *(rounded or _input(x, gate_up)),
+        gate_up.data,
+        gate_up.scale,
+        down.k,
+        groups,
+        tiles.gate_up,
+        activation,
     )
     y = moe.experts(*_input(inner, down), down.data, down.scale, d, groups, tiles.down)
     return Grouped(y, probabilities)
@@ -101,4 +110,7 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     """float32 ``[T, E]``: rounded to bfloat16, near experts would tie."""
     if x.dtype == torch.float32:
         return x @ router.t()
+    hopper = torch.cuda.get_device_capability()[0] >= 9
+    if hopper and x.shape[0] <= batch_gemm.MAX_ROWS and batch_gemm.supported(*router.shape):
+        return batch_gemm.linear(x, router, epilogue=batch_gemm.FLOAT32)
     return torch.mm(x, router.t(), out_dtype=torch.float32)

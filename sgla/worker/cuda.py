@@ -56,6 +56,9 @@ E4M3_MAX = 448.0
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
+EVERYTHING = RowSampling(  # that a request can ask of the sampler
+    temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, logprobs=20, frequency=0.1, logit_bias=[(0, 0.1)]
+)
 WARM_UP = (
     600,
     1000,
@@ -105,12 +108,14 @@ class CudaRunner:
             self._size(config)
             sized = clock.now()
             report(Progress(phase="warmup", message="graphs"))
+            before = torch.cuda.mem_get_info()[0]
             if self._captures:
                 capture = Capture()
                 self.graphs.capture(capture)
                 if not self._deterministic:
                     self.prompts.capture(capture)
                 torch.cuda.synchronize()
+            self.ledger["graphs"] = before - torch.cuda.mem_get_info()[0]  # of the reserve
             captured = clock.now()
             self._last_end: torch.cuda.Event | None = None
             self._warm_up()
@@ -152,13 +157,14 @@ class CudaRunner:
                 "--deterministic cannot be honoured for a mixture of experts yet; leave it out",
                 param="deterministic",
             )
-        check_quantization(config.quantization or spec.quantization, spec.moe is not None)
+        check_quantization(config.quantization or spec.quantization, self._dtype_name, spec.moe is not None)
         self._deterministic = config.deterministic
         self._kv_dtype = self.dtype
         if config.kv_cache_dtype == "fp8":
             check_fp8(self.dtype)
             self._kv_dtype = torch.float8_e4m3fn
-        self.ops = gpu.install(self.attention, config.deterministic)
+        e4m3 = (config.quantization or spec.quantization) == "fp8"
+        self.ops = gpu.install(self.attention, config.deterministic, e4m3)
         free = torch.cuda.mem_get_info()[0]
         with torch.device("cuda"):
             self.model = load_model(
@@ -184,9 +190,12 @@ class CudaRunner:
         self._scales = [(1.0, 1.0)] * spec.layers
         if self._kv_dtype != self.dtype:
             self._scales = self._measure_scales()
-            self.notes.append("KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens")
+            self.notes.append(
+                "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"
+            )
         self.kv = self._allocate(1, config.page_size, self._kv_dtype)
         peak = self._activations()
+        self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] - peak - RESERVE
         budget = min(free, config.kv_cache_bytes or free)
@@ -223,7 +232,9 @@ class CudaRunner:
         tables.page_table[slot, :pages] = torch.arange(1, pages + 1, device="cuda")
         ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
         tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
-        batch = self._extend_batch(np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32))
+        batch = self._extend_batch(
+            np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
+        )
         gpu.force(self.model.forward(batch, self.kv))
         tables.page_table[slot] = 0
         most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
@@ -238,19 +249,23 @@ class CudaRunner:
         return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
 
     def _activations(self) -> int:
-        """Peak bytes of the largest steps, all of whose rows write to the dummy page."""
+        """Peak bytes of the largest steps, all of whose rows write to the dummy page and sample with all there is."""
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         longest = min(self.step_tokens, self.context_len)
         rows = self.step_tokens // longest
         q_lens = np.full(rows, longest, np.int32)
         padding = np.full(rows, self.slots, np.int32)
+        slots, ends = np.arange(self.slots, dtype=np.int32), np.full(self.slots, self.context_len, np.int32)
+        for slot in range(self.slots):
+            self.sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=1, pages=b"", sampling=EVERYTHING))
         for _ in range(2):
             batch = self._extend_batch(padding, np.zeros(rows, np.int32), q_lens)
             hidden = gpu.force(self.model.forward(batch, self.kv))
             most = self._logits(hidden[torch.zeros(self.slots, dtype=torch.long, device="cuda")])
-            out, zeros = torch.zeros(2, self.slots, dtype=torch.int32, device="cuda")
-            self.sampler.draw(most, zeros, zeros, out)
+            out = torch.zeros(self.slots, dtype=torch.int32, device="cuda")
+            d_slots, d_ends = upload(np.stack([slots, ends]))
+            self.sampler.sample(most, d_slots, d_ends, out, slots, (slots, ends))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -258,9 +273,6 @@ class CudaRunner:
         """Requests with all that a request can ask for, so that no kernel is compiled or loaded under traffic. All their
         pages are the dummy page."""
         page_size = self.tables.page_size
-        everything = RowSampling(
-            temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, logprobs=1, frequency=0.1, logit_bias=[(0, 0.1)]
-        )
         sizes = [n for n in (*WARM_UP, 3) if n <= min(self.step_tokens, self.context_len - 1)]
         for size in sizes:
             for start in (0, size // 2):  # as a whole, and behind a prefix
@@ -269,7 +281,7 @@ class CudaRunner:
                     tokens=bytes(4 * size),
                     prompt_len=size,
                     pages=bytes(4 * -(-size // page_size)),
-                    sampling=everything,
+                    sampling=EVERYTHING,
                 )
                 self.execute(_lone_row(start, size - start, row))
         one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
@@ -399,7 +411,9 @@ class CudaRunner:
     def _plan_prefixes(self, slots: Any, starts: Any) -> Prefixes | None:
         if self.cascade is None or not len(slots):
             return None
-        return self.cascade.plan(slots, starts, self.tables.host.page_table, self.tables.admissions, len(slots))
+        return self.cascade.plan(
+            slots, starts, self.tables.host.page_table, self.tables.admissions, len(slots)
+        )
 
     def _share_much(self, slots: Any, starts: Any) -> bool:
         """Whether an eager step, which reads what rows share once, beats a graph of a mixed step, which does not."""
@@ -470,13 +484,15 @@ def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
     )
 
 
-def check_quantization(quantization: str | None, mixture: bool) -> None:
+def check_quantization(quantization: str | None, dtype: str, mixture: bool) -> None:
     """Raise ConfigError for what no kernel can do on this GPU."""
     if mixture and quantization in ("int8", "int4"):
         raise ConfigError(
             f"--quantization {quantization} cannot be honoured for a mixture of experts on a GPU; use fp8 or none",
             param="quantization",
         )
+    if quantization == "fp8" and dtype == "float32":
+        raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
     if quantization == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
             f"{torch.cuda.get_device_name()} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer "

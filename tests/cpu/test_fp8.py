@@ -16,6 +16,8 @@ from sgla.config import Config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
+from sgla.kernels import ops
+from sgla.kernels.ops import Activation
 from sgla.model.load import load_model
 from sgla.observe.machine import detect
 from sgla.resolve import resolve
@@ -130,6 +132,27 @@ def test_online_quantization_stays_close(tmp_path: Path) -> None:
     assert model.blocks[0].mlp.router.kind == model.lm_head.weight.kind == "f32"
     divergence = (exact.exp() * (exact - Eager(model).prompt_logprobs(prompts))).sum(-1).mean().item()
     assert 0 < divergence < 0.05
+
+
+def test_fused_rounding_equals_rounding() -> None:
+    pytest.importorskip("triton")
+    from sgla.kernels.triton import fp8
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, h, w = (
+        torch.randn(5, 96, device=device),
+        torch.randn(5, 96, device=device),
+        torch.rand(96, device=device),
+    )
+    norm, total, small = fp8.add_norm_quantize(x, h, w, 1e-5)
+    for out, expected in zip((norm, total), ops.add_rms_norm(x, h, w, 1e-5)):
+        torch.testing.assert_close(out, expected)
+    gate: list[Activation] = ["silu", "gelu_tanh"]
+    pairs = [(small, norm)] + [(fp8.act_mul_quantize(x, kind), ops.act_mul(x, kind)) for kind in gate]
+    for (numbers, scale), plain in pairs:
+        torch.testing.assert_close(scale, plain.abs().amax(1) / 448)
+        assert (numbers.float() * scale[:, None] - plain).norm() < 0.1 * plain.norm()
+    assert torch.equal(small.numbers.float(), fp8.quantize(norm).numbers.float())
 
 
 def test_activations_keep_three_bits_of_mantissa() -> None:
