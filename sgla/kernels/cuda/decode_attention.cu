@@ -127,12 +127,16 @@ struct Borders {
   long long total;
   int blocks, snap;
   __device__ __forceinline__ int raw(int block) const { return int(total * block / blocks); }
-  // The row that holds `tile`.
+  // The row that holds `tile`: a warp looks at 32 rows at a time.
   __device__ __forceinline__ static int row_of(const Params& p, int tile) {
-    int lo = 0, hi = p.rows - 1;
-    while (lo < hi) {
-      const int mid = (lo + hi + 1) / 2;
-      if (p.cum[mid] * p.kv_heads <= tile) lo = mid; else hi = mid - 1;
+    const int lane = threadIdx.x % 32;
+    int lo = 0;
+    for (int n = p.rows; n > 1;) {
+      const int step = (n + 31) / 32;
+      const bool before = lane * step < n && p.cum[lo + lane * step] * p.kv_heads <= tile;
+      const int part = __popc(__ballot_sync(~0u, before)) - 1;
+      lo += part * step;
+      n = min(step, n - part * step);
     }
     return lo;
   }

@@ -46,9 +46,15 @@ constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a p
 constexpr int CHUNK_BYTES = 2048 * MT;
 constexpr int OUTPUTS = NT * 8 * COLS, PER_THREAD = (OUTPUTS + THREADS - 1) / THREADS;
 
+#if E4M3
+typedef unsigned char weight;
+#else
+typedef bf16 weight;
+#endif
+
 struct Params {
   const bf16* x;      // [m, x_stride]
-  const char* w;      // [n, k]; gated: gate rows, then up rows
+  const weight* w;    // [n, k]; gated: gate rows, then up rows
   const float* scale; // of the rows of w, if they are e4m3
   const float* norm;  // [k]
   const float* bias;  // [n] or null
@@ -104,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   int in_tile = first, in_chunk = warp;
   if (in_chunk >= chunks) in_tile = last;  // this warp has nothing to add
-  auto source = [&]() { return p.w + ((long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K) * SIZE + piece * 16; };
-  const char* in = source();
+  auto source = [&]() { return p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * (16 / SIZE); };
+  const weight* in = source();
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * CHUNK_BYTES;
@@ -114,10 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         constexpr int STEP = 32 / ROW_CHUNKS;  // rows between two loads
         const int row = j * STEP;
         const long long off = GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0) : (long long)row * p.k;
-        cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off * SIZE, 16);
+        cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off, 16);
       }
       in_chunk += WARPS;
-      in += WARPS * ROW_BYTES;
+      in += WARPS * CHUNK_K;
       if (in_chunk >= chunks) {
         in_chunk = warp;
         ++in_tile;
