@@ -31,7 +31,8 @@ async def test_a_request_that_takes_too_long(tiny_model: Path) -> None:
         status, body = await late
         assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
         status, body = await stream
-        assert (status, "deadline_exceeded" in body) == (200, True)
+        assert status in (200, 504)  # the headers may be out already
+        assert "deadline_exceeded" in body
         local.system.ingress.pause(False)
         assert (await patient)[0] == 200
         assert local.system.ingress.stats().waiting == 0  # type: ignore[union-attr]
