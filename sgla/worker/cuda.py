@@ -115,7 +115,10 @@ class CudaRunner:
                 if not self._deterministic:
                     self.prompts.capture(capture)
                 torch.cuda.synchronize()
-            self.ledger["graphs"] = before - torch.cuda.mem_get_info()[0]  # of the reserve
+            self.ledger["graphs"] = before - torch.cuda.mem_get_info()[0]  # taken from the reserve
+            self.notes.append(
+                "memory: " + ", ".join(f"{name} {mib(size)}" for name, size in self.ledger.items())
+            )
             captured = clock.now()
             self._last_end: torch.cuda.Event | None = None
             self._warm_up()

@@ -65,7 +65,7 @@ class PromptGraphs:
         decodes = _decodes(q_lens, flags)
         count = int(decodes.sum())
         few = len(q_lens) - count <= REAL and int(q_lens.sum()) - count <= self.limit
-        return few and not (flags & PROMPT_LOGPROBS).any()
+        return bool(self.tokens) and few and not (flags & PROMPT_LOGPROBS).any()
 
     def capture(self, capture: Capture) -> None:
         """After the decode graphs. Running the largest makes all kernels known."""
