@@ -33,6 +33,17 @@ INLINE vf activate(int64_t act, vf x) {
   return vmax(x, vf{});
 }
 
+// The sum of d values, given as vectors and at the end one by one.
+template <class V, class S>
+INLINE float total(int64_t d, V vector, S single) {
+  vf sums{};
+  int64_t j = 0;
+  for (; j + LANES <= d; j += LANES) sums += vector(j);
+  float all = sum(sums);
+  for (; j < d; j++) all += single(j);
+  return all;
+}
+
 // A block of queries of one sequence and head against all its keys.
 struct Task {
   const Instr& i;
@@ -81,13 +92,16 @@ struct Task {
   // Scores of row r of ``rows`` to weights, with the running maximum and sum brought up to date.
   void soften(int64_t r, int64_t rows, int64_t count) {
     float* w = weights + r * KEYS;
-    float most = top[r];
-    for (int64_t t = 0; t < count; t++) {
-      w[t] = scores[(t / PANEL * rows + r) * PANEL + t % PANEL] * i.f[0];
-      most = std::max(most, w[t]);
+    vi lane;
+    UNROLL for (int j = 0; j < LANES; j++) lane[j] = j;
+    vf tops = splat(top[r]), sums{};
+    for (int64_t t = 0; t < count; t += LANES) {
+      vf x = load(scores + (t / PANEL * rows + r) * PANEL + t % PANEL) * i.f[0];
+      x = lane < (int)(count - t) ? x : splat(-INFINITY);
+      store(w + t, x);
+      tops = vmax(tops, x);
     }
-    std::fill(w + count, w + round_up(count, LANES), -INFINITY);
-    vf sums{};
+    float most = max_of(tops);
     for (int64_t t = 0; t < count; t += LANES) {
       vf e = vexp(load(w + t) - most);
       store(w + t, e);
@@ -154,10 +168,9 @@ void run_layer_norm(Context& c, const Instr& i) {
   spread_rows(c, c.rows(i), GRAIN / d, [&](int64_t t) {
     const float* x = c.at(i.in[0]) + t * d;
     float* out = c.at(i.out[0]) + t * d;
-    float mean = 0, squares = 0;
-    for (int64_t j = 0; j < d; j++) mean += x[j];
-    mean /= d;
-    for (int64_t j = 0; j < d; j++) squares += (x[j] - mean) * (x[j] - mean);
+    float mean = total(d, [&](int64_t j) { return load(x + j); }, [&](int64_t j) { return x[j]; }) / d;
+    float squares = total(d, [&](int64_t j) { vf v = load(x + j) - mean; return v * v; },
+                          [&](int64_t j) { return (x[j] - mean) * (x[j] - mean); });
     float r = 1.0f / std::sqrt(squares / d + i.f[0]);
     for (int64_t j = 0; j < d; j++) out[j] = (x[j] - mean) * r * weight[j] + bias[j];
   });
