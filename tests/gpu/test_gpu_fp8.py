@@ -41,7 +41,7 @@ def test_few_rows_are_not_rounded(m: int, n: int, k: int) -> None:
         assert relative(out, ops.act_mul(y, "silu")) < 1e-2
 
 
-@pytest.mark.parametrize("m", [1, 17, 64, 300, 2048])
+@pytest.mark.parametrize("m", [1, 17, 64, 128, 300, 2048])
 def test_many_rows_are_rounded_token_by_token(m: int) -> None:
     n, k = 6144, 4096
     w = pack(torch.randn(n, k, device="cuda"), "fp8")
