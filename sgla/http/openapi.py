@@ -120,7 +120,7 @@ async def openapi_json(request: web.Request) -> web.Response:
     return json_response(document(request.app[TABLE]))
 
 
-OPERATIONS[openapi_json] = Operation("This description")
+OPERATIONS[openapi_json] = Operation("The description of the API")
 
 
 class ErrorDetail(msgspec.Struct):

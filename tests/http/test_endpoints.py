@@ -1,0 +1,71 @@
+"""The README's table of endpoints: it is what the routes are, and each of its rows answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_fake import FakeIngress
+from http_site import Serve
+
+from sgla.http.app import ROUTES
+from sgla.http.endpoints import updated
+
+README = Path(__file__).parents[2] / "README.md"
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+NO_VECTORS = "unsupported_task"  # the fake model makes text
+# Path -> a body (None: none), and what else than 200 is right: a code of an error.
+EXAMPLES: dict[str, tuple[Any, str | None]] = {
+    "/v1/chat/completions": (CHAT, None),
+    "/v1/completions": ({"prompt": "x", "max_tokens": 2}, None),
+    "/v1/responses": ({"input": "x"}, None),
+    "/v1/responses/{id}": (None, "response_not_found"),
+    "/v1/responses/{id}/cancel": (None, "response_not_found"),
+    "/v1/responses/{id}/input_items": (None, "response_not_found"),
+    "/v1/messages": (CHAT, None),
+    "/v1/messages/count_tokens": (CHAT, None),
+    "/v1/models/{id}": (None, "model_not_found"),
+    "/generate": ({"text": "x"}, None),
+    "/open_session": ({"capacity_of_str_len": 9}, None),
+    "/close_session": ({"session_id": "x"}, "session_not_found"),
+    "/tokenize": ({"prompt": "x"}, None),
+    "/v1/tokenize": (CHAT, None),
+    "/detokenize": ({"tokens": [65]}, None),
+    "/v1/detokenize": ({"tokens": [65]}, None),
+    "/parse_function_call": ({"text": "x", "tool_call_parser": "hermes"}, None),
+    "/separate_reasoning": ({"text": "x", "reasoning_parser": "qwen3"}, None),
+    "/abort_request": ({"abort_all": True}, None),
+    "/step_log": (None, "invalid_api_key"),
+    "/v1/embeddings": ({"input": "x"}, NO_VECTORS),
+    "/encode": ({"text": "x"}, NO_VECTORS),
+    "/v1/rerank": ({"query": "x", "documents": ["y"]}, NO_VECTORS),
+    "/v2/rerank": ({"query": "x", "documents": ["y"]}, NO_VECTORS),
+    "/rerank": ({"query": "x", "documents": ["y"]}, NO_VECTORS),
+    "/v1/score": ({"text_1": "x", "text_2": "y"}, NO_VECTORS),
+    "/score": ({"text_1": "x", "text_2": "y"}, NO_VECTORS),
+    "/v1/classify": ({"input": "x"}, NO_VECTORS),
+    "/classify": ({"input": "x"}, NO_VECTORS),
+    "/v1/moderations": ({"input": "x"}, NO_VECTORS),
+}
+
+
+def test_the_table_is_up_to_date() -> None:
+    text = README.read_text()
+    assert updated(text, ROUTES) == text, "run: python -m sgla.http.endpoints README.md"
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+async def test_every_endpoint_answers(serve: Serve, path: str) -> None:
+    site = await serve(FakeIngress())
+    body, code = EXAMPLES.get(path, (None, None))
+    for method in ROUTES[path]:
+        async with site.http.request(method, path.replace("{id}", "x"), json=body) as response:
+            content = await response.read()
+        if code is None:
+            assert response.status == 200, content
+            assert content
+        else:
+            assert json.loads(content)["error"]["code"] == code
+    site.ingress.check()
