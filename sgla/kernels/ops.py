@@ -192,7 +192,10 @@ def _attend(
         _load(t, pages, scale_of).reshape(len(rows), -1, kv_heads, dim).transpose(1, 2)
         for t, scale_of in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
     )
-    age = position[:, :, None] - torch.arange(keys.shape[2], device=q.device)
+    place = torch.arange(keys.shape[2], device=q.device)
+    for x in (keys, values):  # what lies beyond the history may be no number, and 0 times that is none either
+        x.masked_fill_((place >= kv_lens[:, None])[:, None, :, None], 0.0)
+    age = position[:, :, None] - place
     seen = (age >= 0) & (age < window) if window else age >= 0
     if softcap:
         group = queries.shape[1] // kv_heads

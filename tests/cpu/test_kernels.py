@@ -230,6 +230,26 @@ def test_qk_norm_rope_store(
     assert torch.equal(kv.v, other.v)
 
 
+def test_attention_sees_no_numbers_beyond_the_history() -> None:
+    torch.manual_seed(0)
+    batch = random_batch([(1, 20), (7, 3), (1, 0)])
+    kv = random_kv(batch, 2, 32, torch.float32)
+    dirty = KVLayer(torch.full_like(kv.k, torch.nan), torch.full_like(kv.v, torch.nan))
+    for slot, length in zip(batch.slots.tolist(), batch.kv_len.tolist(), strict=True):
+        for p in range(length):
+            page, offset = batch.page_table[slot, p // 16], p % 16
+            dirty.k[page, offset], dirty.v[page, offset] = kv.k[page, offset], kv.v[page, offset]
+    q = torch.randn(batch.tokens, 4 * 32)
+    for softcap in (0.0, 5.0):
+
+        def fn(layer: KVLayer, b: ForwardBatch, x: Tensor, softcap: float = softcap) -> Tensor:
+            return ops.attention(x, layer, b, 0.2, softcap=softcap)
+
+        want = fn(kv, batch, q)
+        assert torch.equal(fn(dirty, batch, q), want)
+        close(run(lambda b, x, fn=fn: fn(dirty, b, x), batch, q), want)  # type: ignore[misc]
+
+
 ROWS = [(1, 0), (1, 70), (5, 3), (64, 200), (1, 300), (130, 0), (1, 15)]
 
 
