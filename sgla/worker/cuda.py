@@ -155,9 +155,9 @@ class CudaRunner:
         self.attention, self.notes = attention.choose(config.attention_backend, shape, spec.attention_scale)
         self._captures = config.attention_backend != "torch"
         self.cascade = Cascade.of(shape, self.attention)
-        if config.deterministic and spec.moe is not None:
+        if config.deterministic and (spec.moe is not None or spec.quantization is not None):
             raise ConfigError(
-                "--deterministic cannot be honoured for a mixture of experts yet; leave it out",
+                "--deterministic cannot be honoured for mixtures of experts or fp8 checkpoints yet; leave it out",
                 param="deterministic",
             )
         check_quantization(config.quantization or spec.quantization, self._dtype_name, spec.moe is not None)

