@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Time the GPU kernels against the limits of the chip: one JSON line a measurement.
 
-    python bench/gpu_kernels.py [decode] [skinny] [batch] [small] [prefill] [sampling]
+    python bench/gpu_kernels.py [decode] [cascade] [skinny] [batch] [small] [prefill] [sampling]
 
 Times are medians of graph replays (CUDA events), each over a set of buffers larger than the L2 cache.
 """
@@ -127,6 +127,38 @@ CONFIGS = [  # tiles, half, stages, blocks a multiprocessor
     (2, False, 3, 2),
     (2, False, 4, 1),
 ]
+
+
+def bench_cascade() -> None:
+    """Rows that share a prefix, read for each of them and read once."""
+    import numpy as np
+
+    from sgla.attention.cascade import Cascade, pack, unpack
+
+    def upload(x: Any) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(x, np.int32)).cuda()
+
+    for rows, shared, own, heads in ((256, 2048, 96, 32), (32, 8192, 200, 32), (8, 4096, 200, 32), (256, 512, 300, 16)):
+        q, layers, batch = decode_batch(rows, shared + own, heads, 8, 128)
+        table = batch.page_table.cpu().numpy()
+        table[:, : shared // 16] = table[0, : shared // 16]
+        batch.page_table = upload(table)
+        shape = attention.Shape(heads, 8, 128, 16, BF16, frozenset({0}), 0.0, rows)
+        attend = attention.choose("auto", shape, 0.088)[0]
+        planner = Cascade.of(shape, attend)
+        assert planner is not None
+        starts = np.full(rows, shared + own - 1, np.int32)
+        plan = planner.plan(np.arange(rows, dtype=np.int32), starts, table, 0, rows)
+        plain = time_us(lambda: [attend(q, kv, batch, 0.088, 0, 0.0) for kv in layers], len(layers))
+        us = None
+        if plan is not None:
+            tiles = -(-(starts + 1) // 16) - plan.skip // 16
+            batch.cum = {0: upload(np.concatenate([[0], np.cumsum(tiles)]))}
+            batch.prefixes = unpack(upload(pack(plan, rows)), rows)
+            us = round(time_us(lambda: [attend(q, kv, batch, 0.088, 0, 0.0) for kv in layers], len(layers)), 1)
+        emit(
+            bench="cascade", rows=rows, shared=shared, own=own, heads=heads, kv_heads=8, us=us, plain_us=round(plain, 1)
+        )  # fmt: skip
 
 
 def bench_skinny() -> None:
@@ -312,7 +344,7 @@ def bench_sampling() -> None:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["decode", "skinny", "batch", "small", "prefill", "sampling"]
+    chosen = sys.argv[1:] or ["decode", "cascade", "skinny", "batch", "small", "prefill", "sampling"]
     emit(machine=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda)
     for name in chosen:
         globals()[f"bench_{name}"]()
