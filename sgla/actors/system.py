@@ -65,9 +65,12 @@ class System:
             loop.call_soon_threadsafe(self._progress, progress)
 
         finding = in_thread(find_model, self.config, report)
-        workers = spawn_workers(await in_thread(settle_device, self.config))
-        self._executor = workers
+        settled = await in_thread(settle_device, self.config)
+        workers = self._executor = spawn_workers(settled)
         config, source = await finding
+        if workers is not None and config.device != settled.device:
+            await workers.close()
+            workers = self._executor = spawn_workers(config)
         if workers is not None:
             workers.assign(config, source)
         self._executor = workers or make_local(config, source)
@@ -181,7 +184,10 @@ class System:
 
 
 def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource]:
-    """The model's files, downloaded if need be, and ``config`` with every open value filled in. Blocks."""
+    """The model's files, downloaded if need be, and ``config`` with every open value filled in. Blocks.
+
+    Models that answer with vectors run on the CPU, whatever else there is. Raises ConfigError.
+    """
     from sgla.hub.fetch import resolve_model
     from sgla.hub.source import open_source
     from sgla.model.pooling import read_pooling
@@ -190,9 +196,11 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     source = open_source(resolve_model(config, report), config.load_format)
     resolved = resolve(config, model=source.config).config
     if resolved.device == "cuda" and read_pooling(source, config.task) is not None:
-        raise ConfigError(
-            "embedding and classification models run on the CPU; give --device cpu", param="device"
-        )
+        if config.device == "cuda":
+            raise ConfigError(
+                "embedding and classification models run on the CPU; give --device cpu", param="device"
+            )
+        resolved = resolve(msgspec.structs.replace(config, device="cpu"), model=source.config).config
     return resolved, source
 
 

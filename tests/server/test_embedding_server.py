@@ -14,7 +14,8 @@ from server_process import serving
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sgla import Engine
-from sgla.errors import UnsupportedTask
+from sgla.errors import ConfigError, UnsupportedTask
+from sgla.observe.machine import Gpu, Machine
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
 
@@ -64,3 +65,18 @@ def test_server_and_engine_give_the_same_vectors(tiny_bert: Path) -> None:
             engine.classify("w1")
         with pytest.raises(UnsupportedTask):
             engine.generate("w1")
+
+
+def test_a_gpu_is_left_alone_unless_it_is_asked_for(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Machine(
+        cores=1,
+        physical_cores=1,
+        memory_available=4 << 30,
+        gpus=(Gpu("NVIDIA H200", 140 << 30, (9, 0)),),
+        torch_cuda="13.0",
+    )
+    monkeypatch.setattr("sgla.resolve.detect", lambda: gpu)
+    with pytest.raises(ConfigError, match="--device cpu"):
+        Engine(str(tiny_bert), device="cuda")
+    with Engine(str(tiny_bert)) as engine:
+        assert engine.embed(["w1", "w2"]).shape == (2, 32)
