@@ -138,7 +138,12 @@ def bench_cascade() -> None:
     def upload(x: Any) -> torch.Tensor:
         return torch.from_numpy(np.asarray(x, np.int32)).cuda()
 
-    for rows, shared, own, heads in ((256, 2048, 96, 32), (32, 8192, 200, 32), (8, 4096, 200, 32), (256, 512, 300, 16)):
+    for rows, shared, own, heads in (
+        (256, 2048, 96, 32),
+        (32, 8192, 200, 32),
+        (8, 4096, 200, 32),
+        (256, 512, 300, 16),
+    ):
         q, layers, batch = decode_batch(rows, shared + own, heads, 8, 128)
         table = batch.page_table.cpu().numpy()
         table[:, : shared // 16] = table[0, : shared // 16]
@@ -155,7 +160,9 @@ def bench_cascade() -> None:
             tiles = -(-(starts + 1) // 16) - plan.skip // 16
             batch.cum = {0: upload(np.concatenate([[0], np.cumsum(tiles)]))}
             batch.prefixes = unpack(upload(pack(plan, rows)), rows)
-            us = round(time_us(lambda: [attend(q, kv, batch, 0.088, 0, 0.0) for kv in layers], len(layers)), 1)
+            us = round(
+                time_us(lambda: [attend(q, kv, batch, 0.088, 0, 0.0) for kv in layers], len(layers)), 1
+            )
         emit(
             bench="cascade", rows=rows, shared=shared, own=own, heads=heads, kv_heads=8, us=us, plain_us=round(plain, 1)
         )  # fmt: skip
