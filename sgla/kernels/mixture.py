@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.ops import Activation
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
@@ -110,7 +109,4 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     """float32 ``[T, E]``: rounded to bfloat16, near experts would tie."""
     if x.dtype == torch.float32:
         return x @ router.t()
-    hopper = torch.cuda.get_device_capability()[0] >= 9
-    if hopper and x.shape[0] <= batch_gemm.MAX_ROWS and batch_gemm.supported(*router.shape):
-        return batch_gemm.linear(x, router, epilogue=batch_gemm.FLOAT32)
     return torch.mm(x, router.t(), out_dtype=torch.float32)

@@ -9,25 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sgla.kernels.triton.elementwise import _begin, _pdl, _warps
 from sgla.kernels.triton.moe import _activate
-
-
-SMALL_ROWS = 128  # up to which ``linear_small`` beats the library
-
-
-class Cut(NamedTuple):
-    """A program's columns, its step along k, and the steps in flight."""
-
-    n: int
-    k: int
-    stages: int
-
-
-# Weights with more tiles than multiprocessors share one among three programs, others have it alone.
-MANY, SOME = Cut(64, 128, 4), Cut(64, 128, 8)
 
 
 class Rounded(NamedTuple):
@@ -85,31 +69,6 @@ def _act_mul_quantize(
     _store(y.to(tl.float32), numbers, scale, row, i, f)
 
 
-@triton.jit
-def _matmul(
-    x, x_scale, w, w_scale, bias, out, m, n, k,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BN columns of BM rows. Weights are the wide side of the tensor-core instruction."""
-    first = tl.program_id(0) * BN
-    row = tl.program_id(1) * BM
-    column = first + tl.arange(0, BN)
-    inside = column < n
-    by_column = tl.load(w_scale + column, mask=inside, other=0.0)
-    added = tl.zeros([BN], tl.float32)
-    if HAS_BIAS:
-        added = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    _begin(PDL)
-    acc = tl.zeros([BN, BM], tl.float32)
-    for depth in range(0, k, BK):
-        acc = tl.dot(w.load([first, depth]), tl.trans(x.load([row, depth])), acc)
-    rows = row + tl.arange(0, BM)
-    by_row = tl.load(x_scale + rows, mask=rows < m, other=0.0)
-    y = tl.trans(acc) * by_row[:, None] * by_column[None, :] + added[None, :]
-    to = out + rows.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(to, y, mask=(rows < m)[:, None] & inside[None, :])
-
-
 def _empty(tokens: int, d: int, device: torch.device) -> Rounded:
     numbers = torch.empty(tokens, d, dtype=torch.float8_e4m3fn, device=device)
     return Rounded(numbers, torch.empty(tokens, dtype=torch.float32, device=device))
@@ -147,30 +106,11 @@ def act_mul_quantize(x: Tensor, kind: str) -> Rounded:
     return out
 
 
-def linear_small(
-    x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None, cut: Cut | None = None
-) -> Tensor:
-    """``linear`` for the rows of a decode batch: reads the weights at the speed of the memory."""
-    (m, k), n = x.numbers.shape, weight.shape[0]
-    rows = min(128, max(16, triton.next_power_of_2(m)))
-    cut = cut or (MANY if n >= 128 * 128 else SOME)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=weight.device)
-    _matmul[(triton.cdiv(n, cut.n), triton.cdiv(m, rows))](
-        TensorDescriptor.from_tensor(x.numbers, [rows, cut.k]), x.scale,
-        TensorDescriptor.from_tensor(weight, [cut.n, cut.k]), scale,
-        bias if bias is not None else scale, out, m, n, k, HAS_BIAS=bias is not None,
-        BM=rows, BN=cut.n, BK=cut.k, num_warps=4, num_stages=cut.stages, **_pdl(),
-    )  # fmt: skip
-    return out
-
-
 def linear(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ (weight * scale[:, None]).T + bias``: x ``[T, k]``, weight e4m3 ``[n, k]`` -> bfloat16 ``[T, n]``.
 
     n and k must be multiples of 16.
     """
-    if x.numbers.shape[0] <= SMALL_ROWS:
-        return linear_small(x, weight, scale, bias)
     q, by_row = x
     bias = None if bias is None else bias.to(torch.bfloat16)
     return torch._scaled_mm(
