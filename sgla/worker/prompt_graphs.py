@@ -87,23 +87,30 @@ class PromptGraphs:
         self._stage = (self._stage + 1) % STAGES
         host = pinned.numpy()
         host[:] = 0
-        d_slots, d_starts, kv_len, at, where, ends, tiles, q_start = np.split(host, np.cumsum(lengths)[:-1])
-        first, rest = np.flatnonzero(decodes), np.flatnonzero(~decodes)
-        count, rows, new = len(first), len(rest), len(sampled)
+        rows = padded + ROWS
+        d_slots, d_starts, kv_len, at, where, ends = host[: 6 * rows].reshape(6, rows)
+        tiles, q_start = host[6 * rows : -(ROWS + 1)].reshape(-1, 2), host[-(ROWS + 1) :]
+        first, rest = decodes.nonzero()[0], (~decodes).nonzero()[0]
+        count, prompts, new = len(first), len(rest), len(sampled)
+        stops, lens = starts + q_lens, q_lens[rest]
         d_slots[:] = where[:] = self._runner.slots
         d_starts[count:padded] = -1
-        for place, chosen in ((slice(0, count), first), (slice(padded, padded + rows), rest)):
-            d_slots[place], d_starts[place] = slots[chosen], starts[chosen]
-            kv_len[place] = starts[chosen] + q_lens[chosen]
-        lens = q_lens[rest]
-        np.cumsum(lens, out=q_start[1 : rows + 1])
         last = np.empty(len(slots), np.int32)  # each row's last hidden state
-        last[first], last[rest] = np.arange(count), padded + q_start[1 : rows + 1] - 1
-        at[:new], where[:new], ends[:new] = last[sampled], slots[sampled], (starts + q_lens)[sampled]
-        q_start[rows + 1 :] = size
-        pairs = [(r, o) for r in range(rows) for o in range(0, int(lens[r]), extension.BLOCK_M)]
-        pairs += [(ROWS - 1, 0)] * (self._tiles - len(pairs))
-        tiles[:] = np.array(pairs, np.int32).ravel()
+        if count:
+            d_slots[:count], d_starts[:count], kv_len[:count] = slots[first], starts[first], stops[first]
+            last[first] = np.arange(count)
+        place = slice(padded, padded + prompts)
+        d_slots[place], d_starts[place], kv_len[place] = slots[rest], starts[rest], stops[rest]
+        lens.cumsum(out=q_start[1 : prompts + 1])
+        last[rest] = padded - 1 + q_start[1 : prompts + 1]
+        q_start[prompts + 1 :] = size
+        at[:new], where[:new], ends[:new] = last[sampled], slots[sampled], stops[sampled]
+        tiles[:, 0] = ROWS - 1
+        tile = 0
+        for row, length in enumerate(lens.tolist()):
+            for offset in range(0, length, extension.BLOCK_M):
+                tiles[tile] = row, offset
+                tile += 1
         self._columns[: len(host)].copy_(pinned, non_blocking=True)
 
     def _forward(self, n: int, size: int) -> None:
