@@ -1,0 +1,88 @@
+"""Throughput of one batch with and without a grammar: the same prompts, the same number of output tokens.
+
+    python bench/grammar.py --model demo [--batch 32] [--tokens 128] [--repeat 3]
+
+The schema is a list of records that is longer than any output here, so that every request runs to ``--tokens``. Both kinds
+are measured in turn. Prints one JSON line with medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from statistics import median
+
+import sgla
+from sgla import Engine, SamplingParams
+from sgla.messages import Grammar
+
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["river", "lake", "sea"]},
+        "length": {"type": "integer", "minimum": 0, "maximum": 100000},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        "deep": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "length", "tags", "deep"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": RECORD, "minItems": 100}
+PROMPT = "Here is a long list of waters number {} as JSON:\n"
+
+
+def run(engine: Engine, batch: int, tokens: int, temperature: float, grammar: Grammar | None) -> float:
+    """Output tokens a second."""
+    params = SamplingParams(
+        max_tokens=tokens, temperature=temperature, ignore_eos=True, seed=1, grammar=grammar
+    )
+    began = time.perf_counter()
+    outputs = engine.generate([PROMPT.format(i) for i in range(batch)], params)
+    seconds = time.perf_counter() - began
+    made = sum(len(output.tokens) for output in outputs)
+    assert made == batch * tokens, f"{made} tokens instead of {batch * tokens}"
+    return made / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    grammar = Grammar(kind="json_schema", text=json.dumps(SCHEMA))
+    found: dict[str, list[float]] = {"free": [], "grammar": []}
+    with Engine(args.model) as engine:
+        for kind in (None, grammar):
+            run(engine, args.batch, 8, args.temperature, kind)
+        for _ in range(args.repeat):
+            found["free"].append(run(engine, args.batch, args.tokens, args.temperature, None))
+            found["grammar"].append(run(engine, args.batch, args.tokens, args.temperature, grammar))
+    print(
+        json.dumps(
+            {
+                "bench": "grammar",
+                "version": sgla.__version__,
+                "machine": platform.node(),
+                "model": args.model,
+                "batch": args.batch,
+                "tokens": args.tokens,
+                "temperature": args.temperature,
+                "repeat": args.repeat,
+                "free_tok_s": round(median(found["free"]), 1),
+                "grammar_tok_s": round(median(found["grammar"]), 1),
+                "ratio": round(median(g / f for f, g in zip(found["free"], found["grammar"])), 3),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
