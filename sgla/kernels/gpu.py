@@ -6,7 +6,8 @@
     add into the residual -> RMSNorm -> linear -> gate activation
 
 become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects that only
-these operations look into; the residual stream is then updated in place.
+these operations look into; the residual stream is then updated in place. With more rows, up to
+``batch_gemm.MAX_GAIN``, only the activation behind a linear layer is.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ class GpuOps:
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
         if self._batched and dense and batch_gemm.supported(w.n, w.k):
-            batch = LazyBatch(force(x), w.data, bias)
+            batch = LazyBatch(force(x).contiguous(), w.data, bias)
             return batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
         if self._fuse and (dense or e4m3) and w.k % (128 if e4m3 else 64) == 0 and w.n >= 64:
             x = x if isinstance(x, LazyNorm) else force(x)
