@@ -7,7 +7,7 @@
 // GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them.
 #include "common.cuh"
 
-#ifndef BM  // weight rows of a tile: 64, 128 or 256
+#ifndef BM  // weight rows of a tile: 64 or 128
 #define BM 128
 #endif
 #ifndef BN  // rows of x in a tile: 16, 32, 64 or 128
@@ -119,7 +119,7 @@ __device__ __forceinline__ float gate(float x, float up) {
   return x / (1.f + exp2_fast(-1.442695041f * u)) * up;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BM > 128 ? 1 : 2) batch_gemm(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
   const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT / p.row_tiles, row0 = blockIdx.x / SPLIT % p.row_tiles * BN;

@@ -33,7 +33,7 @@ class _Params(ctypes.Structure):
 
 
 class Config(NamedTuple):
-    """A block takes ``tile`` weight rows (64, 128 or 256); ``split`` blocks share the sum over k."""
+    """A block takes ``tile`` weight rows (64 or 128); ``split`` blocks share the sum over k."""
 
     tile: int
     split: int
@@ -47,8 +47,7 @@ def supported(n: int, k: int) -> bool:
 @cache
 def _kernel(config: Config, rows: int, epilogue: int) -> Kernel:
     stage = (config.tile + rows) * 128
-    room = SHARED if config.tile <= 128 else 2 * SHARED
-    stages = min(8, (room - 1280) // stage)
+    stages = min(8, (SHARED - 1280) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "STAGES": stages, "EPILOGUE": epilogue}
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + 1024, config.split)
 
