@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import select
+import threading
 import traceback
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import msgspec
@@ -34,30 +36,59 @@ class Runs(Protocol):
     def control(self, command: Control) -> dict[str, Any]: ...
 
 
+class Inbox(threading.Thread):
+    """Takes plans and commands in while a step is computed, so that the next one begins at once.
+
+    ``items`` gives StepPlan and Control in the order of their arrival, then None once the main process has closed ``pipe``.
+    A failure to read is an item too.
+    """
+
+    def __init__(self, plans: Ring, pipe: Connection) -> None:
+        super().__init__(daemon=True, name="inbox")
+        self.items: SimpleQueue[StepPlan | Control | Exception | None] = SimpleQueue()
+        self._plans, self._pipe = plans, pipe
+        self._decode = msgspec.msgpack.Decoder(StepPlan).decode
+
+    def run(self) -> None:
+        anything = select.poll()
+        anything.register(self._pipe, select.POLLIN)
+        anything.register(self._plans, select.POLLIN)
+        try:
+            while True:
+                ready = [fd for fd, _ in anything.poll()]
+                self._plans.clear()
+                while (record := self._plans.pop()) is not None:
+                    self.items.put(self._decode(record))
+                if self._pipe.fileno() in ready:
+                    self.items.put(self._pipe.recv())
+        except (EOFError, ConnectionResetError):
+            self.items.put(None)
+        except Exception as error:
+            self.items.put(error)
+
+
 def serve(runner: Runs, plans: Ring, results: Ring | None, pipe: Connection, spin: float) -> bool:
     """Run until the main process closes ``pipe`` (True) or a step fails (False; the traceback is on stderr).
 
-    ``spin``: seconds to look for the next plan before sleeping. ``results`` is None on ranks that do not answer.
+    ``results`` is None on ranks that do not answer. ``spin`` is for loops that wait for a device.
     """
-    decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
-    commands, anything = select.poll(), select.poll()
-    commands.register(pipe, select.POLLIN)
-    anything.register(pipe, select.POLLIN)
-    anything.register(plans, select.POLLIN)
+    encode = msgspec.msgpack.Encoder().encode
+    inbox = Inbox(plans, pipe)
+    inbox.start()
     free = clock.now()
-    while True:
-        if commands.poll(0) and not _answer(runner, pipe):
-            return True
-        record = plans.pop()
-        if record is None:
-            _wait(plans, anything, spin)
+    while (item := inbox.items.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        if isinstance(item, Control):
+            _reply(runner, pipe, item)
             continue
-        result = timed(runner, decode(record), free)
+        result = timed(runner, item, free)
         free = clock.now()
         if results is not None:
             results.push(encode(result))
         if result.error is not None:
             return False
+    return True
 
 
 def timed(runner: Runs, plan: StepPlan, free: float) -> StepResult:
@@ -72,26 +103,19 @@ def timed(runner: Runs, plan: StepPlan, free: float) -> StepResult:
     return result
 
 
-def _wait(plans: Ring, anything: select.poll, spin: float) -> None:
-    if spin > 0:
-        end = clock.now() + spin
-        while clock.now() < end:
-            if not plans.empty:
-                return
-    plans.clear()
-    if plans.empty:
-        anything.poll()
-
-
 def _answer(runner: Runs, pipe: Connection) -> bool:
     """Answer one control command; False once the main process is gone."""
     try:
         command = pipe.recv()
     except (EOFError, ConnectionResetError):
         return False
+    _reply(runner, pipe, command)
+    return True
+
+
+def _reply(runner: Runs, pipe: Connection, command: Control) -> None:
     try:
         reply: dict[str, Any] | SglaError = runner.control(command)
     except SglaError as error:
         reply = error
     pipe.send(("reply", reply))
-    return True
