@@ -4,7 +4,8 @@
 
 W1: 256 requests, random.seed(0), 100-1024 tokens in and out, temperature 0.6. W2: one request, 128 in, 512 out, greedy.
 W3: 32 prompts of 4096, 1 out. W4: 256 requests, 2048 shared + 64 own in, 64 out. W5: batches of 512 in, 256 out.
-Weights are random (``load_format=dummy``), prompts are token ids, no request stops early.
+Weights are random (``load_format=dummy``), prompts are token ids, no request stops early. Llama wants a tokenizer all the same:
+``--extra '{"tokenizer": "FOLDER"}'``.
 """
 
 from __future__ import annotations

@@ -49,7 +49,10 @@ class _Params(ctypes.Structure):
         ("page_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
+        ),
     )
 
 
