@@ -345,7 +345,7 @@ class Facts(msgspec.Struct, kw_only=True):
     slots: int  # rows that may be resident; slot ids are 0 .. slots-1
     context_len: int
     vocab_size: int
-    step_tokens: int  # largest number of tokens in one step
+    step_tokens: int  # largest number of tokens in one step, but for an encoder's prompt that is longer
     dtype: str
     device: str
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...

@@ -246,8 +246,8 @@ class Core:
         A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
         """
         need = request.known - request.planned
-        if self.limits.encoder:
-            return need if need <= budget.tokens else 0
+        if self.limits.encoder:  # all or nothing; what is longer than a step goes alone
+            return need if need <= budget.tokens or budget.tokens == self.limits.step_tokens else 0
         share = 0.5 if others and need > self.limits.step_tokens else 1.0
         count = budget.grant(request.planned, need, share)
         if count < need:

@@ -20,14 +20,13 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     eviction: str = "lru"
     prefix_cache: bool = True
     reserve: float = 0.5  # part of its possible outputs for which a request gets pages reserved, at first
-    encoder: bool = False  # prompts are computed in one step and need no pages
+    encoder: bool = False  # prompts are computed in one step, longer ones alone in it, and need no pages
     patience: float = 10.0  # seconds in the waiting list after which arrival order beats the policy
 
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
         assert self.encoder or self.pages > 1, "no pages but the dummy"
-        assert not self.encoder or self.context_len <= self.step_tokens, "a prompt must fit in one step"
 
     @property
     def rows(self) -> int:

@@ -72,14 +72,14 @@ class EncoderRunner:
             slots=min(config.max_running_requests or rows, rows),
             context_len=context,
             vocab_size=spec.vocab,
-            step_tokens=max(config.step_tokens or STEP_TOKENS, context),
+            step_tokens=config.step_tokens or STEP_TOKENS,
             dtype=dtype,
             device="cpu",
             ledger={"weights": weights},
             notes=[note for note in (describe(config.native_kernels),) if note],
             pooling=self._pooling,
         )
-        limits = Limits(self.facts.step_tokens, 1)
+        limits = Limits(max(self.facts.step_tokens, context), 1)
         self._forward = compiled(self.model.body.forward, limits, self._threads, config.native_kernels)
 
     @torch.inference_mode()

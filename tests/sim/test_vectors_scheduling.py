@@ -53,7 +53,7 @@ def test_every_prompt_gets_its_own_vector(encoder: bool, seed: int) -> None:
         make_limits(
             slots=random.randint(1, 5),
             context_len=24,
-            step_tokens=random.choice((24, 40)) if encoder else random.choice((3, 16)),
+            step_tokens=random.choice((1, 8, 24, 40)) if encoder else random.choice((3, 16)),
             depth=random.randint(1, 3),
             policy=random.choice(("fcfs", "lpm", "priority")),
             **changes,
