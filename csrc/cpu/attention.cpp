@@ -4,7 +4,8 @@
 // all of them. History is walked in blocks of 64 tokens (K transposed and V widened into scratch, then two small matrix
 // products) inside segments of 256, whose results are merged in order. Blocks and segments lie at absolute positions,
 // and masked tokens contribute exactly nothing, so a token's result depends neither on the other rows, nor on how the
-// prompt was cut into steps, nor on whether segments went to different threads.
+// prompt was cut into steps, nor on whether segments went to different threads. Segments that the histories of several
+// decoded rows have in common, page for page, are computed for all of these rows together.
 //
 // in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap
 // a: 0 kv heads, 1 window, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is bfloat16
@@ -19,6 +20,7 @@ namespace {
 constexpr int BLOCK = 64;
 constexpr int SEGMENT = 256;
 constexpr int TASK_ROWS = 96;
+constexpr size_t SHARERS = 3;  // rows that make a common prefix worth a task of its own
 constexpr int FEW_ROWS = 4;  // up to here K and V are used as they come, without a copy in scratch
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -33,7 +35,8 @@ struct Shape {
         scale(i.f[0]), softcap(i.f[1]), bf16(i.a[2]) {}
 
   int64_t max_rows() const { return std::max<int64_t>(group, TASK_ROWS / group * group); }
-  int64_t state_size() const { return max_rows() * width + 2 * round_up(max_rows(), LANES); }
+  int64_t state_size(int64_t rows) const { return rows * width + 2 * round_up(rows, LANES); }
+  int64_t state_size() const { return state_size(max_rows()); }
 };
 
 // Online softmax of some rows: maxima, sums, and unnormalized outputs as panels [width / 32][rows][32].
@@ -55,6 +58,14 @@ struct State {
       float* x = o + (p * rows + r) * PANEL;
       for (int j = 0; j < PANEL; j++) x[j] *= by;
     }
+  }
+
+  // Rows from ``first`` on of ``s``, a state of more rows.
+  void take(const State& s, int64_t first) {
+    std::copy(s.m + first, s.m + first + rows, m);
+    std::copy(s.l + first, s.l + first + rows, l);
+    for (int64_t p = 0; p < panels; p++)
+      std::memcpy(o + p * rows * PANEL, s.o + (p * s.rows + first) * PANEL, rows * PANEL * sizeof(float));
   }
 
   // Take in the later segment ``s``.
@@ -80,6 +91,8 @@ struct Task {
   const QueryBlock& q;
   int64_t head;  // kv head
   int64_t rows;
+  const int32_t* members = nullptr;  // of a prefix: as many blocks as ``q`` has tokens, which see all of ``common`` tokens
+  int64_t common = 0;
   const Task* following = nullptr;
   // Of the block at hand and the one after it, also that of the following task, whose rows are fetched while this one is
   // computed: they are too short and too far apart for the hardware to see them coming.
@@ -100,13 +113,15 @@ struct Task {
     segment = take(s.state_size());
   }
 
-  int64_t end() const { return q.position + q.count; }
+  int64_t end() const { return members ? common : q.position + q.count; }
   int64_t begin() const { return s.window ? std::max<int64_t>(0, q.position - s.window + 1) : 0; }
 
   void load_queries() {
-    const float* x = c.at(i.in[0]) + q.first * s.heads * s.dim + head * s.group * s.dim;
-    for (int64_t t = 0; t < q.count; t++)
-      std::memcpy(queries + t * s.group * s.dim, x + t * s.heads * s.dim, s.group * s.dim * sizeof(float));
+    const float* x = c.at(i.in[0]) + head * s.group * s.dim;
+    for (int64_t t = 0; t < q.count; t++) {
+      int64_t token = members ? (*c.blocks)[members[t]].first : q.first + t;
+      std::memcpy(queries + t * s.group * s.dim, x + token * s.heads * s.dim, s.group * s.dim * sizeof(float));
+    }
   }
 
   // Where tokens [at, at + count) of the row begin, in elements.
@@ -336,7 +351,7 @@ struct Task {
     score(k, count);
     // In two passes, so that the maxima of many rows are in flight at once.
     for (int64_t t = 0, r = 0; t < q.count; t++)
-      for (int64_t h = 0; h < s.group; h++, r++) tops[r] = mask(r, q.position + t, at, count);
+      for (int64_t h = 0; h < s.group; h++, r++) tops[r] = mask(r, members ? common : q.position + t, at, count);
     raise(state);
     for (int64_t r = 0; r < rows; r++) soften(state, r);
     add_weighted(v, count, state);
@@ -381,11 +396,13 @@ struct Task {
       for (int64_t t = 0; t < q.count; t++) ((uint16_t*)c.at(i.out[0]))[(q.first + t) * ld + width] = 0;
   }
 
-  void run() {
+  // ``done``: states of the first ``count`` segments, ``stride`` apart.
+  void run(float* done = nullptr, int64_t count = 0, int64_t stride = 0) {
     load_queries();
     State total(state, rows, s.width), part(segment, rows, s.width);
     total.clear();
-    for (int64_t g = begin() / SEGMENT; g * SEGMENT < end(); g++) {
+    for (int64_t g = 0; g < count; g++) total.merge(State(done + g * stride, rows, s.width));
+    for (int64_t g = std::max(count, begin() / SEGMENT); g * SEGMENT < end(); g++) {
       attend_segment(g, part);
       total.merge(part);
     }
@@ -425,18 +442,115 @@ void run_split(Context& c, const Instr& i, const Shape& s) {
   });
 }
 
+// States of common segments, for each block and kv head in the order of the prefixes.
+struct Shared {
+  Context& c;
+  const Shape& s;
+  int64_t stride;
+
+  Shared(Context& c, const Shape& s) : c(c), s(s), stride(s.state_size(s.group)) {}
+
+  // Of the ``member``-th block of prefix ``p``, which comes after ``before`` states of a head.
+  float* states(const Prefix& p, int64_t before, int64_t member, int64_t head) const {
+    return c.partials + ((before + member * p.segments) * s.kv_heads + head * p.segments) * stride;
+  }
+
+  // Compute them all, a task for each segment, kv head and as many members as fit.
+  void compute(const Instr& i) const {
+    int64_t most = s.max_rows() / s.group, tasks = 0;
+    auto parts = [&](const Prefix& p) { return ((int64_t)p.blocks.size() + most - 1) / most; };
+    for (const Prefix& p : *c.prefixes) tasks += parts(p) * p.segments * s.kv_heads;
+    spread(c, 0, tasks, [&](int64_t n) {
+      int64_t before = 0;
+      const Prefix* p = c.prefixes->data();
+      for (; n >= parts(*p) * p->segments * s.kv_heads; p++) {
+        n -= parts(*p) * p->segments * s.kv_heads;
+        before += p->blocks.size() * p->segments;
+      }
+      int64_t head = n % s.kv_heads, g = n / s.kv_heads % p->segments, part = n / s.kv_heads / p->segments;
+      int64_t first = part * most, count = std::min<int64_t>(most, p->blocks.size() - first);
+      QueryBlock q{(*c.blocks)[p->blocks[0]].row, 0, (int32_t)count, 0};
+      Task t(c, i, s, q, head);
+      t.members = p->blocks.data() + first;
+      t.common = p->segments * SEGMENT;
+      t.load_queries();
+      State all(t.segment, t.rows, s.width);
+      t.attend_segment(g, all);
+      for (int64_t m = 0; m < count; m++)
+        State(states(*p, before, first + m, head) + g * stride, s.group, s.width).take(all, m * s.group);
+    });
+  }
+};
+
+// Common segments first, then each row's own.
+void run_shared(Context& c, const Instr& i, const Shape& s) {
+  Shared shared(c, s);
+  shared.compute(i);
+  barrier(c);
+  auto& blocks = *c.blocks;
+  struct Place {
+    const Prefix* prefix = nullptr;
+    int64_t before, member;
+  };
+  std::vector<Place> places(blocks.size());
+  int64_t before = 0;
+  for (const Prefix& p : *c.prefixes) {
+    for (size_t m = 0; m < p.blocks.size(); m++) places[p.blocks[m]] = {&p, before, (int64_t)m};
+    before += p.blocks.size() * p.segments;
+  }
+  int64_t tasks = blocks.size() * s.kv_heads;
+  spread(c, 1, tasks, [&](int64_t n) {
+    int64_t at = tasks - 1 - n, head = at % s.kv_heads;
+    Place& place = places[at / s.kv_heads];
+    Task task(c, i, s, blocks[at / s.kv_heads], head);
+    if (place.prefix)
+      task.run(shared.states(*place.prefix, place.before, place.member, head), place.prefix->segments, shared.stride);
+    else
+      task.run();
+  });
+}
+
 }  // namespace
 
 int query_block(const Instr& i) { return (int)(Shape(i).max_rows() / Shape(i).group); }
 
-int64_t partials_size(const Instr& i, const Step& step, int64_t blocks, int threads) {
+std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock>& blocks) {
+  std::vector<Prefix> found;
+  if (SEGMENT % step.page_size) return found;
+  int64_t pages = SEGMENT / step.page_size;  // of a segment
+  auto table = [&](int32_t b) { return step.page_table + step.slots[blocks[b].row] * step.max_pages; };
+  for (int32_t b = 0; b < (int32_t)blocks.size(); b++) {
+    int64_t segments = blocks[b].count == 1 ? (blocks[b].position + 1) / SEGMENT : 0;
+    if (segments == 0) continue;
+    bool taken = false;
+    for (Prefix& p : found) {
+      const int32_t* other = table(p.blocks[0]);
+      int64_t most = std::min(segments, p.segments), same = 0;
+      while (same < most && !std::memcmp(table(b) + same * pages, other + same * pages, pages * sizeof(int32_t))) same++;
+      if (same == 0) continue;
+      p.blocks.push_back(b);
+      p.segments = same;
+      taken = true;
+      break;
+    }
+    if (!taken) found.push_back({{b}, segments});
+  }
+  found.erase(std::remove_if(found.begin(), found.end(), [](const Prefix& p) { return p.blocks.size() < SHARERS; }), found.end());
+  return found;
+}
+
+int64_t partials_size(const Instr& i, const Step& step, int64_t blocks, const std::vector<Prefix>& prefixes, int threads) {
   Shape s(i);
+  int64_t states = 0;
+  for (const Prefix& p : prefixes) states += p.blocks.size() * p.segments * s.kv_heads;
+  if (states && !s.window) return states * s.state_size(s.group);
   return splits(s, blocks, threads) ? blocks * s.kv_heads * segments(step) * s.state_size() : 0;
 }
 
 void run_attention(Context& c, const Instr& i) {
   Shape s(i);
   auto& blocks = *c.blocks;
+  if (!c.prefixes->empty() && !s.window) return run_shared(c, i, s);
   if (splits(s, blocks.size(), c.threads) && segments(*c.step) > 1) return run_split(c, i, s);
   // The longest histories first: they are the last query blocks of each row.
   int64_t tasks = blocks.size() * s.kv_heads;

@@ -70,6 +70,7 @@ struct Team {
   const Step* step = nullptr;
   char* arena = nullptr;
   std::vector<QueryBlock> blocks;
+  std::vector<Prefix> prefixes;
   std::vector<float> partials;
   std::atomic<int64_t>* counters = nullptr;
   int64_t counter_capacity = 0;
@@ -116,7 +117,7 @@ void execute(Context& c, const Instr& i) {
 }
 
 void work(Team& t, int thread) {
-  Context c{&t, t.step, t.arena, thread, t.threads, t.counters, t.scratch[thread], &t.blocks, t.partials.data()};
+  Context c{&t, t.step, t.arena, thread, t.threads, t.counters, t.scratch[thread], &t.blocks, &t.prefixes, t.partials.data()};
   // After the last barrier the team may already be given its next step: do not look at it again.
   const Instr* program = t.program;
   int64_t length = t.length;
@@ -166,6 +167,7 @@ void plan_attention(Team& t, const Instr& attention) {
     for (int32_t at = 0; at < count; at += size)
       t.blocks.push_back({r, first + at, std::min(size, count - at), s.kv_len[r] - count + at});
   }
+  t.prefixes = find_prefixes(s, t.blocks);
 }
 
 }  // namespace
@@ -255,7 +257,7 @@ void sgla_run(Team* t, const Instr* program, int64_t length, const Step* step, c
   for (int64_t n = 0; n < length; n++) {
     if (program[n].op != ATTENTION) continue;
     if (!attention) plan_attention(*t, *(attention = &program[n]));
-    partials = std::max<size_t>(partials, partials_size(program[n], *step, t->blocks.size(), t->threads));
+    partials = std::max<size_t>(partials, partials_size(program[n], *step, t->blocks.size(), t->prefixes, t->threads));
   }
   if (partials > t->partials.size()) t->partials.resize(partials);
   release(*t);

@@ -47,6 +47,12 @@ struct QueryBlock {
   int32_t row, first, count, position;
 };
 
+// One-token blocks of rows whose histories begin with the same pages. ``segments``: so many are the same for all of them.
+struct Prefix {
+  std::vector<int32_t> blocks;
+  int64_t segments;
+};
+
 struct Team;
 
 // What a thread sees of the running step.
@@ -58,7 +64,8 @@ struct Context {
   std::atomic<int64_t>* counters;  // of this instruction: one a thread and phase
   uint8_t* scratch;                // of this thread, SCRATCH bytes
   const std::vector<QueryBlock>* blocks;
-  float* partials;                 // of split attention, shared
+  const std::vector<Prefix>* prefixes;
+  float* partials;                 // of attention in parts, for all threads
 
   float* at(int64_t offset) const { return offset < 0 ? nullptr : (float*)(arena + offset); }
   int64_t rows(const Instr& i) const { return i.sampled ? step->sampled : step->tokens; }
@@ -111,5 +118,7 @@ void run_activate(Context& c, const Instr& i);
 void run_linear(Context& c, const Instr& i);
 void run_attention(Context& c, const Instr& i);
 
-int query_block(const Instr& attention);                   // tokens of a row that one task takes
-int64_t partials_size(const Instr& attention, const Step& step, int64_t blocks, int threads);  // in floats
+int query_block(const Instr& attention);  // tokens of a row that one task takes
+std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock>& blocks);
+// In floats.
+int64_t partials_size(const Instr& attention, const Step& step, int64_t blocks, const std::vector<Prefix>& prefixes, int threads);

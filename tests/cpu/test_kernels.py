@@ -230,6 +230,41 @@ def test_qk_norm_rope_store(
     assert torch.equal(kv.v, other.v)
 
 
+@pytest.mark.parametrize("window", [0, 300])
+def test_rows_with_common_pages_attend_as_if_alone(window: int) -> None:
+    torch.manual_seed(0)
+    batch = random_batch([(1, 700), (1, 520), (5, 600), (1, 900), (1, 255), (1, 600), (1, 30), (1, 800)])
+    table, slots = batch.page_table, batch.slots.tolist()
+    for row in (1, 3, 4, 5):  # 32 pages in common; row 7 has none, and row 2 is a chunk of a prompt
+        table[slots[row], :32] = table[slots[0], :32]
+    table[slots[5], 20] = table[slots[7], 20]  # half of a segment fewer
+    kv = random_kv(batch, 3, 64, torch.bfloat16)
+    q = torch.randn(batch.tokens, 9 * 64)
+
+    def fn(b: ForwardBatch, x: Tensor) -> Tensor:
+        return ops.attention(x, kv, b, 0.2, window)
+
+    got = run(fn, batch, q)
+    close(got, fn(batch, q), 1e-4)
+    starts = batch.q_start.tolist()
+    for row in range(batch.rows):
+        tokens = slice(starts[row], starts[row + 1])
+        alone = ForwardBatch(
+            rows=1,
+            tokens=tokens.stop - tokens.start,
+            ids=batch.ids[tokens],
+            positions=batch.positions[tokens],
+            slots=batch.slots[row : row + 1],
+            q_start=ints([0, tokens.stop - tokens.start]),
+            kv_len=batch.kv_len[row : row + 1],
+            out_loc=batch.out_loc[tokens],
+            page_table=table,
+            page_size=16,
+            sample_rows=ints([0]),
+        )
+        assert torch.equal(run(fn, alone, q[tokens]), got[tokens])
+
+
 def test_attention_sees_no_numbers_beyond_the_history() -> None:
     torch.manual_seed(0)
     batch = random_batch([(1, 20), (7, 3), (1, 0)])
