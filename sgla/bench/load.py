@@ -15,6 +15,7 @@ import msgspec
 
 from sgla.bench.workloads import Prompt, Session
 from sgla.clock import now
+from sgla.streams import decode_event
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 
@@ -127,15 +128,19 @@ def read_stream(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:
             data = line.strip().removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or data == b"[DONE]":
                 continue
-            message = msgspec.json.decode(data)
+            message = decode_event(data)
+            if message is None:
+                record.error = f"malformed event: {data[:300]!r}"
+                continue
             if message.get("error"):
                 record.error = str(message["error"])
                 continue
-            if message.get("usage"):
+            if isinstance(message.get("usage"), dict):
                 _read_usage(record, message["usage"])
-            if any(_has_output(choice) for choice in message.get("choices", [])):
+            choices = [choice for choice in message.get("choices") or [] if isinstance(choice, dict)]
+            if any(map(_has_output, choices)):
                 record.chunks.append(when)
-                record.text += "".join(_text(choice) for choice in message["choices"])
+                record.text += "".join(map(_text, choices))
     record.completion_tokens = record.completion_tokens or len(record.chunks)
 
 

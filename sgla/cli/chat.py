@@ -16,6 +16,7 @@ from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import load_config
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
+from sgla.streams import decode_event
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops the answer"
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -69,11 +70,17 @@ class Remote:
                 data = line.strip().removeprefix(b"data:").strip()
                 if data == b"[DONE]" or not line.startswith(b"data:"):
                     continue
-                message = json.loads(data)
-                if message.get("error"):
+                message = decode_event(data)
+                if message is None or message.get("error"):
                     raise SglaError(error_text(data))
-                for choice in message.get("choices", []):
-                    yield choice["delta"].get("content") or ""
+                for choice in message.get("choices") or []:
+                    yield content_of(choice)
+
+
+def content_of(choice: Any) -> str:
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    content = delta.get("content") if isinstance(delta, dict) else None
+    return content if isinstance(content, str) else ""
 
 
 def error_text(body: bytes) -> str:
