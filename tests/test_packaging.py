@@ -278,9 +278,9 @@ def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("sgla-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {
-        f"sgla/kernels/csrc/{path.name}"
-        for path in (ROOT / "csrc/cpu").iterdir()
-        if path.suffix in (".cpp", ".h")
+        f"sgla/kernels/{path.relative_to(ROOT)}"
+        for path in (ROOT / "csrc").glob("*/*")
+        if path.suffix in (".cpp", ".h", ".cu", ".cuh")
     }
     assert sources
     assert names >= sources | {"sgla/py.typed", "sgla/cli/__init__.py", "sgla/http/page/index.html"}

@@ -109,9 +109,10 @@ def supported() -> list[Level]:
     return found if limit is None else [c for c in found if LEVELS.index(c) >= LEVELS.index(level(limit))]
 
 
-def source_folder() -> Path:
+def source_folder(device: str) -> Path:
+    """Where the sources for ``cpu`` or ``cuda`` are: beside this file in a wheel, in the top folder of a checkout."""
     inside = Path(__file__).parent / "csrc"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "csrc" / "cpu"
+    return (inside if inside.is_dir() else Path(__file__).parents[2] / "csrc") / device
 
 
 def cache_folder() -> Path:
@@ -127,7 +128,7 @@ def cache_folder() -> Path:
 def library_path(target: Level) -> Path:
     """Where the library of this level belongs in the cache."""
     digest = hashlib.sha256(" ".join(FLAGS + target.machine).encode())
-    for source in sorted(p for p in source_folder().iterdir() if p.suffix in (".cpp", ".h")):
+    for source in sorted(p for p in source_folder("cpu").iterdir() if p.suffix in (".cpp", ".h")):
         digest.update(source.name.encode() + source.read_bytes())
     return cache_folder() / "sgla" / "kernels" / digest.hexdigest()[:16] / f"{target.name}.so"
 
@@ -151,7 +152,7 @@ def build(target: Level) -> Path:
 
 def _compile(compiler: str, target: Level, scratch: Path) -> Path:
     flags = [*FLAGS, *target.machine]
-    objects = {source: scratch / f"{source.stem}.o" for source in source_folder().glob("*.cpp")}
+    objects = {source: scratch / f"{source.stem}.o" for source in source_folder("cpu").glob("*.cpp")}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(_call, [compiler, *flags, "-c", str(s), "-o", str(o)]) for s, o in objects.items()

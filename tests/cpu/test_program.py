@@ -252,7 +252,7 @@ def test_a_better_level_is_built_once(tmp_path: Path, monkeypatch: pytest.Monkey
     source = tmp_path / "csrc"
     source.mkdir()
     (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
-    monkeypatch.setattr(build, "source_folder", lambda: source)
+    monkeypatch.setattr(build, "source_folder", lambda device: source)
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(build.build, [build.level("generic")] * 4))
     (path,) = paths

@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels with NVRTC, keep the result on disk, and launch them.
+"""Compile the CUDA kernels of csrc/cuda with NVRTC, keep the result on disk, and launch them.
 
 NVRTC and its Python bindings come with CUDA builds of torch, so no compiler has to be installed. The driver is called
 through ctypes because torch has no way to launch with programmatic dependent launch.
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
+from sgla.kernels.build import cache_folder, source_folder
+
 _ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LAUNCH_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _LAUNCH_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -100,7 +101,7 @@ def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     text, key = source_of(file, defines, f"{arch} {torch.version.cuda}")
-    path = cache_folder() / f"{Path(file).stem}-{key}.cubin"
+    path = cache_folder() / "sgla" / "cuda" / f"{Path(file).stem}-{key}.cubin"
     if path.is_file():
         return path.read_bytes()
     cubin = _nvrtc(text, file, arch)
@@ -114,14 +115,11 @@ def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
 
 def source_of(file: str, defines: tuple[tuple[str, int], ...], target: str) -> tuple[str, str]:
     """The text to compile, and its key in the cache for ``target``."""
-    header = (HERE / "common.cuh").read_text().replace("#pragma once", "")
-    body = (HERE / file).read_text().replace('#include "common.cuh"', header)
+    folder = source_folder("cuda")
+    header = (folder / "common.cuh").read_text().replace("#pragma once", "")
+    body = (folder / file).read_text().replace('#include "common.cuh"', header)
     text = "".join(f"#define {name} {value}\n" for name, value in defines) + body
     return text, hashlib.sha256(f"{target} {text}".encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgla" / "cuda"
 
 
 def _nvrtc(text: str, name: str, arch: str) -> bytes:
