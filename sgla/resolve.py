@@ -12,6 +12,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import is_encoder
+from sgla.model.spec import checkpoint_quantization
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import choose
 
@@ -167,7 +168,8 @@ def choose_kv_bytes(
     """CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free. GPU: a share of its memory."""
     if cuda:
         total = machine.gpus[0].memory if machine.gpus else 0
-        weights = weight_bytes(model, dtype, config.quantization) // config.tp if model else total // 3
+        quantization = config.quantization or (checkpoint_quantization(model) if model else None)
+        weights = weight_bytes(model, dtype, quantization) // config.tp if model else total // 3
         return Choice(
             int(total * GPU_FRACTION) - weights, f"{GPU_FRACTION:.0%} of the GPU's memory, less the weights"
         )

@@ -13,6 +13,7 @@ from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
 from sgla.hub.fetch import find_local
 from sgla.hub.source import open_source
+from sgla.model.spec import checkpoint_quantization
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, kv_shape, resolve, weight_bytes
 
@@ -35,7 +36,8 @@ def model_config(config: Config) -> dict[str, Any] | None:
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     """Bytes by purpose for all ranks together, and what the KV cache holds. Weights are estimated from the shape."""
-    weights = weight_bytes(model, config.dtype, config.quantization)
+    stored = checkpoint_quantization(model) if config.device == "cuda" else None
+    weights = weight_bytes(model, config.dtype, config.quantization or stored)
     if config.kv_cache_bytes is None:  # an encoder
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
     per_token = kv_shape(model).bytes_per_token(config.dtype, config.kv_cache_dtype)

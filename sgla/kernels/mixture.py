@@ -85,7 +85,8 @@ def run(
     if tokens <= FEW:
         inner = moe.few_gate_up(x, probabilities, chosen, gate_up.data, gate_up.scale, down.k, activation)
         return Few(inner, chosen, down, d)
-    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size())
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), hopper)
     groups = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),

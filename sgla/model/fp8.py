@@ -43,7 +43,8 @@ class Scaled:
     def dense(self, rows: range | None = None) -> Tensor:
         rows = rows or range(self.shape[0])
         columns = self._scale(rows).repeat_interleave(self.block[1], 1)[:, : self.shape[1]]
-        return self.numbers.dense(rows).float() * columns
+        numbers = self.numbers.dense(rows)
+        return numbers.float() * columns.to(numbers.device)
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
         """As it is, if whole rows have one scale; blocks of a row are brought to one, which rounds once more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -181,15 +182,16 @@ def _read(architecture: str, c: dict[str, Any]) -> ModelSpec:
         tied=bool(c.get("tie_word_embeddings", False)),
         dtype=str(c.get("dtype", c.get("torch_dtype", "float32"))).removeprefix("torch."),
         moe=_moe(c, layers),
-        quantization=_quantization(c.get("quantization_config", {})),
+        quantization=checkpoint_quantization(c),
     )
 
 
-def _quantization(c: dict[str, Any]) -> Literal["fp8"] | None:
-    """``quantization_config`` of those who write e4m3 weights; other formats show when their tensors are read."""
-    method, format = str(c.get("quant_method")), str(c.get("format"))
-    e4m3 = method in ("fp8", "fbgemm_fp8") or format == "float-quantized" or c.get("quant_algo") == "FP8"
-    return "fp8" if e4m3 else None
+def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
+    """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Other formats show when their
+    tensors are read."""
+    c = config.get("quantization_config") or {}
+    e4m3 = c.get("quant_method") in ("fp8", "fbgemm_fp8") or c.get("format") == "float-quantized"
+    return "fp8" if e4m3 or c.get("quant_algo") == "FP8" else None
 
 
 def scale_block(config: dict[str, Any]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from sgla.kernels import ops
-from sgla.kernels.triton import moe
+from sgla.kernels.triton import moe, moe_tiles
 from sgla.kernels.triton.moe import Tile
 from sgla.quant import pack
 
@@ -99,3 +99,17 @@ def test_few_tokens_equal_the_oracle(d: int, f: int, experts: int, normalize: bo
     total = h.clone()
     assert moe.few_down(inner, down, None, ids, d, out=total) is total
     torch.testing.assert_close(total, h + expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("hopper", [True, False])
+def test_cuts_fit_the_shared_memory_of_a_program(itemsize: int, hopper: bool) -> None:
+    """Of tuned and of other shapes, for any number of tokens; 99 KiB on the GPUs that have least."""
+    room = (227 if hopper else 99) << 10
+    for experts, top_k, f, d in ((128, 8, 768, 2048), (8, 2, 14336, 4096), (60, 4, 1408, 2048)):
+        for tokens in (1, 5, 64, 300, 5000, 100_000):
+            tiles = moe_tiles.choose(tokens, experts, top_k, f, d, itemsize, hopper)
+            for tile, factors in ((tiles.gate_up, 2), (tiles.down, 1)):
+                stage = tile.k * itemsize * (factors * tile.n + tiles.rows)
+                assert tile.stages * stage <= room
+                assert hopper or not tile.bulk

@@ -38,11 +38,16 @@ SMALL, MEDIUM = Tile(64, 128, 4, 3, True, True), Tile(64, 128, 4, 3, True, True)
 LARGE, WIDE = Tile(128, 64, 8, 3, False, True), Tile(256, 64, 8, 3, False, True)
 
 
-def choose(tokens: int, experts: int, top_k: int, f: int, d: int, itemsize: int) -> Tiles:
-    """For ``tokens`` tokens of a mixture; untuned shapes go by the mean number of pairs of an expert."""
+def choose(tokens: int, experts: int, top_k: int, f: int, d: int, itemsize: int, hopper: bool) -> Tiles:
+    """For ``tokens`` tokens of a mixture; untuned shapes go by the mean number of pairs of an expert.
+
+    Without the copy engine and the shared memory of ``hopper``, and for float32, cuts are small."""
+    mean = tokens * top_k / experts
+    if not hopper or itemsize == 4:
+        portable = Tile(64, 128 // itemsize, 4, 3, False, False)
+        return Tiles(tokens, 16 if mean <= 24 else 64, portable, portable)
     if tuned := TUNED.get((experts, f, d, itemsize)):
         return next((tiles for tiles in tuned if tokens <= tiles.tokens), tuned[-1])
-    mean = tokens * top_k / experts
     if mean <= 8:
         return Tiles(tokens, 16, SMALL, SMALL)
     if mean <= 24:
