@@ -368,3 +368,23 @@ async def test_a_causal_embedder_reads_its_cache_and_cuts_its_vectors(tmp_path: 
             "invalid_value",
             "dimensions",
         )
+
+
+async def test_the_reward_of_a_conversation(tmp_path: Path) -> None:
+    settings = {"num_key_value_heads": 2, "head_dim": 8, "num_labels": 1, "pad_token_id": 0}
+    hf = write_model(tmp_path, "llama", "AutoModelForSequenceClassification", **settings)
+    template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": "w4"}]
+    rendered = tokenizer().encode("user w2 w3 assistant w4", add_special_tokens=False).ids
+    with torch.no_grad():
+        expected = float(hf(torch.tensor([rendered])).logits[0, 0])
+    async with serving(tmp_path) as (site, _):
+        status, body = await site.post("/classify", {"messages": chat, "use_activation": False})
+        assert status == 200, body
+        assert body["data"][0]["probs"] == pytest.approx([expected], abs=1e-5)
+        assert body["data"][0]["label"] == "LABEL_0"
+        _, native = await site.post("/classify", {"text": "w1 w2"})
+        with torch.no_grad():
+            alone = float(hf(torch.tensor([tokenizer().encode("w1 w2").ids])).logits[0, 0])
+        assert native["embedding"] == pytest.approx([alone], abs=1e-5)
