@@ -30,40 +30,24 @@ CATEGORIES = (
     "violence",
     "violence/graphic",
 )
-# What common models call these categories; "" stands for nothing to flag.
+# What common models call these categories, in lower case and with hyphens; "" stands for nothing to flag.
 USUAL = {
-    **dict.fromkeys(
-        ("safe", "ok", "neutral", "normal", "none", "clean", "benign", "sfw", "not-hate", "non-hate"), ""
-    ),
-    **dict.fromkeys(
-        ("not-toxic", "non-toxic", "nothate", "not-offensive", "non-offensive", "no-hate", "not-hate-speech"),
-        "",
-    ),
-    **dict.fromkeys(
-        ("toxic", "toxicity", "severe-toxic", "severe-toxicity", "insult", "obscene", "offensive"),
-        "harassment",
-    ),
-    **dict.fromkeys(("threat", "harassment-threatening"), "harassment/threatening"),
-    **dict.fromkeys(("hate-speech", "identity-hate", "identity-attack"), "hate"),
-    **dict.fromkeys(("sexual-explicit", "nsfw", "sexual-content"), "sexual"),
-    "hate-threatening": "hate/threatening",
-    "sexual-minors": "sexual/minors",
-    "violence-graphic": "violence/graphic",
-    "self-harm-intent": "self-harm/intent",
-    "self-harm-instructions": "self-harm/instructions",
-    "illicit-violent": "illicit/violent",
+    "": "safe ok neutral normal none clean benign sfw nothate not-hate non-hate no-hate not-hate-speech not-toxic non-toxic"
+    " not-offensive non-offensive",
+    "harassment": "hr toxic toxicity severe-toxic severe-toxicity insult obscene offensive",
+    "harassment/threatening": "threat harassment-threatening",
+    "hate": "h hate-speech identity-hate identity-attack",
+    "hate/threatening": "h2 hate-threatening",
+    "illicit/violent": "illicit-violent",
+    "self-harm": "sh",
+    "self-harm/instructions": "self-harm-instructions",
+    "self-harm/intent": "self-harm-intent",
+    "sexual": "s sexual-explicit sexual-content nsfw",
+    "sexual/minors": "s3 sexual-minors",
+    "violence": "v",
+    "violence/graphic": "v2 violence-graphic",
 }
-SHORT = {
-    "H": "hate",
-    "H2": "hate/threatening",
-    "HR": "harassment",
-    "OK": "",
-    "S": "sexual",
-    "S3": "sexual/minors",
-    "SH": "self-harm",
-    "V": "violence",
-    "V2": "violence/graphic",
-}
+CATEGORY_OF = {name: category for category, names in USUAL.items() for name in names.split()}
 FLAGGED = 0.5
 
 
@@ -116,10 +100,8 @@ def label_map(labels: list[str], given: list[str]) -> list[str]:
 
 
 def category(label: str) -> str:
-    if label in SHORT:
-        return SHORT[label]
     plain = re.sub(r"[\s_]+", "-", label.strip().lower())
-    return USUAL.get(plain, plain)
+    return CATEGORY_OF.get(plain, plain)
 
 
 def result(values: list[float], categories: list[str]) -> dict[str, Any]:
