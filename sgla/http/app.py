@@ -20,6 +20,7 @@ from sgla.http import (
     embeddings,
     moderations,
     native,
+    ollama,
     openai_chat,
     openai_text,
     openapi,
@@ -65,6 +66,12 @@ ROUTES: dict[str, dict[str, Handler]] = {
     MODELS: {"GET": admin.models},
     f"{MODELS}/{{id}}": {"GET": admin.model},
     "/generate": {"POST": native.generate, "PUT": native.generate},
+    f"{ollama.PREFIX}/chat": {"POST": ollama.chat},
+    f"{ollama.PREFIX}/generate": {"POST": ollama.generate},
+    f"{ollama.PREFIX}/tags": {"GET": ollama.tags},
+    f"{ollama.PREFIX}/ps": {"GET": ollama.tags},
+    f"{ollama.PREFIX}/show": {"POST": ollama.show},
+    f"{ollama.PREFIX}/version": {"GET": ollama.version},
     "/open_session": {"POST": sessions.open_session},
     "/close_session": {"POST": sessions.close_session},
     "/tokenize": {"POST": tokens.tokenize},
@@ -187,6 +194,8 @@ def refusal(request: web.Request, route: str, error: SglaError) -> web.Response:
     """The error in the shape of the route's API."""
     if route.startswith(anthropic.PREFIX):
         return anthropic.error_response(error, request[RID])
+    if route.startswith(f"{ollama.PREFIX}/"):
+        return ollama.error_response(error)
     return error_response(error)
 
 

@@ -17,6 +17,7 @@ from sgla.http import (
     embeddings,
     moderations,
     native,
+    ollama,
     openai_chat,
     openai_text,
     page,
@@ -32,6 +33,7 @@ from sgla.http.classify import ClassifyRequest
 from sgla.http.embeddings import EmbeddingRequest, EncodeRequest
 from sgla.http.middleware import ADMIN, OPEN
 from sgla.http.moderations import ModerationRequest
+from sgla.http.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from sgla.http.parsing import ParseCallRequest, SeparateRequest
 from sgla.http.rerank import RerankRequest
 from sgla.http.responses_input import ResponsesRequest
@@ -85,6 +87,11 @@ OPERATIONS: dict[Any, Operation] = {
     score.score: Operation("vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest),
     classify.classify: Operation("vLLM, SGLang: classes of texts", ClassifyRequest),
     moderations.moderations: Operation("OpenAI: what of a text is harmful", ModerationRequest),
+    ollama.chat: Operation("Ollama: answer a chat", OllamaChatRequest),
+    ollama.generate: Operation("Ollama: answer or continue a text", OllamaGenerateRequest),
+    ollama.tags: Operation("Ollama: the names of the model"),
+    ollama.show: Operation("Ollama: facts of the model", OllamaShowRequest),
+    ollama.version: Operation("Ollama: the server's version"),
     sessions.open_session: Operation("SGLang: begin a session of turns", OpenSessionRequest),
     sessions.close_session: Operation("SGLang: end a session", CloseSessionRequest),
     tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest),
@@ -131,7 +138,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """OpenAI's shape, on every route but Anthropic's."""
+    """OpenAI's shape, on every route but Anthropic's and Ollama's."""
 
     error: ErrorDetail
 
@@ -145,6 +152,10 @@ class AnthropicError(msgspec.Struct):
     type: str
     error: AnthropicErrorDetail
     request_id: str
+
+
+class OllamaError(msgspec.Struct):
+    error: str
 
 
 def document(routes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -197,7 +208,11 @@ def answers(route: str, entry: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {entry.media: {"schema": shape}}
     if entry.stream:
         content[EVENTS] = {"schema": {"type": "string"}}
-    error = reference(AnthropicError if route.startswith(anthropic.PREFIX) else Error)
+    errors: dict[str, type[msgspec.Struct]] = {
+        anthropic.PREFIX: AnthropicError,
+        f"{ollama.PREFIX}/": OllamaError,
+    }
+    error = reference(next((kind for prefix, kind in errors.items() if route.startswith(prefix)), Error))
     health = entry in (OPERATIONS[admin.ready], OPERATIONS[admin.live])
     failed = {"description": "not accepting requests", "content": {JSON: {"schema": {}}}}
     return {
@@ -223,7 +238,9 @@ def reference(struct: type[msgspec.Struct]) -> dict[str, str]:
 def schemas(bodies: Iterable[type[msgspec.Struct]]) -> dict[str, Any]:
     """JSON schemas of the structs, with the ranges that numbers are checked for."""
     kinds = {body.__name__: body for body in bodies}
-    _, components = msgspec.json.schema_components([*kinds.values(), Error, AnthropicError], ref_template=REF)
+    _, components = msgspec.json.schema_components(
+        [*kinds.values(), Error, AnthropicError, OllamaError], ref_template=REF
+    )
     for component in components.values():
         for name, shape in component.get("properties", {}).items():
             if name in RANGES:

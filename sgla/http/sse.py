@@ -40,7 +40,8 @@ class Encoder(Protocol):
     """The wire format of one route. Each method returns complete blocks, or nothing."""
 
     done: bytes = DONE  # the last block of every stream, errors included
-    ping: bytes = PING
+    ping: bytes = PING  # b"": none
+    headers: dict[str, str] = HEADERS
 
     def begin(self) -> bytes:
         """What goes out with the headers."""
@@ -186,7 +187,7 @@ class SseSink:
             self.push(self.rejected)
 
     def _tick(self, interval: float) -> None:
-        if not self._written and not self._gathering:
+        if not self._written and not self._gathering and self._encoder.ping:
             self._write(self._encoder.ping)
         self._written = False
         if not self.over:
@@ -203,7 +204,7 @@ async def stream(request: web.Request, server: Server, work: Work, encoder: Enco
                 await sink.wake.wait()
         if sink.rejected is not None:
             raise SglaError.from_rejected(sink.rejected)
-        response = web.StreamResponse(headers=HEADERS)
+        response = web.StreamResponse(headers=encoder.headers)
         if request.version >= HttpVersion11:
             response.enable_chunked_encoding()
         writer = await response.prepare(request)
