@@ -227,7 +227,7 @@ def few(model: str, fp8: bool) -> None:
             )  # type: ignore[misc]
             emit(bench="few_gate_up", fp8=fp8, tokens=tokens, cut=[n, k, warps], us=round(us, 2))
         inner = [(torch.randn(tokens * layer.top_k, layer.f, dtype=BF16, device="cuda"), c[1]) for c in calls]
-        for n, k, warps in itertools.product((1, 2, 4), (256, 1024), (1, 2, 4, 8)):
+        for n, k, warps in itertools.product((1, 2, 4), (2048, 8192), (1, 2, 4, 8)):
             moe.DOWN = Cut(n, k, warps)
             us = time_us(
                 [lambda i=i: moe.few_down(i[0], *layer.down, i[1], layer.d) for i in inner]  # type: ignore[misc]

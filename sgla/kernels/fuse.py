@@ -47,8 +47,18 @@ class Node:
     k: int = 0
     a: list[int] = field(default_factory=list)
     f: list[float] = field(default_factory=list)
-    fn: Callable[[list[Tensor]], None] | None = None  # gets views of the distinct buffers
+    fn: Callable[..., None] | None = None  # gets views of the distinct buffers, and a Routine for each body
     keep: object = None  # what must outlive the program, beside the tensors
+    bodies: list[Body] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Body:
+    """Instructions that a Python call runs by itself, on rows of its choice."""
+
+    nodes: list[Node]
+    given: Buffer
+    made: Buffer
 
 
 def fuse(nodes: list[Node], outputs: list[Buffer], isa: str) -> list[Node]:

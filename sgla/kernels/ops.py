@@ -242,14 +242,23 @@ def moe(
     """
     if recorder is not None:
         return recorder.moe(x, router, gate_up, down, top_k, normalize, activation)
+
+    def run(expert: int, x: Tensor) -> Tensor:
+        inner = act_mul(linear(x, gate_up.part(expert, router.n)), activation)
+        return linear(inner, down.part(expert, router.n))
+
+    return mix(x, router, run, top_k, normalize)
+
+
+def mix(
+    x: Tensor, router: Weight, run: Callable[[int, Tensor], Tensor], top_k: int, normalize: bool
+) -> Tensor:
+    """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert that has tokens."""
     probabilities, ids = route(linear(x, router), top_k, normalize)
     out = x.new_zeros(x.shape, dtype=torch.float32)
-    rows, width = gate_up.n // router.n, x.shape[1]
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        inner = act_mul(linear(x[token], gate_up.rows(expert * rows, (expert + 1) * rows)), activation)
-        y = linear(inner, down.rows(expert * width, (expert + 1) * width))
-        out.index_add_(0, token, y.float() * probabilities[token, choice, None])
+        out.index_add_(0, token, run(expert, x[token]).float() * probabilities[token, choice, None])
     return out.to(x.dtype)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.fuse import Buffer, Node, fuse, place
+from sgla.kernels.fuse import Body, Buffer, Node, fuse, place
 from sgla.kernels.native import Instr, Library, Step, Team, library, memory
 from sgla.kernels.record import INPUTS, Recorder
 
@@ -44,9 +44,29 @@ class _Native:
 
 @dataclass(slots=True)
 class _Call:
-    fn: Callable[[list[Tensor]], None]
+    fn: Callable[..., None]
     views: list[Tensor]
     sampled: bool
+    bodies: tuple[list[Routine], ...]  # further arguments of ``fn``: none, or the routines
+
+
+class Routine:
+    """A body, ready to run: float32 rows ``[n, k]`` -> a view of ``[n, m]``, valid until the next routine runs."""
+
+    def __init__(self, program: Program, body: Body, rows: dict[bool, int]) -> None:
+        self._program, self._body = program, body
+        body.nodes = fuse(body.nodes, [body.made], program.isa)
+        self.nbytes = place(body.nodes, [body.made], rows)
+        self._code = (Instr * len(body.nodes))(*map(_encode, body.nodes))
+        self._step = Step()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count, program = len(x), self._program
+        rows = {False: count}
+        _view(program.scratch, self._body.given, rows).copy_(x)
+        self._step.tokens = count
+        program.execute(self._code, self._step, program.scratch.data_ptr())
+        return _view(program.scratch, self._body.made, rows)
 
 
 class Program:
@@ -57,14 +77,18 @@ class Program:
     ) -> None:
         self.limits = limits
         self.nodes = nodes
+        self.isa = lib.isa
         self._lib = lib
         self._team = Team(lib, threads)
         self._step = Step()
         rows = {False: limits.tokens, True: limits.sampled}
         self.arena = memory.take(place(nodes, outputs, rows))
         self._base = self.arena.data_ptr()
-        self._outputs = [(self._view(b, rows), b.sampled) for b in outputs]
+        self._outputs = [(_view(self.arena, b, rows), b.sampled) for b in outputs]
         self._segments = self._assemble(rows)
+        calls = [segment for segment in self._segments if isinstance(segment, _Call)]
+        needed = [routine.nbytes for call in calls for bodies in call.bodies for routine in bodies]
+        self.scratch = memory.take(max(needed, default=0))
 
     @classmethod
     def record(
@@ -87,10 +111,10 @@ class Program:
         step = self._fill(batch)
         for segment in self._segments:
             if isinstance(segment, _Native):
-                self._lib.dll.sgla_run(self._team.handle, segment.code, len(segment.code), step, self._base)
+                self.execute(segment.code, step, self._base)
             else:
                 rows = step.sampled if segment.sampled else step.tokens
-                segment.fn([view[:rows] for view in segment.views])
+                segment.fn([view[:rows] for view in segment.views], *segment.bodies)
         view, sampled = self._outputs[0]
         return view[: step.sampled if sampled else step.tokens]
 
@@ -107,10 +131,9 @@ class Program:
             setattr(step, name, tensor.data_ptr())
         return step
 
-    def _view(self, b: Buffer, rows: dict[bool, int]) -> Tensor:
-        nbytes = rows[b.sampled] * b.stride * b.dtype.itemsize
-        view = self.arena[b.offset : b.offset + nbytes].view(b.dtype).view(rows[b.sampled], b.stride)
-        return view[:, 0] if b.scalar else view
+    def execute(self, code: ctypes.Array[Instr], step: Step, base: int) -> None:
+        """Run instructions with this program's threads; addresses are relative to ``base``."""
+        self._lib.dll.sgla_run(self._team.handle, code, len(code), step, base)
 
     def _assemble(self, rows: dict[bool, int]) -> list[_Native | _Call]:
         segments: list[_Native | _Call] = []
@@ -127,9 +150,17 @@ class Program:
                 continue
             flush()
             buffers = dict.fromkeys(b for b in (node.inputs[0], *node.outputs) if b is not None)
-            segments.append(_Call(node.fn, [self._view(b, rows) for b in buffers], node.sampled))
+            views = [_view(self.arena, b, rows) for b in buffers]
+            routines = [Routine(self, body, rows) for body in node.bodies]
+            segments.append(_Call(node.fn, views, node.sampled, (routines,) if routines else ()))
         flush()
         return segments
+
+
+def _view(arena: Tensor, b: Buffer, rows: dict[bool, int]) -> Tensor:
+    nbytes = rows[b.sampled] * b.stride * b.dtype.itemsize
+    view = arena[b.offset : b.offset + nbytes].view(b.dtype).view(rows[b.sampled], b.stride)
+    return view[:, 0] if b.scalar else view
 
 
 def _encode(node: Node) -> Instr:

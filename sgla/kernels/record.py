@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.fuse import ACTIVATIONS, Buffer, Node
+from sgla.kernels.fuse import ACTIVATIONS, Body, Buffer, Node
 from sgla.kernels.native import Op
 from sgla.kernels.panels import FORMATS, Kind, Panels
 
@@ -194,12 +194,29 @@ class Recorder:
         normalize: bool,
         activation: Activation,
     ) -> Tensor:
-        """With torch, between native segments."""
+        """Routing with torch, between native segments; each expert is a body."""
 
-        def run(x: Tensor, out: Tensor) -> None:
-            out.copy_(ops.moe(x, router, gate_up, down, top_k, normalize, activation))
+        def mlp(a: Weight, b: Weight) -> Body:
+            return self._body(x.shape[1], lambda x: ops.linear(ops.act_mul(ops.linear(x, a), activation), b))
 
-        return self.call(run, x, x.shape[1])
+        def run(views: list[Tensor], experts: list[Callable[[Tensor], Tensor]]) -> None:
+            views[1].copy_(ops.mix(views[0], router, lambda e, rows: experts[e](rows), top_k, normalize))
+
+        source = self.buffer(x)
+        out, y = self._new(source.width, source.sampled)
+        bodies = [mlp(*pair) for pair in zip(gate_up.split(router.n), down.split(router.n))]
+        self.nodes.append(Node(Op.PYTHON, source.sampled, [source, None], [y], fn=run, bodies=bodies))
+        return out
+
+    def _body(self, width: int, fn: Callable[[Tensor], Tensor]) -> Body:
+        inner = Recorder(self._isa)
+        x, given = inner._new(width, False)
+        outer, ops.recorder = ops.recorder, inner
+        try:
+            made = inner.buffer(fn(x))
+        finally:
+            ops.recorder = outer
+        return Body(inner.nodes, given, made)
 
     def self_attention(self, qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
         assert batch is self._batch

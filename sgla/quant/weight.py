@@ -34,6 +34,7 @@ class Weight:
     scale: Tensor | None = None
     minimum: Tensor | None = None
     panels: Panels | None = None  # set by ``to_panels``, which empties the tensors above
+    parts: list[Weight] | None = None  # set by ``split``, which does too
 
     @classmethod
     def from_int4(cls, q: Tensor, scale: Tensor, minimum: Tensor) -> Weight:
@@ -44,6 +45,8 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
+        if self.parts is not None:
+            return sum(part.nbytes for part in self.parts)
         parts = (
             (self.data, self.scale, self.minimum)
             if self.panels is None
@@ -82,6 +85,21 @@ class Weight:
         data, scale, minimum = (None if t is None else t[start:stop] for t in self._parts())
         assert data is not None
         return Weight(self.kind, stop - start, self.k, data, scale, minimum)
+
+    def split(self, count: int) -> list[Weight]:
+        """Equal parts by rows, the same ones every time, for good: each may move to panels of its own."""
+        if self.parts is None:
+            self.parts = [self.part(i, count) for i in range(count)]
+            self.data, self.scale, self.minimum = self.data.new_empty(0), None, None
+        return self.parts
+
+    def part(self, index: int, count: int) -> Weight:
+        """One of ``count`` equal parts by rows."""
+        if self.parts is not None:
+            return self.parts[index]
+        data, scale, minimum = (None if t is None else t.chunk(count)[index] for t in self._parts())
+        assert data is not None
+        return Weight(self.kind, self.n // count, self.k, data, scale, minimum)
 
     def columns(self, start: int, stop: int) -> Weight:
         """Input channels ``start:stop``; for int4 ``start`` must begin a group of 32."""

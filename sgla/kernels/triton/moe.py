@@ -56,7 +56,7 @@ class Cut(NamedTuple):
     warps: int
 
 
-GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 256, 2)
+GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
 
 
 @triton.jit
@@ -462,7 +462,8 @@ def few_down(
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
-        SCALED=w_scale is not None, F=f, K=triton.next_power_of_2(top_k), BN=DOWN.n, BK=min(DOWN.k, triton.next_power_of_2(f)),
+        SCALED=w_scale is not None, F=f, K=triton.next_power_of_2(top_k), BN=DOWN.n,
+        BK=min(DOWN.k // triton.next_power_of_2(top_k), triton.next_power_of_2(f)),
         num_warps=DOWN.warps, **_pdl(),
     )  # fmt: skip
     return total
