@@ -78,6 +78,15 @@ def test_extend(group: int, dim: int, window: int, softcap: float) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_decode_takes_q_beside_k_and_v() -> None:
+    """As the projection leaves it where prompts are attended in place."""
+    q, kv, batch = random_batch([1, 1, 1], [1, 70, 101], 4, 2, 16)
+    expected = ops.attention(q, kv, batch, 0.3)
+    beside = torch.cat([q, torch.randn(3, 64)], 1)[:, : q.shape[1]]
+    out = attention.decode(beside, kv.k, kv.v, batch.page_table, batch.slots, batch.kv_len, 0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_norms_and_activations() -> None:
     x, h, w = torch.randn(5, 96), torch.randn(5, 96), torch.rand(96)
     torch.testing.assert_close(elementwise.rms_norm(x, w, 1e-5), ops.rms_norm(x, w, 1e-5))

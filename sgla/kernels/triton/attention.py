@@ -170,6 +170,7 @@ def decode(
     rows = q.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     group = q.shape[1] // (kv_heads * dim)
+    q = q.contiguous()  # it may lie beside k and v (``Attention.in_place``)
     out = torch.empty_like(q)
     heads = rows * kv_heads * group
     part = q.new_empty(heads * splits, dim, dtype=torch.float32) if splits > 1 else out
