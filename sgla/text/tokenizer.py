@@ -82,7 +82,7 @@ class Tokenizer:
         """
         texts = [text] if pair is None else [text, pair]
         try:
-            parts = self.backend.encode_batch(texts, add_special_tokens=False)
+            parts = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:
             raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
         if most is not None:
