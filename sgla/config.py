@@ -53,7 +53,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
-        Doc(description="KV cache in dtype, or 8-bit (e4m3, on a GPU): twice the tokens, slightly different answers"),
+        Doc(
+            description="KV cache in dtype, or 8-bit (e4m3, on a GPU): twice the tokens, slightly different answers"
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4", "fp8"] | None,

@@ -143,7 +143,9 @@ def _attend(
             p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
             fade = tl.exp2(own_top - new_top)
             own_total = tl.fma(own_total, fade, tl.sum(p, 1))
-            values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0).to(query.dtype)
+            values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0).to(
+                query.dtype
+            )
             own = tl.dot(p.to(query.dtype), values, own * fade[:, None], input_precision="ieee")
             own_top = new_top
         top, total, acc = _join(top, total, acc, own_top, own_total, own)
