@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgla.config import Config
+from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
-from sgla.messages import Progress
+from sgla.kernels.build import BuildError
+from sgla.kernels.native import library
+from sgla.messages import Pooling, Progress
 from sgla.model.pooling import read_pooling
+from sgla.model.spec import ModelSpec
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.pooled import PooledRunner
 from sgla.worker.runner import Runner
@@ -23,8 +27,29 @@ def cpu_runner(
 ) -> Runner | EncoderRunner:
     """Raises ConfigError and its kin."""
     pooling = read_pooling(source, config.task)
+    if config.deterministic:
+        check_deterministic(source, pooling)
     if pooling is None:
         return Runner(config, source, rank, size, rendezvous, report)
     if pooling.encoder:
         return EncoderRunner(config, source, pooling, rank, size, report)
     return PooledRunner(config, source, pooling, rank, size, rendezvous, report)
+
+
+def check_deterministic(source: ModelSource, pooling: Pooling | None) -> None:
+    """Raise ConfigError for what torch computes, whose bits depend on the number of rows: routers, pooling, heads, and
+    everything where the native kernels cannot be had."""
+    obstacle = None
+    if pooling is not None:
+        obstacle = "for models that answer with vectors"
+    elif ModelSpec.from_config(source.config).moe is not None:
+        obstacle = "for mixtures of experts"
+    else:
+        try:
+            library()
+        except BuildError as error:
+            obstacle = f"by torch operations, and there are no native kernels: {error}"
+    if obstacle:
+        raise ConfigError(
+            f"--deterministic cannot be honoured {obstacle}; leave it out", param="deterministic"
+        )

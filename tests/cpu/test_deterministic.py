@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from tiny import VOCAB, make_core, run, submit, tiny_config, tiny_source
 
+from sgla.errors import ConfigError
+from sgla.kernels.build import BuildError
 from sgla.messages import Submit, TokenLogprob
+from sgla.worker import start
 from sgla.worker.runner import Runner
 
 
@@ -54,3 +57,27 @@ def test_batch_chunks_and_cache_do_not_show(runner: Runner) -> None:
     warm = run(runner, [others[1], sampled], core)
     assert max(d.cached_tokens for d in warm["subject"]) >= 192
     assert [entry for d in warm["subject"] for entry in d.logprobs or []] == alone[1]
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize("what", ["mixtures", "vectors", "no native kernels"])
+def test_refuses_what_torch_computes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(
+        native_kernels=True, deterministic=True, task="embed" if what == "vectors" else "generate"
+    )
+
+    def nothing() -> None:
+        raise BuildError("g++ is too old")
+
+    if what == "no native kernels":
+        monkeypatch.setattr(start, "library", nothing)
+    with pytest.raises(ConfigError, match=f"deterministic.*{what}"):
+        start.cpu_runner(config, tiny_source(**MIXTURE if what == "mixtures" else {}), 0, 1, "", print)
