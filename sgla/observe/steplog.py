@@ -99,10 +99,10 @@ class RecordedCore(Core):
     """
 
     __slots__ = (
+        "_bytes",
         "_chapters",
         "_size",
         "_start",
-        "_tokens",
     )  # so they are not among the vars() that decide its plans
 
     def __init__(self, limits: Limits, steps: int) -> None:

@@ -68,6 +68,11 @@ def test_random_scenarios_repeat_themselves(steps: int) -> None:
     assert (later > 3) == (steps < 1000)
 
 
+def test_the_log_is_not_in_its_own_snapshots() -> None:
+    limits = make_limits()
+    assert vars(RecordedCore(limits, 5)).keys() == vars(Core(limits)).keys()
+
+
 def test_another_input_gives_another_plan() -> None:
     """The comparison can fail: a record with one changed token, one changed time, one plan less."""
     simulation = Recorded(make_limits(), steps=1000)
