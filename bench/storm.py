@@ -26,16 +26,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from process import Server
 
-TOKENS = 200
+TOKENS = (100, 300)  # of an answer
 PORT = 30917
-BODY = {"prompt": [*range(5, 69)], "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "seed": 1}
+BODY = {"prompt": [*range(5, 69)], "ignore_eos": True, "stream": True, "seed": 1}
 
 
 async def client(session: aiohttp.ClientSession, rng: random.Random, leave: float) -> int | None:
-    """Chunks with text of a whole stream; None if it was left."""
-    leave_after = rng.randrange(1, TOKENS) if rng.random() < leave else None
+    """Chunks of a whole stream; None if it was left."""
+    tokens = rng.randrange(*TOKENS)
+    leave_after = rng.randrange(1, tokens) if rng.random() < leave else None
     chunks = 0
-    async with session.post("/v1/completions", json=BODY) as answer:
+    async with session.post("/v1/completions", json={**BODY, "max_tokens": tokens}) as answer:
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
             chunks += line.startswith(b"data: {")
@@ -99,12 +100,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--leave", type=float, default=0.3)
     parser.add_argument("--step-ms", type=float, default=25)
+    parser.add_argument(
+        "--nice", type=int, default=0, help="of the server; negative where other work shares the machine"
+    )
     args = parser.parse_args()
     flags = ["--executor", "fake", "--fake-step-ms", str(args.step_ms), "--kv-cache-bytes", "256M"]
     flags += ["--max-running-requests", str(args.clients), "--port", str(PORT), "--model", args.model]
     url = f"http://127.0.0.1:{PORT}"
     log = Path(tempfile.gettempdir()) / "storm.log"
-    with Server([sys.executable, "-m", "sgla", "serve", *flags], url, "/health/ready", log):
+    command = ["nice", "-n", str(args.nice), sys.executable, "-m", "sgla", "serve", *flags]
+    with Server(command, url, "/health/ready", log):
         found = asyncio.run(storm(url, args.clients, args.rounds, args.leave))
     print(
         json.dumps(
@@ -116,6 +121,7 @@ def main() -> None:
                 "rounds": args.rounds,
                 "leave": args.leave,
                 "step_ms": args.step_ms,
+                "nice": args.nice,
                 **found,
             }
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sgla.text.output import OutputStream
 
 
-SLICE = 64  # deltas that a turn of the loop takes at least: about a millisecond
+SLICE = 32  # deltas that a turn of the loop takes at least: about a millisecond
 
 
 class _Child:
@@ -77,13 +77,13 @@ class Detokenize(Actor[Deltas]):
         self._children[opened.submit.rid] = _Child(opened, self._make_output(opened))
 
     def handle(self, messages: deque[Deltas]) -> None:
-        """A part of what there is to do, so that hundreds of streams do not hold up the loop; a quarter at least, so that
+        """A part of what there is to do, so that hundreds of streams do not hold up the loop; an eighth at least, so that
         steps which come too fast do."""
         backlog = self._backlog
         for deltas in messages:
             backlog.extend(deltas.items)
         now = clock.now()
-        for _ in range(min(len(backlog), max(SLICE, len(backlog) // 4))):
+        for _ in range(min(len(backlog), max(SLICE, len(backlog) // 8))):
             self._one(backlog.popleft(), now)
         if backlog:
             self.wake()
