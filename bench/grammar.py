@@ -70,7 +70,7 @@ def main() -> None:
             {
                 "bench": "grammar",
                 "version": sgla.__version__,
-                "machine": platform.node(),
+                "machine": platform.processor() or platform.machine(),
                 "model": args.model,
                 "batch": args.batch,
                 "tokens": args.tokens,

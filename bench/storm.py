@@ -115,7 +115,7 @@ def main() -> None:
         json.dumps(
             {
                 "bench": "storm",
-                "machine": platform.node(),
+                "machine": platform.processor() or platform.machine(),
                 "python": platform.python_version(),
                 "clients": args.clients,
                 "rounds": args.rounds,
