@@ -2,7 +2,8 @@
 
 ``X.weight_scale``: one for the tensor, or one for each output channel (compressed-tensors, FBGEMM, ModelOpt).
 ``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its name (DeepSeek-V3,
-arXiv 2412.19437; Qwen3-FP8). Scales of activations are not used: those are made for each token.
+arXiv 2412.19437; Qwen3-FP8). Scales of activations and of a KV cache are not used: the former are made for each token, the
+latter are measured at start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sgla.layers.build import SourceTensor, columns_of
 from sgla.quant import Kind, Weight, pack
 
 _SCALE = re.compile(r"(.*)_scale(_inv)?$")
-_UNUSED = re.compile(r".*\.(input_scale|activation_scale)$")
+_UNUSED = re.compile(r".*\.(input|output|activation|q|k|v|kv)_scale$")
 
 
 @dataclass(frozen=True)

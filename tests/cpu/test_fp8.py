@@ -54,7 +54,10 @@ def quantize_checkpoint(folder: Path, layout: str, **config: Any) -> dict[str, t
         if "_proj" in name:
             parts, plain[name] = rounded(tensor, layout)
             stored |= {name + suffix: part for suffix, part in parts.items()}
-            stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(1.0)
+            layer, module = name.removesuffix(".weight").rsplit(".", 1)
+            # Of activations, and of a KV cache as ModelOpt and compressed-tensors name them.
+            for unused in (f"{module}.input_scale", f"{module}.k_scale", "v_scale"):
+                stored[f"{layer}.{unused}"] = torch.tensor(1.0)
         else:
             stored[name] = tensor
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
