@@ -76,6 +76,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/close_session": {"POST": sessions.close_session},
     "/tokenize": {"POST": tokens.tokenize},
     "/v1/tokenize": {"POST": tokens.tokenize},
+    "/apply-template": {"POST": tokens.apply_template},
     "/detokenize": {"POST": tokens.detokenize},
     "/v1/detokenize": {"POST": tokens.detokenize},
     "/parse_function_call": {"POST": parsing.parse_function_call},

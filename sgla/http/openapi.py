@@ -95,6 +95,7 @@ OPERATIONS: dict[Any, Operation] = {
     sessions.open_session: Operation("SGLang: begin a session of turns", OpenSessionRequest),
     sessions.close_session: Operation("SGLang: end a session", CloseSessionRequest),
     tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest),
+    tokens.apply_template: Operation("llama.cpp: messages to the prompt's text", TokenizeRequest),
     tokens.detokenize: Operation("vLLM: token ids to text", DetokenizeRequest),
     parsing.parse_function_call: Operation("SGLang: the tool calls in a text", ParseCallRequest),
     parsing.separate_reasoning: Operation("SGLang: the reasoning in a text", SeparateRequest),

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shape with SGLang's names beside it."""
+"""POST /tokenize and /detokenize, in vLLM's shape with SGLang's names beside it; and what they make of messages."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ async def tokenize(request: web.Request) -> web.Response:
         strings = [[token_text(tokenizer, token) for token in ids] for ids in encoded]
         result["token_strs"] = strings if lists else strings[0]
     return json_response(result)
+
+
+async def apply_template(request: web.Request) -> web.Response:
+    """The text that messages become; llama.cpp's shape."""
+    server = request.app[SERVER]
+    fields = await intake(request, TOKENIZE)
+    server.model(fields.model)
+    if fields.messages is None:
+        raise InvalidField("messages is required", param="messages")
+    return json_response({"prompt": render(server, fields)})
 
 
 def render(server: Server, fields: ChatRequest | TokenizeRequest) -> str:

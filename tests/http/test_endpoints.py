@@ -35,6 +35,7 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/close_session": ({"session_id": "x"}, "session_not_found"),
     "/tokenize": ({"prompt": "x"}, None),
     "/v1/tokenize": (CHAT, None),
+    "/apply-template": (CHAT, None),
     "/detokenize": ({"tokens": [65]}, None),
     "/v1/detokenize": ({"tokens": [65]}, None),
     "/parse_function_call": ({"text": "x", "tool_call_parser": "hermes"}, None),

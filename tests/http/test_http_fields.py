@@ -109,6 +109,15 @@ async def test_cuts_and_gaps_reach_the_engine(site: Site) -> None:
     assert (status, reply["error"]["param"]) == (400, "suffix")
 
 
+async def test_messages_as_the_model_sees_them(site: Site) -> None:
+    status, reply = await site.post("/apply-template", {"messages": USER})
+    assert (status, reply) == (200, {"prompt": "<user>weather?<assistant>"})
+    _, tokens = await site.post("/tokenize", {"prompt": reply["prompt"], "add_special_tokens": False})
+    _, same = await site.post("/tokenize", {"messages": USER})
+    assert tokens["tokens"] == same["tokens"]
+    assert (await site.post("/apply-template", {"prompt": "x"}))[0] == 400
+
+
 # functions ------------------------------------------------------------------------------------------------------------
 
 
