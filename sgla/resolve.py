@@ -87,8 +87,13 @@ def resolve(
     encoder = model is not None and is_encoder(architecture(model))
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
+    if config.attention_backend != "auto" and device == "cpu":
+        raise ConfigError(
+            f"--attention-backend {config.attention_backend} needs a GPU; leave it out on the CPU",
+            param="attention_backend",
+        )
     if config.deterministic:
-        check_deterministic(config, machine, device)
+        check_deterministic(config, device)
     dtype = settle("dtype", choose_dtype(encoder))
     cuda = device == "cuda"
     settle("threads", choose_threads(machine, config.tp))
@@ -126,15 +131,16 @@ def resolve(
     return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
 
 
-def check_deterministic(config: Config, machine: Machine, device: str) -> None:
-    """Raise ConfigError for what cannot be done in the same bits whatever is in the batch."""
+def check_deterministic(config: Config, device: str) -> None:
+    """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on the model, and
+    whether native kernels can be had, the workers see (``worker/start.py``, ``worker/cuda.py``)."""
     obstacle = None
     if config.tp > 1:
         obstacle = f"with --tp {config.tp}; leave one of them out"
     elif device == "cuda" and config.quantization:
         obstacle = f"with --quantization {config.quantization} on a GPU; leave one of them out"
-    elif device == "cpu" and not (config.native_kernels and machine.compiler):
-        obstacle = "by torch operations on the CPU; it needs the native kernels and a C++ compiler"
+    elif device == "cpu" and not config.native_kernels:
+        obstacle = "by torch operations on the CPU; leave --no-native-kernels out"
     if obstacle:
         raise ConfigError(f"--deterministic cannot be honoured {obstacle}", param="deterministic")
 

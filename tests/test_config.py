@@ -64,8 +64,15 @@ def test_deterministic_refuses_what_it_cannot_have() -> None:
         with pytest.raises(ConfigError, match=setting):
             resolve(config, gpus)
     assert resolve(Config(deterministic=True, quantization="int8"), LAPTOP).config.deterministic
-    with pytest.raises(ConfigError, match="native kernels"):
+    with pytest.raises(ConfigError, match="native-kernels"):
         resolve(Config(deterministic=True, native_kernels=False), LAPTOP)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kv_cache_dtype", "fp8"), ("attention_backend", "triton")])
+def test_a_cpu_refuses_what_only_a_gpu_has(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value} needs a") as caught:
+        resolve(Config(**{name: value}), LAPTOP)
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize("name", Config.__struct_fields__)
