@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.server
 import io
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 import sgla
 from sgla import cli
 from sgla.bench import load, report, workloads
-from sgla.cli import chat, doctor
+from sgla.cli import chat, doctor, serve
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.serve import ready_text
 from sgla.config import Config
@@ -49,6 +51,21 @@ def modules_after(code: str) -> set[str]:
 )
 def test_help_and_import_load_nothing_heavy(code: str) -> None:
     assert not modules_after(code) & HEAVY
+
+
+def test_workers_begin_before_the_device_is_settled_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that answers with vectors runs on the CPU, beside a GPU that nobody has asked for."""
+    begun: list[Config] = []
+    served: list[Config] = []
+    gpu = Config(device="cuda")
+    monkeypatch.setattr(serve, "resolve", lambda config: types.SimpleNamespace(config=gpu))
+    monkeypatch.setattr(serve, "spawn_early", begun.append)
+    monkeypatch.setattr(serve, "setup_logging", lambda *levels: None)
+    run = types.SimpleNamespace(run=lambda config, *rest: served.append(config) or 0)
+    monkeypatch.setitem(sys.modules, "sgla.http.serve", run)
+    assert serve.run(argparse.Namespace(flags={"tp": 2}, config=None)) == 0
+    assert begun == [Config(device="cuda", tp=2)]
+    assert served == [Config(tp=2)]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     setup_logging(config.log_level, config.log_format)
     if config.executor == "procs":
-        config = msgspec.structs.replace(config, device=resolve(config).config.device)
-        spawn_early(config)
+        spawn_early(msgspec.structs.replace(config, device=resolve(config).config.device))
     from sgla.http.serve import run as serve
 
     progress = ProgressPrinter()
