@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sgla import __version__
 from sgla.config import SECRETS
-from sgla.http.schema import RequestFields
+from sgla.http.request.schema import RequestFields
 from sgla.http.server import PATH_ID, SERVER, Server, make_work
 from sgla.http.wire import json_response
 from sgla.messages import SamplingParams

@@ -12,29 +12,17 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import (
-    admin,
-    anthropic,
-    classify,
-    control,
-    embeddings,
-    moderations,
-    native,
-    ollama,
-    openai_chat,
-    openai_text,
-    openapi,
-    page,
-    parsing,
-    rerank,
-    responses,
-    score,
-    sessions,
-    tokens,
-)
+from sgla.http import admin, control, ollama, openapi, page
+from sgla.http.anthropic import messages as anthropic
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
+from sgla.http.native import generate as native
+from sgla.http.native import parsing, sessions, tokens
+from sgla.http.openai import chat as openai_chat
+from sgla.http.openai import text as openai_text
+from sgla.http.pooling import classify, embeddings, moderations, rerank, score
 from sgla.http.ports import Ingress
+from sgla.http.responses import routes as responses
 from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
 from sgla.observe.metrics import Metrics
 

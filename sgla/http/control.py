@@ -6,8 +6,8 @@ from aiohttp import web
 
 from sgla.errors import InvalidField, NotFound, Unauthorized
 from sgla.http.errors import Busy
-from sgla.http.intake import intake, optional_intake
-from sgla.http.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
+from sgla.http.request.intake import intake, optional_intake
+from sgla.http.request.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
 from sgla.http.server import SERVER
 from sgla.http.wire import json_response
 from sgla.messages import Control

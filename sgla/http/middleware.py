@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from sgla.errors import Unauthorized
-from sgla.http.intake import IGNORED_FIELDS
-from sgla.http.schema import header_value
+from sgla.http.request.intake import IGNORED_FIELDS
+from sgla.http.request.schema import header_value
 from sgla.http.server import RID, SERVER, UID, unique
 
 OPEN = frozenset(

@@ -10,15 +10,15 @@ from aiohttp import web
 
 from sgla import __version__, clock
 from sgla.errors import InvalidField, SglaError
-from sgla.http import sse
-from sgla.http.collect import Choice
+from sgla.http.answer import sse
+from sgla.http.answer.collect import Choice
+from sgla.http.answer.parts import PlainReader, Reader
+from sgla.http.answer.reading import Reading, server_dialect
 from sgla.http.errors import Aborted, error_headers
-from sgla.http.intake import intake
-from sgla.http.openai_chat import chat_work
-from sgla.http.parts import PlainReader, Reader
-from sgla.http.reading import Reading, server_dialect
-from sgla.http.sampling import sampling_params
-from sgla.http.schema import ChatRequest, RequestFields, SamplingFields, Schema, unsupported
+from sgla.http.openai.chat import chat_work
+from sgla.http.request.intake import intake
+from sgla.http.request.sampling import sampling_params
+from sgla.http.request.schema import ChatRequest, RequestFields, SamplingFields, Schema, unsupported
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage

@@ -9,35 +9,24 @@ import msgspec
 from aiohttp import web
 
 from sgla import __version__
-from sgla.http import (
-    admin,
-    anthropic,
-    classify,
-    control,
-    embeddings,
-    moderations,
-    native,
-    ollama,
-    openai_chat,
-    openai_text,
-    page,
-    parsing,
-    rerank,
-    responses,
-    score,
-    sessions,
-    tokens,
-)
-from sgla.http.anthropic_input import CountTokensRequest, MessagesRequest
-from sgla.http.classify import ClassifyRequest
-from sgla.http.embeddings import EmbeddingRequest, EncodeRequest
+from sgla.http import admin, control, ollama, page
+from sgla.http.anthropic import messages as anthropic
+from sgla.http.anthropic.input import CountTokensRequest, MessagesRequest
 from sgla.http.middleware import ADMIN, OPEN
-from sgla.http.moderations import ModerationRequest
+from sgla.http.native import generate as native
+from sgla.http.native import parsing, sessions, tokens
+from sgla.http.native.parsing import ParseCallRequest, SeparateRequest
+from sgla.http.native.session_store import CloseSessionRequest, OpenSessionRequest
 from sgla.http.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from sgla.http.parsing import ParseCallRequest, SeparateRequest
-from sgla.http.rerank import RerankRequest
-from sgla.http.responses_input import ResponsesRequest
-from sgla.http.schema import (
+from sgla.http.openai import chat as openai_chat
+from sgla.http.openai import text as openai_text
+from sgla.http.pooling import classify, embeddings, moderations, rerank, score
+from sgla.http.pooling.classify import ClassifyRequest
+from sgla.http.pooling.embeddings import EmbeddingRequest, EncodeRequest
+from sgla.http.pooling.moderations import ModerationRequest
+from sgla.http.pooling.rerank import RerankRequest
+from sgla.http.pooling.score import ScoreRequest
+from sgla.http.request.schema import (
     RANGES,
     AbortRequest,
     ChatRequest,
@@ -48,8 +37,8 @@ from sgla.http.schema import (
     ProfileRequest,
     TokenizeRequest,
 )
-from sgla.http.score import ScoreRequest
-from sgla.http.sessions_store import CloseSessionRequest, OpenSessionRequest
+from sgla.http.responses import routes as responses
+from sgla.http.responses.input import ResponsesRequest
 from sgla.http.wire import json_response
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"

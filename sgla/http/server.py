@@ -15,13 +15,13 @@ from aiohttp import web
 from sgla import __version__, clock
 from sgla.config import Config
 from sgla.errors import InvalidField, ModelNotFound, SglaError
-from sgla.http.collect import Choice, Collector, PromptOnly
+from sgla.http.answer.collect import Choice, Collector, PromptOnly
 from sgla.http.errors import Aborted
+from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
-from sgla.http.responses_store import ResponseStore
-from sgla.http.sampling import model_defaults
-from sgla.http.schema import MAX_CHOICES, OpenAIFields, RequestFields
-from sgla.http.sessions_store import Sessions
+from sgla.http.request.sampling import model_defaults
+from sgla.http.request.schema import MAX_CHOICES, OpenAIFields, RequestFields
+from sgla.http.responses.store import ResponseStore
 from sgla.messages import Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump

@@ -12,9 +12,9 @@ from http_fake import FakeIngress, ScriptedIngress, expected_text
 from http_site import Serve, Site
 
 from sgla.errors import BadRequest
-from sgla.http.anthropic import Answer, MessageStream
-from sgla.http.anthropic_input import MESSAGES, chat_request
-from sgla.http.collect import Choice
+from sgla.http.answer.collect import Choice
+from sgla.http.anthropic.input import MESSAGES, chat_request
+from sgla.http.anthropic.messages import Answer, MessageStream
 from sgla.messages import Event, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgla.errors import Overloaded
-from sgla.http.schema import UNSUPPORTED, CompletionRequest
+from sgla.http.request.schema import UNSUPPORTED, CompletionRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}

@@ -218,7 +218,7 @@ async def test_wrong_allowed_tools_are_refused(serve: Serve, choice: dict[str, A
 
 
 def test_a_choice_without_tokens_is_the_worst() -> None:
-    from sgla.http.collect import Choice
-    from sgla.http.openai_text import mean_logprob
+    from sgla.http.answer.collect import Choice
+    from sgla.http.openai.text import mean_logprob
 
     assert mean_logprob(Choice(0)) == -math.inf

@@ -13,7 +13,7 @@ from http_fake import FakeIngress
 from http_site import Serve, Site, sse_payloads
 
 from sgla.errors import WorkerDied
-from sgla.http.openai_chat import ChatStream
+from sgla.http.openai.chat import ChatStream
 from sgla.messages import Event, Usage
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}

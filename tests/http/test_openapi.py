@@ -12,7 +12,7 @@ from http_site import Serve, Site
 
 from sgla.http.app import ROUTES
 from sgla.http.openapi import OPERATIONS, document
-from sgla.http.schema import RANGES
+from sgla.http.request.schema import RANGES
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from http_site import Serve, Site
 
 from sgla import clock
 from sgla.errors import BadRequest, WorkerDied
-from sgla.http.collect import Choice
-from sgla.http.responses import Answer, ResponseStream
-from sgla.http.responses_input import RESPONSES, chat_request, check_fields, input_items, resolved
-from sgla.http.responses_store import ResponseStore, Stored
+from sgla.http.answer.collect import Choice
+from sgla.http.responses.input import RESPONSES, chat_request, check_fields, input_items, resolved
+from sgla.http.responses.routes import Answer, ResponseStream
+from sgla.http.responses.store import ResponseStore, Stored
 from sgla.messages import Event, TokenLogprob, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 

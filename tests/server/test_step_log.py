@@ -13,7 +13,7 @@ from sgla.actors.system import System
 from sgla.cli import main
 from sgla.config import Config
 from sgla.executor.fake import FakeExecutor
-from sgla.http.collect import Collector
+from sgla.http.answer.collect import Collector
 from sgla.messages import Job, SamplingParams, StepPlan, StepResult
 from sgla.observe.steplog import read, replay
 

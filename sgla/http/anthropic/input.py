@@ -1,0 +1,330 @@
+"""Requests of Anthropic's Messages API, and their translation to a ChatRequest."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from sgla.errors import InvalidField
+from sgla.http.request.schema import ChatRequest, SamplingFields, Schema, unsupported
+from sgla.http.wire import encode
+
+Message = dict[str, Any]
+
+# Claude Code puts a line with a nonce in front of its system prompt; left there, no turn would find its prefix cached.
+_BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+
+
+class TextBlock(msgspec.Struct, tag="text"):
+    text: str
+
+
+class ImageSource(msgspec.Struct, kw_only=True):
+    type: str
+    media_type: str = "image/png"
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(msgspec.Struct, tag="image"):
+    source: ImageSource
+
+
+class DocumentSource(msgspec.Struct, kw_only=True):
+    type: str
+    data: str | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
+
+
+class DocumentBlock(msgspec.Struct, tag="document", kw_only=True):
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+
+class ThinkingBlock(msgspec.Struct, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
+    pass
+
+
+class ToolUseBlock(msgspec.Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+
+
+Block = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+)
+
+
+class MessageParam(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """``type`` other than ``custom``: one of Anthropic's own tools, which this server does not have."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """``budget_tokens`` is a wish that models here cannot be told."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(SamplingFields, kw_only=True):
+    """The body of ``count_tokens``, which may be that of a message, and all of ``MessagesRequest`` but one field."""
+
+    messages: list[MessageParam]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # where output_config.format was in the beta
+    stop_sequences: list[str] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    timeout: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+
+
+MESSAGES = Schema(MessagesRequest)
+COUNT_TOKENS = Schema(CountTokensRequest)
+PASSED = (
+    *SamplingFields.__struct_fields__,
+    *("model", "max_tokens", "stream", "priority", "cache_salt", "extra_key", "timeout"),
+)
+
+
+def chat_request(fields: CountTokensRequest) -> ChatRequest:
+    """The same request in OpenAI's terms. Raises InvalidField and UnsupportedField."""
+    if fields.n not in (None, 1):
+        raise InvalidField("n must be 1: a message has one answer", param="n")
+    if fields.stop_sequences is not None and fields.stop is not None:
+        raise InvalidField("give either stop_sequences or stop", param="stop_sequences")
+    passed = {name: getattr(fields, name) for name in PASSED}
+    passed["stop"] = fields.stop if fields.stop_sequences is None else fields.stop_sequences
+    if fields.output_config is not None and fields.output_config.effort is not None:
+        passed["reasoning_effort"] = fields.output_config.effort
+    form = (fields.output_config and fields.output_config.format) or fields.output_format
+    if form is not None:
+        passed |= response_format(form)
+    return ChatRequest(
+        messages=chat_messages(fields),
+        chat_template_kwargs=template_kwargs(fields),
+        continue_final_message=is_prefill(fields.messages),
+        **passed,
+        **chat_tools(fields),
+    )
+
+
+def response_format(form: OutputFormat) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema}}
+    }
+
+
+def template_kwargs(fields: CountTokensRequest) -> dict[str, Any]:
+    """``thinking`` is ``enable_thinking`` or ``thinking`` in templates; without it the model's own default holds."""
+    if fields.thinking is None:
+        return fields.chat_template_kwargs or {}
+    wanted = fields.thinking.type != "disabled"
+    return {"enable_thinking": wanted, "thinking": wanted, **(fields.chat_template_kwargs or {})}
+
+
+def chat_tools(fields: CountTokensRequest) -> dict[str, Any]:
+    """The tools that a client runs, and which of them the model may or must call."""
+    tools = [chat_tool(tool, i) for i, tool in enumerate(fields.tools or []) if tool.type in (None, "custom")]
+    choice = fields.tool_choice
+    if choice is None:
+        return {"tools": tools or None}
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidField("tool_choice.name is required", param="tool_choice")
+        wanted: Any = {"type": "function", "function": {"name": choice.name}}
+    else:
+        wanted = "required" if choice.type == "any" else choice.type
+    parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+    return {"tools": tools or None, "tool_choice": wanted, "parallel_tool_calls": parallel}
+
+
+def chat_tool(tool: Tool, i: int) -> dict[str, Any]:
+    if tool.name is None:
+        raise InvalidField(f"tools[{i}].name is required", param="tools")
+    if tool.input_schema is None:
+        raise InvalidField(f"tools[{i}].input_schema is required", param="tools")
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def is_prefill(messages: list[MessageParam]) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    if not messages or messages[-1].role != "assistant":
+        return False
+    content = messages[-1].content
+    if isinstance(content, str):
+        return content != ""
+    return any(isinstance(block, TextBlock) and block.text for block in content) and not any(
+        isinstance(block, ToolUseBlock) for block in content
+    )
+
+
+def chat_messages(fields: CountTokensRequest) -> list[Message]:
+    """Messages in OpenAI's shape. System texts at the beginning become one message: few templates take more."""
+    leading = 0
+    while leading < len(fields.messages) and fields.messages[leading].role == "system":
+        leading += 1
+    systems = [fields.system or "", *(message.content for message in fields.messages[:leading])]
+    texts = [text for content in systems for text in system_texts(content)]
+    result: list[Message] = [{"role": "system", "content": "\n".join(texts)}] if texts else []
+    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+    for i, message in enumerate(fields.messages[leading:], leading):
+        if message.role == "system":
+            result.append({"role": "system", "content": "\n".join(system_texts(message.content))})
+        elif message.role == "assistant":
+            result.append(assistant_message(message, f"messages[{i}]", names))
+        else:
+            result += user_messages(message, f"messages[{i}]", names)
+    return result
+
+
+def system_texts(content: str | list[Any]) -> list[str]:
+    """The texts of a system prompt, without billing lines and what is then empty."""
+    if isinstance(content, str):
+        content = [TextBlock(content)]
+    texts = (_BILLING.sub("", block.text) for block in content if isinstance(block, TextBlock))
+    return [text for text in texts if text]
+
+
+def assistant_message(message: MessageParam, path: str, names: dict[str, str]) -> Message:
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            names[block.id] = block.name
+            function = {"name": block.name, "arguments": encode(block.input).decode()}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif not isinstance(block, RedactedThinkingBlock):
+            raise InvalidField(
+                f"{path}.content[{i}]: an assistant does not send this block", param="messages"
+            )
+    result: Message = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        result["reasoning_content"] = "".join(thoughts)
+    if calls:
+        result |= {"tool_calls": calls, "content": result["content"] or None}
+    return result
+
+
+def user_messages(message: MessageParam, path: str, names: dict[str, str]) -> list[Message]:
+    """A user's turn: its tool results are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": "user", "content": message.content}]
+    result: list[Message] = []
+    for i, block in enumerate(message.content):
+        where = f"{path}.content[{i}]"
+        if isinstance(block, ToolResultBlock):
+            found = {"tool_call_id": block.tool_use_id, "content": result_content(block, where)}
+            name = names.get(block.tool_use_id)
+            result.append({"role": "tool", **found, **({} if name is None else {"name": name})})
+            continue
+        if not isinstance(block, TextBlock | ImageBlock | DocumentBlock):
+            raise InvalidField(f"{where}: a user does not send this block", param="messages")
+        if not result or result[-1]["role"] != "user":
+            result.append({"role": "user", "content": []})
+        result[-1]["content"] += content_parts(block, where)
+    for sent in result:
+        if sent["role"] == "user" and len(sent["content"]) == 1 and sent["content"][0]["type"] == "text":
+            sent["content"] = sent["content"][0]["text"]
+    return result or [{"role": "user", "content": ""}]
+
+
+def result_content(block: ToolResultBlock, path: str) -> str | list[dict[str, Any]]:
+    """What a tool returned: a string unless it has more than text."""
+    if not isinstance(block.content, list):
+        return block.content or ""
+    parts = [part for inner in block.content for part in content_parts(inner, path)]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def content_parts(block: TextBlock | ImageBlock | DocumentBlock, path: str) -> list[dict[str, Any]]:
+    """OpenAI's content parts of a block."""
+    if isinstance(block, TextBlock):
+        return [{"type": "text", "text": block.text}]
+    if isinstance(block, ImageBlock):
+        image = block.source
+        url = image.url or f"data:{image.media_type};base64,{image.data or ''}"
+        return [{"type": "image_url", "image_url": {"url": url}}]
+    source = block.source
+    inner: list[Any]
+    if source.type == "text" and source.data is not None:
+        inner = [TextBlock(source.data)]
+    elif source.type == "content" and source.content is not None:
+        inner = [TextBlock(source.content)] if isinstance(source.content, str) else source.content
+    else:
+        raise unsupported(
+            "messages", f" with a document of type {source.type[:40]!r} ({path}): only its text is"
+        )
+    heads = [TextBlock(text) for text in (block.title, block.context) if text]
+    return [part for one in (*heads, *inner) for part in content_parts(one, path)]

@@ -1,0 +1,215 @@
+"""POST /generate: SGLang's native request. Text in a stream is cumulative; lists of prompts give lists of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from sgla import clock
+from sgla.errors import InvalidField, SglaError
+from sgla.http.answer import sse
+from sgla.http.answer.collect import Choice
+from sgla.http.errors import error_body
+from sgla.http.native.session_store import Turn
+from sgla.http.native.tokens import maybe_threaded
+from sgla.http.openai.text import token_prompt
+from sgla.http.request.intake import intake
+from sgla.http.request.sampling import first, sampling_params
+from sgla.http.request.schema import GenerateRequest, NativeSampling, Schema, SessionParams
+from sgla.http.server import ABORTED, SERVER, Server, Work, make_work
+from sgla.http.wire import encode, json_response
+from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
+from sgla.text.logprobs import finite, token_text
+
+SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling, "session_params": SessionParams})
+DEFAULT_MAX_TOKENS = 128
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    fields = await intake(request, SCHEMA)
+    server.model(fields.model)
+    prompts, many = native_prompts(fields)
+    rids = spread("rid", fields.rid, len(prompts))
+    sampling = [native_sampling(fields, server, i, len(prompts)) for i in range(len(prompts))]
+    if len({params.n for params in sampling}) > 1:
+        raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
+    work = make_work(request, fields, prompts, sampling, rids[0])
+    shown = [rid or job.rid for rid, job in zip(rids, work.jobs)]
+    shapes = Shapes(fields, work, shown, server)
+    if fields.session_params is None:
+        return await answer(request, server, work, shapes, many)
+    turn = await begin_turn(server, fields.session_params, shown[0], work, many)
+    try:
+        return await answer(request, server, work, shapes, many, turn)
+    finally:
+        turn.close()
+
+
+async def answer(
+    request: web.Request, server: Server, work: Work, shapes: Shapes, many: bool, turn: Turn | None = None
+) -> web.StreamResponse:
+    if work.jobs[0].stream:
+        return await sse.stream(request, server, work, NativeStream(shapes, work, many, turn))
+    choices = await server.collect(work)
+    if turn is not None:
+        turn.end(choices[0].tokens)
+    results = [shapes.result(choice) for choice in choices]
+    return json_response(results if many or work.n > 1 else results[0])
+
+
+async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work, many: bool) -> Turn:
+    """Put what the session has in front of the prompt. Raises BadRequest kinds and SessionNotFound."""
+    session = server.sessions.get(params.id)
+    if many or work.n > 1:
+        raise InvalidField("session_params is for one prompt with n=1", param="session_params")
+    (job,) = work.jobs
+    text, tokenizer, special = job.text or "", server.ingress.tokenizer, params.rid is None
+
+    def encoded() -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    added = await maybe_threaded(len(text), encoded) if job.token_ids is None else job.token_ids
+    turn = session.begin(params, rid, added)
+    job.text = None
+    job.token_ids = turn.prompt
+    return turn
+
+
+def native_prompts(fields: GenerateRequest) -> tuple[list[dict[str, Any]], bool]:
+    """Job fields of each prompt, and whether a list of prompts was given."""
+    if (fields.text is None) == (fields.input_ids is None):
+        raise InvalidField("give either text or input_ids", param="text")
+    if fields.input_ids is not None:
+        many = bool(fields.input_ids) and isinstance(fields.input_ids[0], list)
+        batch: list[Any] = fields.input_ids if many else [fields.input_ids]
+        if not all(isinstance(ids, list) for ids in batch) or (
+            not many and any(isinstance(i, list) for i in batch[0])
+        ):
+            raise InvalidField("input_ids must be a list of ids or a list of id lists", param="input_ids")
+        return [token_prompt(ids, "input_ids") for ids in batch], many
+    texts = fields.text if isinstance(fields.text, list) else [fields.text]
+    if not texts:
+        raise InvalidField("text: the list is empty", param="text")
+    return [{"text": text} for text in texts], isinstance(fields.text, list)
+
+
+def spread(name: str, value: Any, count: int) -> list[Any]:
+    """``value`` for each of ``count`` prompts: itself, or the items of a list of that length."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidField(f"{name} has {len(value)} items for {count} prompts", param=name)
+    return value
+
+
+def native_sampling(fields: GenerateRequest, server: Server, i: int, count: int) -> SamplingParams:
+    params = spread("sampling_params", fields.sampling_params, count)[i] or NativeSampling()
+    wanted = spread("return_logprob", fields.return_logprob, count)[i]
+    top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
+    start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)
+    return sampling_params(
+        params,
+        server.sampling_defaults,
+        max_tokens=first(params.max_new_tokens, DEFAULT_MAX_TOKENS),
+        logprobs=top,
+        prompt_logprobs=top if start >= 0 else None,
+    )
+
+
+class Shapes:
+    """Result objects of one request. ``rids``: the id shown for each prompt."""
+
+    def __init__(self, fields: GenerateRequest, work: Work, rids: Sequence[str], server: Server) -> None:
+        self._work = work
+        self._rids = rids
+        self._tokenizer = server.ingress.tokenizer
+        self._texts = bool(fields.return_text_in_logprobs)
+        self._starts = spread("logprob_start_len", fields.logprob_start_len, len(work.jobs))
+        self._since = clock.now()
+
+    def result(self, choice: Choice) -> dict[str, Any]:
+        prompt, nth = divmod(choice.index, self._work.n)
+        rid = self._rids[prompt] if self._work.n == 1 else f"{self._rids[prompt]}-{nth}"
+        meta: dict[str, Any] = {
+            "id": rid,
+            "finish_reason": self._finish(choice),
+            "prompt_tokens": choice.usage.prompt_tokens,
+            "completion_tokens": choice.usage.completion_tokens,
+            "cached_tokens": choice.usage.cached_tokens,
+            "weight_version": "default",
+        }
+        if choice.finish is not None:
+            meta["e2e_latency"] = clock.now() - self._since
+        return {
+            "text": choice.text,
+            "output_ids": choice.tokens,
+            "meta_info": meta
+            | self._logprobs(choice, self._work.jobs[prompt].sampling, self._starts[prompt]),
+        }
+
+    def _finish(self, choice: Choice) -> dict[str, Any] | None:
+        if choice.finish == "stop":
+            return {"type": "stop", "matched": choice.matched}
+        if choice.finish == "length":
+            return {"type": "length", "length": choice.usage.completion_tokens}
+        return None if choice.finish is None else {"type": "abort", "message": ABORTED}
+
+    def _logprobs(self, choice: Choice, sampling: SamplingParams, start: int | None) -> dict[str, Any]:
+        if sampling.logprobs is None:
+            return {}
+        begin = 0 if start is None or start < 0 else start
+        entries = (choice.prompt_logprobs or [])[begin:]
+        prompt = list(zip((choice.prompt_tokens or [])[begin:], entries))
+        result: dict[str, Any] = {
+            "input_token_logprobs": [self._chosen(token, entry) for token, entry in prompt],
+            "output_token_logprobs": [self._chosen(entry.token, entry) for entry in choice.logprobs or []],
+        }
+        if sampling.logprobs:
+            result["input_top_logprobs"] = [self._top(entry) for _, entry in prompt]
+            result["output_top_logprobs"] = [self._top(entry) for entry in choice.logprobs or []]
+        return result
+
+    def _chosen(self, token: int, entry: TokenLogprob | None) -> list[Any]:
+        return [None if entry is None else finite(entry.logprob), token, self._text(token)]
+
+    def _top(self, entry: TokenLogprob | None) -> list[list[Any]] | None:
+        return (
+            None
+            if entry is None
+            else [[finite(value), token, self._text(token)] for token, value in entry.top]
+        )
+
+    def _text(self, token: int) -> str | None:
+        return token_text(self._tokenizer, token) if self._texts else None
+
+
+class NativeStream(sse.Encoder):
+    """Events -> cumulative results. Batches and ``n > 1`` carry the choice's index."""
+
+    def __init__(self, shapes: Shapes, work: Work, many: bool, turn: Turn | None = None) -> None:
+        self._turn = turn
+        self._shapes = shapes
+        self._indexed = many or work.n > 1
+        self._choices: dict[int, Choice] = {}
+
+    def encode(self, event: Event) -> bytes:
+        choice = self._choices.get(event.index)
+        if choice is None:
+            choice = self._choices[event.index] = Choice(event.index)
+        choice.add(event)
+        if event.finish is not None and self._turn is not None:
+            self._turn.end(choice.tokens)
+        if not (event.tokens or event.text or event.finish):
+            return b""
+        result = self._shapes.result(choice)
+        return b"data: %b\n\n" % encode({"index": event.index, **result} if self._indexed else result)
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, error: Rejected | SglaError) -> bytes:
+        return b"data: %b\n\n" % encode(error_body(error))

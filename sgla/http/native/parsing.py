@@ -1,0 +1,86 @@
+"""POST /parse_function_call and /separate_reasoning: what chats do with outputs, for any text. SGLang's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sgla.errors import ConfigError, InvalidField
+from sgla.http.answer.reading import server_dialect
+from sgla.http.native.tokens import maybe_threaded
+from sgla.http.request.chat import check_tool_list
+from sgla.http.request.intake import intake
+from sgla.http.request.schema import Schema
+from sgla.http.server import SERVER, Server
+from sgla.http.wire import json_response
+from sgla.text.tools.cursor import CALL, CONTENT, REASONING, Piece
+from sgla.text.tools.families import Dialect, Family, named
+from sgla.text.tools.parser import OutputParser
+
+
+class ParseCallRequest(msgspec.Struct, kw_only=True):
+    text: str
+    tools: list[dict[str, Any]] | None = None
+    tool_call_parser: str | None = None
+
+
+class SeparateRequest(msgspec.Struct, kw_only=True):
+    text: str
+    reasoning_parser: str | None = None
+
+
+CALLS = Schema(ParseCallRequest)
+SEPARATE = Schema(SeparateRequest)
+
+
+async def parse_function_call(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    fields = await intake(request, CALLS)
+    check_tool_list(fields.tools)
+    family = chosen(server, fields.tool_call_parser, "tool_call_parser")
+    pieces = await parsed(fields.text, OutputParser(Dialect(tools=family), fields.tools or []))
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind == CALL:
+            calls.append({"tool_index": len(calls), "name": piece.text, "parameters": ""})
+        elif piece.kind != CONTENT:
+            calls[-1]["parameters"] += piece.text
+    return json_response({"normal_text": joined(pieces, CONTENT), "calls": calls})
+
+
+async def separate_reasoning(request: web.Request) -> web.Response:
+    """A text that only closes reasoning is taken for one whose prompt has opened it."""
+    server = request.app[SERVER]
+    fields = await intake(request, SEPARATE)
+    family = chosen(server, fields.reasoning_parser, "reasoning_parser")
+    think = family.think
+    opened = think is not None and think.open not in fields.text and think.close in fields.text
+    pieces = await parsed(fields.text, OutputParser(Dialect(reasoning=family), opened=opened))
+    return json_response({"reasoning_text": joined(pieces, REASONING), "text": joined(pieces, CONTENT)})
+
+
+def chosen(server: Server, name: str | None, field: str) -> Family:
+    """The family that the request names, or the model's own. Raises InvalidField."""
+    if name is None:
+        dialect = server_dialect(server)
+        family = dialect.tools if field == "tool_call_parser" else dialect.reasoning
+        if family is None:
+            raise InvalidField(f"{field} is required: the model has none of its own", param=field)
+        return family
+    try:
+        family = named(name, field.replace("_", "-"))
+    except ConfigError as error:
+        raise InvalidField(error.message.removeprefix("--"), param=field) from error
+    if family is None:
+        raise InvalidField(f"{field} must name a format", param=field)
+    return family
+
+
+async def parsed(text: str, parser: OutputParser) -> list[Piece]:
+    return await maybe_threaded(len(text), lambda: parser.feed(text) + parser.close())
+
+
+def joined(pieces: list[Piece], kind: str) -> str:
+    return "".join(piece.text for piece in pieces if piece.kind == kind)

@@ -1,0 +1,25 @@
+"""POST /open_session and /close_session; the turns between them are requests to /generate."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from sgla.http.native.session_store import CloseSessionRequest, OpenSessionRequest
+from sgla.http.request.intake import intake
+from sgla.http.request.schema import Schema
+from sgla.http.server import SERVER
+from sgla.http.wire import json_response
+
+OPEN = Schema(OpenSessionRequest)
+CLOSE = Schema(CloseSessionRequest)
+
+
+async def open_session(request: web.Request) -> web.Response:
+    fields = await intake(request, OPEN)
+    return json_response(request.app[SERVER].sessions.open(fields))
+
+
+async def close_session(request: web.Request) -> web.Response:
+    fields = await intake(request, CLOSE)
+    request.app[SERVER].sessions.close(fields.session_id)
+    return json_response({"success": True})

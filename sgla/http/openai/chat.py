@@ -1,0 +1,287 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from aiohttp import web
+
+from sgla.errors import InvalidField
+from sgla.http.answer import sse
+from sgla.http.answer.collect import Choice, total_usage
+from sgla.http.answer.parts import Reader
+from sgla.http.answer.reading import Reading
+from sgla.http.errors import Aborted
+from sgla.http.openai.common import (
+    ChunkStream,
+    check_prompt_logprobs,
+    check_stream_options,
+    cut,
+    response_head,
+    shown_prompt,
+    stop_fields,
+    usage_object,
+)
+from sgla.http.openai.functions import as_tools, old_delta, old_message
+from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
+from sgla.http.request.intake import intake
+from sgla.http.request.sampling import check_max_tokens, first, sampling_params
+from sgla.http.request.schema import ChatRequest, Schema, unsupported
+from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
+from sgla.http.wire import encode, json_response
+from sgla.messages import Event, SamplingParams, TokenLogprob, Usage
+from sgla.text.logprobs import chat_logprobs
+from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+
+SCHEMA = Schema(ChatRequest)
+ROLE = {"role": "assistant", "content": ""}
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    fields = await intake(request, SCHEMA)
+    model = server.model(fields.model)
+    functions = as_tools(fields)
+    reading = Reading(server, fields)
+    work = chat_work(request, server, fields, reading)
+    shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
+    if fields.stream:
+        head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
+        return await sse.stream(request, server, work, ChatStream(head, fields, shapes, reading))
+    choices = await server.collect(work)
+    raise_aborted(choices)
+    head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
+    return json_response(response(head, choices, work, shapes, reading))
+
+
+def chat_work(
+    request: web.Request, server: Server, fields: ChatRequest, reading: Reading, clip: bool = False
+) -> Work:
+    """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds.
+
+    ``clip``: an answer that the context has no room for ends there, instead of being refused.
+    """
+    check_fields(fields)
+    generate, continues = prompt_flags(fields)
+    prompt = {
+        "messages": checked_messages(fields.messages),
+        "tools": fields.tools or None,
+        "template_kwargs": template_kwargs(fields),
+        "add_generation_prompt": generate,
+        "continue_final_message": continues,
+        "clip": clip,
+        **cut(fields),
+    }
+    rid = first(fields.rid, fields.request_id)
+    return make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
+
+
+def check_fields(fields: ChatRequest) -> None:
+    check_stream_options(fields)
+    check_prompt_logprobs(fields)
+    if fields.top_logprobs and not fields.logprobs:
+        raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
+    if fields.add_special_tokens:
+        raise unsupported("add_special_tokens", ": the chat template writes them")
+    check_max_tokens("max_tokens", fields.max_tokens)
+
+
+def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
+    return sampling_params(
+        fields,
+        server.sampling_defaults,
+        max_tokens=first(fields.max_completion_tokens, fields.max_tokens),
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+
+
+def response(
+    head: dict[str, Any], choices: list[Choice], work: Work, shapes: Shapes, reading: Reading
+) -> dict[str, Any]:
+    readers = [reading.reader() for _ in choices]
+    shown = [shapes.choice(choice, reader) for choice, reader in zip(choices, readers)]
+    usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
+    whole = {**head, "choices": shown, "usage": usage_object(usage, thoughts(reading, readers))}
+    return whole | shapes.prompt(choices[0])
+
+
+def thoughts(reading: Reading, readers: Iterable[Reader]) -> int | None:
+    return sum(reader.reasoning_tokens for reader in readers) if reading.dialect.reasoning else None
+
+
+def message(pieces: list[Piece]) -> dict[str, Any]:
+    """The assistant's message. Reasoning goes by both names that clients know."""
+    content = "".join(piece.text for piece in pieces if piece.kind == CONTENT)
+    reasoning = "".join(piece.text for piece in pieces if piece.kind == REASONING)
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind == CALL:
+            function = {"name": piece.text, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        elif piece.kind == ARGUMENTS:
+            calls[-1]["function"]["arguments"] += piece.text
+    result: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or reasoning else "")}
+    if reasoning:
+        result |= reasoning_fields(reasoning)
+    if calls:
+        result["tool_calls"] = calls
+    return result | {"refusal": None}
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """SGLang's name and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def finish_reason(finish: str | None, called: bool, functions: bool = False) -> str | None:
+    if called and finish == "stop":
+        return "function_call" if functions else "tool_calls"
+    return finish
+
+
+class Shapes:
+    """What the fields of one request make of calls, finish reasons, logprobs and token ids."""
+
+    def __init__(
+        self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any, functions: bool = False
+    ) -> None:
+        self.functions = functions  # calls go by their old name
+        self.plain = sampling.logprobs is None
+        self._as_ids = bool(fields.return_tokens_as_token_ids)
+        self._token_ids = bool(fields.return_token_ids)
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+
+    def choice(self, choice: Choice, reader: Reader) -> dict[str, Any]:
+        shown = message(reader.read(choice))
+        called = "tool_calls" in shown
+        result = {
+            "index": choice.index,
+            "message": old_message(shown) if self.functions else shown,
+            "logprobs": self.logprobs(choice.logprobs),
+            "finish_reason": finish_reason(choice.finish, called, self.functions),
+            **self.stops(choice),
+        }
+        return result | self.token_ids(choice.prompt_tokens, choice.tokens)
+
+    def stops(self, event: Event | Choice) -> dict[str, Any]:
+        return stop_fields(event.finish, event.matched, self._sampling.stop_token_ids)
+
+    def logprobs(self, entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
+        if self._sampling.logprobs is None or entries is None:
+            return None
+        return {"content": chat_logprobs(self._tokenizer, entries, self._as_ids), "refusal": None}
+
+    def prompt(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's logprobs of the prompt, if they are asked for."""
+        if self._sampling.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": shown_prompt(self._tokenizer, choice, self._sampling.prompt_logprobs)}
+
+    def token_ids(self, prompt: list[int] | None, tokens: list[int]) -> dict[str, Any]:
+        if not self._token_ids:
+            return {}
+        return {"token_ids": tokens} | ({"prompt_token_ids": prompt} if prompt is not None else {})
+
+
+class ChoiceStream:
+    """What is known of one choice while it streams."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.calls = 0
+        self.tokens: list[int] = []  # that came with no piece yet
+        self.logprobs: list[TokenLogprob] | None = None
+
+    def deltas(self, event: Event) -> list[dict[str, Any]]:
+        """What the next event adds to the message."""
+        return [self._delta(piece) for piece in self.reader.read(event)]
+
+    def hold(self, event: Event) -> None:
+        """Tokens and logprobs go out together with the text that they belong to."""
+        self.tokens += event.tokens
+        if event.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + event.logprobs
+
+    def release(self) -> tuple[list[int], list[TokenLogprob] | None]:
+        tokens, self.tokens = self.tokens, []
+        logprobs, self.logprobs = self.logprobs, None
+        return tokens, logprobs
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if piece.kind == CONTENT:
+            return {"content": piece.text}
+        if piece.kind == REASONING:
+            return reasoning_fields(piece.text)
+        if piece.kind == ARGUMENTS:
+            return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece.text}}]}
+        self.calls += 1
+        call = {"id": piece.id, "type": "function", "function": {"name": piece.text, "arguments": ""}}
+        return {"tool_calls": [{"index": self.calls - 1, **call}]}
+
+
+class ChatStream(ChunkStream):
+    """Events -> chat.completion.chunk. A choice's role chunk goes out together with its first content."""
+
+    def __init__(self, head: dict[str, Any], fields: ChatRequest, shapes: Shapes, reading: Reading) -> None:
+        super().__init__(head, fields, plain=shapes.plain and not reading.active)
+        self._shapes = shapes
+        self._reading = reading
+        self._choices: dict[int, ChoiceStream] = {}  # of those that have sent their role
+        self._text_heads: dict[int, bytes] = {}
+        self._text_tail = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def usage(self, usage: Usage, index: int | None = None) -> dict[str, Any]:
+        readers = [choice.reader for i, choice in self._choices.items() if index in (i, None)]
+        return usage_object(usage, thoughts(self._reading, readers))
+
+    def encode(self, event: Event) -> bytes:
+        if self.plain and event.finish is None:
+            if not event.text:
+                return b""
+            head = self._text_heads.get(event.index)
+            if head is not None:
+                return b"%b%b%b" % (head, encode(event.text), self._text_tail)
+        data = b""
+        choice = self._choices.get(event.index)
+        if choice is None:
+            choice = self._choices[event.index] = ChoiceStream(self._reading.reader())
+            data = self._role(event)
+        choice.hold(event)
+        deltas = choice.deltas(event)
+        if not deltas and (event.finish is not None or not self._reading.active):
+            deltas = [{"content": ""}] if choice.logprobs or (self._token_ids and choice.tokens) else []
+        for delta in deltas:
+            data += self._delta(event, choice, delta)
+        return data if event.finish is None else data + self._finish(event, choice)
+
+    def _role(self, event: Event) -> bytes:
+        self._text_heads[event.index] = b'%b{"index":%d,"delta":{"content":' % (self._head, event.index)
+        extra = self._shapes.token_ids(event.prompt_tokens, []) if event.prompt_tokens is not None else {}
+        return self._chunk(event, ROLE, None, None, extra)
+
+    def _delta(self, event: Event, choice: ChoiceStream, delta: dict[str, Any]) -> bytes:
+        tokens, logprobs = choice.release()
+        if self._shapes.functions:
+            delta = old_delta(delta)
+        extra = self._shapes.token_ids(None, tokens)
+        return self._chunk(event, delta, self._shapes.logprobs(logprobs), extra=extra)
+
+    def _finish(self, event: Event, choice: ChoiceStream) -> bytes:
+        if event.finish == "abort":
+            return self.error(Aborted(ABORTED))
+        reason = finish_reason(event.finish, choice.calls > 0, self._shapes.functions)
+        return self._chunk(event, {}, None, reason, self._shapes.stops(event))
+
+    def _chunk(
+        self,
+        event: Event,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        finish: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": event.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self.chunk(choice | (extra or {}), event.usage)

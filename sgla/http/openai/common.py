@@ -1,0 +1,111 @@
+"""Parts that chat and text completions share: usage objects, stop reasons, chunk heads, request checks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sgla.errors import InvalidField, SglaError
+from sgla.http.answer.collect import Choice
+from sgla.http.answer.sse import Encoder
+from sgla.http.errors import error_body
+from sgla.http.request.schema import OpenAIFields
+from sgla.http.wire import encode
+from sgla.messages import Event, Rejected, Usage
+from sgla.text.logprobs import prompt_logprobs
+
+
+def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """``reasoning_tokens``: None where reasoning is not told apart."""
+    details = (
+        {}
+        if reasoning_tokens is None
+        else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+    )
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
+    }
+
+
+def stop_fields(finish: str | None, matched: str | int | None, stop_token_ids: list[int]) -> dict[str, Any]:
+    """Which stop ended the choice: SGLang's ``matched_stop`` names any, vLLM's ``stop_reason`` only asked-for ones."""
+    if finish != "stop":
+        return {"matched_stop": None, "stop_reason": None}
+    asked = isinstance(matched, str) or matched in stop_token_ids
+    return {"matched_stop": matched, "stop_reason": matched if asked else None}
+
+
+def check_stream_options(fields: OpenAIFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidField("stream_options is only allowed with stream: true", param="stream_options")
+
+
+def check_prompt_logprobs(fields: OpenAIFields) -> None:
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidField("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
+
+
+def cut(fields: OpenAIFields) -> dict[str, Any]:
+    """The Job fields that cut a long prompt: at its beginning, unless ``truncation_side`` is right."""
+    if fields.truncation_side not in (None, "left", "right"):
+        raise InvalidField("truncation_side must be left or right", param="truncation_side")
+    if fields.truncate_prompt_tokens == 0:
+        raise InvalidField("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
+    name = "truncate" if fields.truncation_side == "right" else "keep_last"
+    return {name: fields.truncate_prompt_tokens}
+
+
+def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> list[Any] | None:
+    """``prompt_logprobs`` of a choice that carries its prompt."""
+    if choice.prompt_tokens is None or choice.prompt_logprobs is None:
+        return None
+    return prompt_logprobs(tokenizer, choice.prompt_tokens, choice.prompt_logprobs, k)
+
+
+class ChunkStream(Encoder):
+    """Chunks of one response. They share everything but their choices, so that part is encoded once.
+
+    Subclasses encode events; ``plain`` tells them that a chunk is nothing but text.
+    """
+
+    def __init__(self, head: dict[str, Any], fields: OpenAIFields, plain: bool) -> None:
+        options = fields.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.continuous_usage_stats)
+        self._token_ids = bool(fields.return_token_ids)
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"
+        self.plain = plain and not self._token_ids and not self._continuous
+
+    def usage(self, usage: Usage, index: int | None = None) -> dict[str, Any]:
+        """The usage object of choice ``index``, or of all of them."""
+        return usage_object(usage)
+
+    def chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
+        """A block with one choice; ``usage`` is that choice's so far."""
+        tail = self._tail
+        if self._continuous:
+            tail = b',"usage":%b}\n\n' % encode(self.usage(usage, choice["index"]))
+        return b"%b%b]%b" % (self._head, encode(choice), tail)
+
+    def end(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return b""
+        return b'%b],"usage":%b}\n\n' % (self._head, encode(self.usage(usage)))
+
+    def error(self, error: Rejected | SglaError) -> bytes:
+        return b"data: %b\n\n" % encode(error_body(error))
+
+
+def response_head(prefix: str, uid: str, kind: str, model: str, fingerprint: str) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uid}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }

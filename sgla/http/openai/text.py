@@ -1,0 +1,243 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sgla.errors import InvalidField
+from sgla.http.answer import sse
+from sgla.http.answer.collect import Choice, total_usage
+from sgla.http.errors import Aborted
+from sgla.http.openai.common import (
+    ChunkStream,
+    check_prompt_logprobs,
+    check_stream_options,
+    cut,
+    response_head,
+    shown_prompt,
+    stop_fields,
+    usage_object,
+)
+from sgla.http.request.intake import intake
+from sgla.http.request.sampling import check_max_tokens, first, sampling_params
+from sgla.http.request.schema import CompletionRequest, Schema
+from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
+from sgla.http.wire import encode, json_response
+from sgla.messages import Event, Job, SamplingParams, TokenLogprob
+from sgla.text.logprobs import TextOffsets, completion_logprobs
+
+SCHEMA = Schema(CompletionRequest)
+DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 20
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    fields = await intake(request, SCHEMA)
+    model = server.model(fields.model)
+    work = make_work(
+        request,
+        fields,
+        prompts(fields.prompt),
+        text_sampling(fields, server),
+        first(fields.rid, fields.request_id),
+        add_special_tokens=fields.add_special_tokens is not False,
+        suffix=fields.suffix or None,
+        **cut(fields),
+    )
+    head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
+    if fields.stream:
+        return await sse.stream(
+            request, server, work, TextStream(head, fields, work, server.ingress.tokenizer)
+        )
+    choices = await server.collect(work)
+    raise_aborted(choices)
+    shapes = Shapes(fields, work, server.ingress.tokenizer)
+    usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
+    shown = [shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
+    for index, choice in enumerate(shown):
+        choice["index"] = index
+    return json_response({**head, "choices": shown, "usage": usage_object(usage)})
+
+
+def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
+    """Of each prompt's ``made`` choices the ``wanted`` ones with the highest mean logprob a token, the best first."""
+    if made == wanted:
+        return choices
+    groups = [choices[start : start + made] for start in range(0, len(choices), made)]
+    return [choice for group in groups for choice in sorted(group, key=mean_logprob, reverse=True)[:wanted]]
+
+
+def mean_logprob(choice: Choice) -> float:
+    values = [entry.logprob for entry in choice.logprobs or []]
+    return sum(values) / len(values) if values else -math.inf
+
+
+def prompts(prompt: str | list[int | str | list[int]]) -> list[dict[str, Any]]:
+    """The Job fields of each prompt. Raises InvalidField for an empty or mixed list."""
+    items: list[Any] = (
+        [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+    )
+    if not items:
+        raise InvalidField("prompt: the list is empty", param="prompt")
+    kinds = {type(item) for item in (prompt if isinstance(prompt, list) else items)}
+    if len(kinds) > 1:
+        raise InvalidField(
+            "prompt must be a string, a list of strings, a list of ids or a list of id lists", param="prompt"
+        )
+    return [token_prompt(item, "prompt") if isinstance(item, list) else {"text": item} for item in items]
+
+
+def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
+    """Job fields of a prompt of ids; the engine checks them against the vocabulary."""
+    if not ids:
+        raise InvalidField(f"{param}: a list of token ids is empty", param=param)
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise InvalidField(f"{param}: token ids must be at least 0 and in the vocabulary", param=param)
+    return {"token_ids": ids}
+
+
+def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
+    check_stream_options(fields)
+    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    check_max_tokens("max_tokens", max_tokens, echo=bool(fields.echo))
+    check_prompt_logprobs(fields)
+    check_best_of(fields)
+    if fields.suffix and fields.echo:
+        raise InvalidField("echo and suffix exclude each other", param="suffix")
+    if fields.logprobs is not None and not 0 <= fields.logprobs <= MAX_LOGPROBS:
+        raise InvalidField(
+            f"logprobs must be between 0 and {MAX_LOGPROBS}, got {fields.logprobs}", param="logprobs"
+        )
+    shown = [fields.prompt_logprobs, fields.logprobs if fields.echo else None]
+    sampling = sampling_params(
+        fields,
+        server.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=fields.logprobs,
+        prompt_logprobs=max((k for k in shown if k is not None), default=None),
+    )
+    if made(fields) == sampling.n:
+        return sampling
+    return msgspec.structs.replace(sampling, n=made(fields), logprobs=fields.logprobs or 0)
+
+
+def made(fields: CompletionRequest) -> int:
+    """Choices that are generated for each prompt; bench_serving sends a ``best_of`` of 1, which asks for nothing."""
+    return max(fields.n or 1, fields.best_of or 1)
+
+
+def check_best_of(fields: CompletionRequest) -> None:
+    n, best_of = fields.n or 1, fields.best_of
+    if best_of not in (None, 1) and best_of < n:
+        raise InvalidField(f"best_of must be at least n, got {best_of} for n={n}", param="best_of")
+    if fields.stream and made(fields) > n:
+        raise InvalidField("best_of greater than n cannot be streamed", param="best_of")
+
+
+class Shapes:
+    """What the fields of one request make of text, logprobs and token ids; keeps each choice's text offsets."""
+
+    def __init__(self, fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
+        self._echo = bool(fields.echo)
+        self._logprobs = fields.logprobs
+        self._prompt_logprobs = fields.prompt_logprobs
+        self._as_ids = bool(fields.return_tokens_as_token_ids)
+        self._token_ids = bool(fields.return_token_ids)
+        self._work = work
+        self._sampling = work.jobs[0].sampling
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, TextOffsets] = {}
+
+    def choice(self, choice: Choice | Event) -> dict[str, Any]:
+        """A choice object of what ``choice`` carries, prompt included if this is its first part."""
+        first_part = choice.prompt_tokens is not None
+        echo = self.prompt_text(choice) if self._echo and first_part else ""
+        result = {
+            "index": choice.index,
+            "text": echo + choice.text,
+            "logprobs": self.logprobs(choice),
+            "finish_reason": choice.finish,
+            **stop_fields(choice.finish, choice.matched, self._sampling.stop_token_ids),
+        }
+        if self._token_ids:
+            result["token_ids"] = choice.tokens
+            if first_part:
+                result["prompt_token_ids"] = choice.prompt_tokens
+        if self._prompt_logprobs is not None:
+            result["prompt_logprobs"] = shown_prompt(self._tokenizer, choice, self._prompt_logprobs)
+        return result
+
+    def shows_prompt(self, event: Event) -> bool:
+        return event.prompt_tokens is not None and (self._echo or self._token_ids)
+
+    def shows_ids(self, event: Event) -> bool:
+        return self._token_ids and bool(event.tokens)
+
+    def prompt_text(self, choice: Choice | Event) -> str:
+        job = self._job(choice.index)
+        if job.text is not None:
+            return job.text
+        return self._tokenizer.decode(
+            choice.prompt_tokens, skip_special_tokens=self._sampling.skip_special_tokens
+        )
+
+    def logprobs(self, choice: Choice | Event) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        tokens: list[int] = []
+        entries: list[TokenLogprob | None] = []
+        if self._echo and choice.prompt_tokens is not None:
+            tokens += choice.prompt_tokens
+            entries += self._asked(choice.prompt_logprobs or [None] * len(choice.prompt_tokens))
+        tokens += [entry.token for entry in choice.logprobs or []]
+        entries += choice.logprobs or []
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            offsets = self._offsets[choice.index] = TextOffsets(self._tokenizer, self._sampling)
+        return completion_logprobs(self._tokenizer, tokens, entries, offsets.feed(tokens), self._as_ids)
+
+    def _asked(self, entries: list[TokenLogprob | None]) -> list[TokenLogprob | None]:
+        """Without the alternatives that only ``prompt_logprobs`` wants."""
+        return [
+            entry and TokenLogprob(entry.token, entry.logprob, entry.rank, entry.top[: self._logprobs])
+            for entry in entries
+        ]
+
+    def _job(self, index: int) -> Job:
+        return self._work.jobs[index // self._work.n]
+
+
+class TextStream(ChunkStream):
+    """Events -> text_completion chunks."""
+
+    def __init__(self, head: dict[str, Any], fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
+        super().__init__(head, fields, plain=work.jobs[0].sampling.logprobs is None and not fields.echo)
+        self._shapes = Shapes(fields, work, tokenizer)
+        self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def encode(self, event: Event) -> bytes:
+        if event.finish is None:
+            if self.plain:
+                if not event.text:
+                    return b""
+                return b'%b{"index":%d,"text":%b%b' % (
+                    self._head,
+                    event.index,
+                    encode(event.text),
+                    self._text_tail,
+                )
+            if not (
+                event.text
+                or event.logprobs
+                or self._shapes.shows_prompt(event)
+                or self._shapes.shows_ids(event)
+            ):
+                return b""
+        elif event.finish == "abort":
+            return self.error(Aborted(ABORTED))
+        return self.chunk(self._shapes.choice(event), event.usage)

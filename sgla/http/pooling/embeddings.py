@@ -1,0 +1,103 @@
+"""POST /v1/embeddings (OpenAI) and /encode (SGLang)."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+from aiohttp import web
+
+from sgla.errors import InvalidField
+from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, usage, vector
+from sgla.http.request.chat import checked_messages
+from sgla.http.request.intake import intake
+from sgla.http.request.schema import Schema
+from sgla.http.server import RID, SERVER
+from sgla.http.wire import json_response
+from sgla.text.vectors import check_dimensions, embedding, raw
+
+
+class EmbeddingRequest(PooledFields, kw_only=True):
+    """vLLM's ``messages`` in place of ``input``: one conversation, through the chat template."""
+
+    input: str | list[int | str | list[int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+class EncodeRequest(PooledFields, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    dimensions: int | None = None
+
+
+EMBEDDINGS = Schema(EmbeddingRequest)
+ENCODE = Schema(EncodeRequest)
+
+
+async def embeddings(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    fields = await intake(request, EMBEDDINGS)
+    model = server.model(fields.model)
+    pooling = pooling_of(server, "embed")
+    check_dimensions(pooling, fields.dimensions)
+    choices = await run(request, server, fields, prompts(fields.input, fields.messages))
+    rows = [embedding(vector(choice), pooling, fields.dimensions, fields.normalize) for choice in choices]
+    encoded: list[Any] = (
+        [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows]
+        if fields.encoding_format == "base64"
+        else [row.tolist() for row in rows]
+    )
+    data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(encoded)]
+    return json_response({"object": "list", "data": data, "model": model, "usage": usage(choices)})
+
+
+def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Job fields of ``input``, or of one conversation."""
+    if (value is None) == (messages is None):
+        raise InvalidField("input is required", param="input")
+    if messages is None:
+        return inputs(value, "input")
+    return [{"messages": checked_messages(messages), "add_generation_prompt": False}]
+
+
+async def encode(request: web.Request) -> web.Response:
+    """Embeddings, or the logits of a classification or reward model."""
+    server = request.app[SERVER]
+    fields = await intake(request, ENCODE)
+    server.model(fields.model)
+    pooling = pooling_of(server, "embed", "classify")
+    check_dimensions(pooling, fields.dimensions)
+    if (fields.text is None) == (fields.input_ids is None):
+        raise InvalidField("give either text or input_ids", param="text")
+    given: Any = fields.text if fields.input_ids is None else fields.input_ids
+    choices = await run(
+        request, server, fields, inputs(given, "text" if fields.input_ids is None else "input_ids")
+    )
+    results = [
+        native_result(
+            f"{request[RID]}-{i}" if len(choices) > 1 else request[RID],
+            embedding(vector(choice), pooling, fields.dimensions)
+            if pooling.task == "embed"
+            else raw(vector(choice)),
+            choice.usage.prompt_tokens,
+        )
+        for i, choice in enumerate(choices)
+    ]
+    many = isinstance(given, list) and not isinstance(given[0], int)
+    return json_response(results if many else results[0])
+
+
+def native_result(rid: str, values: Any, prompt_tokens: int) -> dict[str, Any]:
+    """SGLang's result object."""
+    return {
+        "embedding": values.tolist(),
+        "meta_info": {
+            "id": rid,
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": prompt_tokens,
+            "weight_version": "default",
+        },
+    }

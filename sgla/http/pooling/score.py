@@ -1,0 +1,134 @@
+"""POST /v1/score: vLLM's pairs of texts, and SGLang's items behind a query, told apart by the fields there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from sgla.errors import InvalidField, UnsupportedTask
+from sgla.http.answer.collect import Choice
+from sgla.http.pooling.common import PooledFields, head, pooling_of, run, text_prompt, usage, vector
+from sgla.http.request.intake import intake
+from sgla.http.request.schema import Schema, as_list
+from sgla.http.server import SERVER, UID, Server
+from sgla.http.wire import json_response
+from sgla.text import reranking
+from sgla.text.vectors import cosine, raw, scores, softmax
+
+Texts = str | list[str] | None
+
+
+class PairFields(PooledFields, kw_only=True):
+    """``instruct``: what fitting means, for models that are told."""
+
+    instruct: str | None = None
+
+
+class ScoreRequest(PairFields, kw_only=True):
+    text_1: Texts = None
+    text_2: Texts = None
+    query: str | list[int] | None = None
+    items: str | list[str | list[int]] | None = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+
+
+SCHEMA = Schema(ScoreRequest)
+
+
+async def score(request: web.Request) -> web.Response:
+    server = request.app[SERVER]
+    fields = await intake(request, SCHEMA)
+    model = server.model(fields.model)
+    if fields.query is not None or fields.items is not None:
+        values, choices = await item_scores(request, server, fields)
+        return json_response({"object": "scoring", "scores": values, "model": model, "usage": usage(choices)})
+    left, right = texts(fields.text_1, "text_1"), texts(fields.text_2, "text_2")
+    found, choices = await similarities(request, server, fields, left, right)
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(found)]
+    return json_response({**head("score", request[UID], model), "data": data, "usage": usage(choices)})
+
+
+def texts(value: Any, param: str) -> list[str]:
+    if value is None:
+        raise InvalidField(f"{param} is required", param=param)
+    given: list[str] = as_list(value)
+    if not given:
+        raise InvalidField(f"{param}: the list is empty", param=param)
+    for text in given:
+        text_prompt(text, param)
+    return given
+
+
+async def similarities(
+    request: web.Request, server: Server, fields: PairFields, left: list[str], right: list[str]
+) -> tuple[list[float], list[Choice]]:
+    """A score for each pair: of one text with each of ``right``, or of texts at the same places.
+
+    A cross-encoder reads both texts, and so does a model of text that is served for reranking; of an embedding model it
+    is the cosine of their embeddings.
+    """
+    if len(left) not in (1, len(right)):
+        raise InvalidField(
+            f"text_1 has {len(left)} texts and text_2 has {len(right)}; send one, or as many", param="text_1"
+        )
+    pairs = list(zip(left * (len(right) // len(left)), right))
+    if server.config.task == "rerank":
+        labels = reranking.answer_ids(server.ingress.tokenizer)
+        prompts = [{"text": reranking.prompt(a, b, fields.instruct)} for a, b in pairs]
+        choices = await run(request, server, fields, prompts, labels)
+        return [reranking.relevance(vector(choice)) for choice in choices], choices
+    pooling = pooling_of(server, "classify", "embed")
+    if pooling.task == "embed":
+        choices = await run(request, server, fields, [{"text": text} for text in left + right])
+        vectors = [vector(choice) for choice in choices]
+        first, second = vectors[: len(left)] * (len(right) // len(left)), vectors[len(left) :]
+        return [cosine(a, b) for a, b in zip(first, second)], choices
+    if pooling.size != 1:
+        raise UnsupportedTask(
+            f"this server's model tells {pooling.size} classes apart; scores need a model with one label "
+            "(a cross-encoder), or use /classify",
+            param="model",
+        )
+    choices = await run(request, server, fields, [{"text": a, "pair": b} for a, b in pairs])
+    return [float(scores(vector(choice), pooling)[0]) for choice in choices], choices
+
+
+async def item_scores(
+    request: web.Request, server: Server, fields: ScoreRequest
+) -> tuple[list[Any], list[Choice]]:
+    """For each item behind the query: probabilities of the labels as the next token; of a cross-encoder, its score."""
+    if fields.query is None or fields.items is None:
+        raise InvalidField("query and items are required", param="query" if fields.query is None else "items")
+    query, items = fields.query, as_list(fields.items)
+    if not items:
+        raise InvalidField("items: the list is empty", param="items")
+    facts = server.ingress.facts
+    if facts is not None and facts.pooling is not None:
+        if fields.label_token_ids:
+            raise InvalidField("label_token_ids needs a model that makes text", param="label_token_ids")
+        found, choices = await similarities(
+            request, server, fields, texts(query, "query"), texts(items, "items")
+        )
+        return found, choices
+    labels = fields.label_token_ids
+    if not labels:
+        raise InvalidField(
+            "label_token_ids is required with a model that makes text", param="label_token_ids"
+        )
+    prompts = [joined(query, item, bool(fields.item_first)) for item in items]
+    choices = await run(request, server, fields, prompts, labels)
+    values = [raw(vector(choice)) for choice in choices]
+    # log-probabilities: their softmax is that of the logits
+    return [(softmax(v) if fields.apply_softmax else np.exp(v)).tolist() for v in values], choices
+
+
+def joined(query: Any, item: Any, item_first: bool) -> dict[str, Any]:
+    """Job fields of a query and an item behind it, both texts or both token ids."""
+    if type(query) is not type(item):
+        raise InvalidField("query and items must both be texts or both be token ids", param="items")
+    whole = item + query if item_first else query + item
+    return {"text": whole} if isinstance(whole, str) else {"token_ids": whole}

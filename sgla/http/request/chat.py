@@ -1,0 +1,169 @@
+"""Checks of chat requests before the template sees them. What templates need otherwise is ``text.template``'s business."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sgla.errors import InvalidField
+from sgla.http.request.schema import ChatRequest, TokenizeRequest, unsupported
+from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def checked_messages(messages: list[Message]) -> list[Message]:
+    """``messages`` themselves. Raises InvalidField or UnsupportedField that names the wrong one."""
+    if not messages:
+        raise InvalidField("messages: at least one message is needed", param="messages")
+    for i, message in enumerate(messages):
+        _check_message(message, f"messages[{i}]")
+    return messages
+
+
+def _check_message(message: Message, path: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise _wrong(f"{path}.role must be one of {', '.join(ROLES)}")
+    calls = message.get("tool_calls")
+    _check_calls(calls, f"{path}.tool_calls")
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            _check_part(part, f"{path}.content[{i}]")
+    elif content is None:
+        if role != "assistant" or not (calls or message.get("refusal") or reasons(message)):
+            raise _wrong(f"{path}.content is required: a string or a list of text parts")
+    elif not isinstance(content, str):
+        raise _wrong(f"{path}.content must be a string or a list of text parts")
+
+
+def reasons(message: Message) -> bool:
+    return any(message.get(name) for name in REASONING_FIELDS)
+
+
+def _check_part(part: Any, path: str) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise _wrong(f"{path} must be an object with a type")
+    if kind not in TEXT_PARTS:
+        raise unsupported(
+            "messages", f" with content of type {kind[:40]!r} ({path}): the model takes text only"
+        )
+    if not isinstance(part.get(TEXT_PARTS[kind]), str):
+        raise _wrong(f"{path}.{TEXT_PARTS[kind]} must be a string")
+
+
+def _check_calls(calls: Any, path: str) -> None:
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise _wrong(f"{path} must be a list")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong(f"{path}[{i}].function.name must be a string")
+
+
+class Chosen(NamedTuple):
+    """What ``tool_choice`` makes of the tools. ``forced``: there must be a call; ``once``: a single one.
+
+    ``fewer``: the prompt shows tools that may not be called.
+    """
+
+    tools: list[Message]
+    forced: bool = False
+    once: bool = False
+    fewer: bool = False
+
+
+def chosen_tools(fields: ChatRequest) -> Chosen:
+    """The tools whose calls are wanted. Raises InvalidField or UnsupportedField."""
+    check_tool_list(fields.tools)
+    tools, choice = fields.tools or [], fields.tool_choice
+    once = fields.parallel_tool_calls is False
+    if choice == "none":
+        return Chosen([])
+    if choice in (None, "auto"):
+        return Chosen(tools, once=once)
+    names, forced = None, True
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        names, once = [choice], True
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        names, forced = allowed(choice)
+    elif choice != "required":
+        raise unsupported("tool_choice", " other than none, auto, required, a function or allowed_tools")
+    called = tools if names is None else with_names(tools, names)
+    if not called:
+        raise InvalidField("tool_choice asks for a tool that tools does not have", param="tool_choice")
+    return Chosen(called, forced, once, fewer=len(called) < len(tools))
+
+
+def allowed(choice: dict[str, Any]) -> tuple[list[Any], bool]:
+    """The references of ``allowed_tools``, and whether one of them must be called."""
+    inner = choice.get("allowed_tools", choice)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        raise InvalidField(
+            "tool_choice: allowed_tools needs a mode (auto or required) and tools", param="tool_choice"
+        )
+    return tools, mode == "required"
+
+
+def with_names(tools: list[Message], references: list[Any]) -> list[Message]:
+    """Those of ``tools`` that ``references`` name."""
+    functions = [each.get("function") for each in references if isinstance(each, dict)]
+    names = {function.get("name") for function in functions if isinstance(function, dict)}
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
+    for i, tool in enumerate(tools or []):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+            raise InvalidField(
+                f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param="tools"
+            )
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidField(f"tools[{i}].function.name must be a string", param="tools")
+        if not isinstance(function.get("parameters"), (dict, type(None))):
+            raise InvalidField(f"tools[{i}].function.parameters must be a JSON Schema object", param="tools")
+
+
+def _wrong(message: str) -> InvalidField:
+    return InvalidField(message, param="messages")
+
+
+def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Extra variables of the template: ``chat_template_kwargs``, then what other fields mean to templates."""
+    kwargs = dict(request.chat_template_kwargs or {})
+    if wrong := kwargs.keys() & (RESERVED - {"documents"} | {"self", "chat_template"}):
+        names = ", ".join(sorted(wrong))
+        raise InvalidField(f"chat_template_kwargs may not set {names}", param="chat_template_kwargs")
+    if isinstance(request, ChatRequest):
+        if request.documents:
+            kwargs.setdefault("documents", request.documents)
+        if request.reasoning_effort is not None:
+            if request.reasoning_effort not in EFFORTS:
+                raise InvalidField(
+                    f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort"
+                )
+            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+            kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return kwargs
+
+
+def prompt_flags(request: ChatRequest | TokenizeRequest) -> tuple[bool, bool]:
+    """(add_generation_prompt, continue_final_message); the second turns the first off. Raises InvalidField."""
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidField(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    if continues and request.messages and request.messages[-1].get("role") != "assistant":
+        raise InvalidField(
+            "continue_final_message needs a last message of the assistant", param="continue_final_message"
+        )
+    return request.add_generation_prompt is not False and not continues, continues

@@ -1,0 +1,105 @@
+"""What an output must look like, under the names of OpenAI, vLLM and SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from sgla.errors import InvalidField
+from sgla.http.request.schema import SamplingFields, unsupported
+from sgla.messages import Grammar
+
+# vLLM's structured_outputs and its old guided_* fields: key -> kind.
+VLLM = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+# Fields that name one grammar each -> kind.
+PLAIN = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+    "guided_json_object": "json_object",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
+NOTHING: tuple[Any, ...] = (None, "", False, [])  # values that ask for nothing
+
+
+def grammar_of(fields: SamplingFields) -> Grammar | None:
+    """The one grammar that the request asks for. Raises InvalidField, also for two of them."""
+    found = [
+        grammar
+        for name, read in READERS.items()
+        if (value := getattr(fields, name)) not in NOTHING and (grammar := read(name, value)) is not None
+    ]
+    if len(found) > 1:
+        names = " and ".join(grammar.param for grammar in found)
+        raise InvalidField(f"{names} exclude each other; send one of them", param=found[1].param)
+    if not found:
+        return None
+    if fields.guided_whitespace_pattern is not None and found[0].whitespace is None:
+        return msgspec.structs.replace(found[0], whitespace=fields.guided_whitespace_pattern)
+    return found[0]
+
+
+def make(kind: str, value: Any, param: str, whitespace: str | None = None) -> Grammar:
+    """A schema, tag or list may be given as a JSON value or as its text."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return Grammar(kind=kind, text="" if kind == "json_object" else text, whitespace=whitespace, param=param)
+
+
+def plain(name: str, value: Any) -> Grammar:
+    return make(PLAIN[name], value, name)
+
+
+def response_format(name: str, form: Any) -> Grammar | None:
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "structural_tag":
+        return make(kind, form, name)
+    if kind == "json_object" and form.get("schema") is None:
+        return make(kind, None, name)
+    if kind not in ("json_object", "json_schema"):
+        raise InvalidField(
+            f"{name}.type must be text, json_object, json_schema or structural_tag, got {str(kind)[:40]!r}",
+            param=name,
+        )
+    holder = form.get("json_schema", form)
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidField(f"{name}.json_schema.schema must be a JSON Schema", param=name)
+    return make("json_schema", schema, name)
+
+
+def structured_outputs(name: str, asked: Any) -> Grammar | None:
+    kinds = [key for key in VLLM if asked.get(key) not in NOTHING]
+    for key, value in asked.items():
+        if key not in VLLM and key not in WHITESPACE and not key.startswith("_") and value not in NOTHING:
+            raise unsupported(name, f" with {key[:40]!r}")
+    if len(kinds) > 1:
+        raise InvalidField(f"{name}: {' and '.join(kinds)} exclude each other", param=name)
+    if not kinds:
+        return None
+    space = "" if asked.get("disable_any_whitespace") else asked.get("whitespace_pattern")
+    if not isinstance(space, (str, type(None))):
+        raise InvalidField(f"{name}.whitespace_pattern must be a string", param=name)
+    return make(VLLM[kinds[0]], asked[kinds[0]], name, space)
+
+
+READERS: Mapping[str, Callable[[str, Any], Grammar | None]] = {
+    "response_format": response_format,
+    "structured_outputs": structured_outputs,
+} | dict.fromkeys(PLAIN, plain)

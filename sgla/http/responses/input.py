@@ -1,0 +1,335 @@
+"""Requests of OpenAI's Responses API: items and flat tools, and their translation to a ChatRequest."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sgla.errors import InvalidField
+from sgla.http.request.schema import ChatRequest, SamplingFields, Schema, unsupported
+from sgla.http.wire import encode
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+LOGPROBS = "message.output_text.logprobs"  # in ``include``
+CUSTOM_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """``verbosity`` is a wish that models here cannot be told."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """``summary`` is accepted: reasoning comes as it is, not as a summary."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), reasoning and
+    item_reference; an item without a type is a message."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    max_output_tokens: int | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    timeout: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+RESPONSES = Schema(ResponsesRequest)
+PASSED = (
+    *SamplingFields.__struct_fields__,
+    *(
+        "model",
+        "stream",
+        "parallel_tool_calls",
+        "priority",
+        "cache_salt",
+        "extra_key",
+        "timeout",
+        "chat_template_kwargs",
+    ),
+)
+
+
+def check_fields(fields: ResponsesRequest) -> None:
+    """Raises InvalidField and UnsupportedField for what needs no look at the items."""
+    if fields.n not in (None, 1):
+        raise InvalidField("n must be 1: a response has one answer", param="n")
+    if fields.conversation is not None:
+        raise unsupported("conversation", ": send previous_response_id")
+    if fields.prompt is not None:
+        raise unsupported("prompt", ": it has no stored prompts")
+    if fields.truncation not in (None, "auto", "disabled"):
+        raise InvalidField("truncation must be auto or disabled", param="truncation")
+    if fields.background and fields.store is False:
+        raise InvalidField("background needs store: true", param="background")
+
+
+def input_items(fields: ResponsesRequest) -> list[Item]:
+    """The request's own items; text is a message of the user."""
+    if isinstance(fields.input, str):
+        return [{"type": "message", "role": "user", "content": fields.input}]
+    return fields.input
+
+
+def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
+    """The request in terms of chats; ``items`` is the whole conversation. Raises InvalidField and UnsupportedField."""
+    passed = {name: getattr(fields, name) for name in PASSED}
+    if fields.reasoning is not None and fields.reasoning.effort is not None:
+        passed["reasoning_effort"] = fields.reasoning.effort
+    if fields.text is not None and fields.text.format is not None:
+        passed |= response_format(fields.text.format)
+    if fields.top_logprobs or LOGPROBS in (fields.include or []):
+        passed |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
+    return ChatRequest(
+        messages=chat_messages(fields.instructions, items),
+        max_completion_tokens=fields.max_output_tokens,
+        **passed,
+        **chat_tools(fields),
+    )
+
+
+def response_format(form: dict[str, Any]) -> dict[str, Any]:
+    kind = form.get("type")
+    if kind == "json_schema":
+        names = ("name", "description", "schema", "strict")
+        inner = {name: form[name] for name in names if form.get(name) is not None}
+        return {"response_format": {"type": kind, "json_schema": inner}}
+    if kind not in ("text", "json_object"):
+        raise InvalidField("text.format.type must be text, json_object or json_schema", param="text")
+    return {"response_format": {"type": kind}}
+
+
+# tools ----------------------------------------------------------------------------------------------------------------
+
+
+def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
+    """The tools that a client runs, and which of them the model may or must call. Built-in ones are left out."""
+    choice = fields.tool_choice
+    allowed: set[str] | None = None
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        allowed = {str(tool.get("name")) for tool in tools or [] if isinstance(tool, dict)}
+        choice = choice.get("mode", "auto")
+    tools = [
+        chat_tool(tool, i) for i, tool in enumerate(fields.tools or []) if tool.get("type") in CLIENT_TOOLS
+    ]
+    if allowed is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    if choice is None:
+        return {"tools": tools or None}
+    if isinstance(choice, dict):
+        if choice.get("type") not in CLIENT_TOOLS or not isinstance(choice.get("name"), str):
+            raise InvalidField(
+                "tool_choice must be none, auto, required, or name a function: {type: function, name}",
+                param="tool_choice",
+            )
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    return {"tools": tools or None, "tool_choice": choice}
+
+
+CLIENT_TOOLS = ("function", "custom")
+
+
+def chat_tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
+    """A flat tool in the nested shape. A custom tool, which takes free text, has that text as its only argument."""
+    if not isinstance(tool.get("name"), str):
+        raise InvalidField(f"tools[{i}].name is required", param="tools")
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    if tool["type"] == "custom":
+        function |= {"parameters": CUSTOM_INPUT}
+    return {"type": "function", "function": function}
+
+
+def custom_names(fields: ResponsesRequest) -> frozenset[str]:
+    return frozenset(tool["name"] for tool in fields.tools or [] if tool.get("type") == "custom")
+
+
+# items ----------------------------------------------------------------------------------------------------------------
+
+
+def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item]:
+    """``items`` with the stored ones in place of references to them."""
+    result = []
+    for i, item in enumerate(items):
+        if item.get("type") == "item_reference" or (
+            "type" not in item and "role" not in item and "id" in item
+        ):
+            found = find(str(item.get("id")))
+            if found is None:
+                raise InvalidField(
+                    f"input[{i}]: there is no stored item {str(item.get('id'))[:200]!r}", param="input"
+                )
+            item = found
+        result.append(item)
+    return result
+
+
+def chat_messages(instructions: str | None, items: list[Item]) -> list[Message]:
+    """Items as messages. The items of one turn of the assistant (reasoning, text, calls) become one message, and the
+    instructions and system texts at the beginning another: few templates take more than one."""
+    turns = Turns()
+    for i, item in enumerate(items):
+        turns.add(item, f"input[{i}]")
+    messages = turns.messages
+    texts = [instructions] if instructions else []
+    while messages and messages[0]["role"] in ("system", "developer"):
+        texts.append(plain_text(messages.pop(0)["content"]))
+    return [{"role": "system", "content": "\n".join(texts)}, *messages] if texts else messages
+
+
+def plain_text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+
+class Turns:
+    """Builds messages from items, one after the other."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._assistant: Message | None = None  # the turn that takes what the assistant says next
+
+    def add(self, item: Item, path: str) -> None:
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._message(item, path)
+        elif kind == "reasoning":
+            self._turn(fresh=True)["reasoning_content"] = reasoning_text(item)
+        elif kind in ("function_call", "custom_tool_call"):
+            self._call(item, path, custom=kind == "custom_tool_call")
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            self._assistant = None
+            content = call_output(item, path)
+            self.messages.append(
+                {"role": "tool", "tool_call_id": wanted(item, "call_id", path), "content": content}
+            )
+        else:
+            raise unsupported("input", f" with items of type {str(kind)[:40]!r} ({path})")
+
+    def _message(self, item: Item, path: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise InvalidField(f"{path}.role must be one of {', '.join(ROLES)}", param="input")
+        content = message_content(item.get("content"), path)
+        if role == "assistant":
+            turn = self._turn(fresh=False)
+            if turn["content"] is not None or "tool_calls" in turn:
+                turn = self._turn(fresh=True)
+            turn["content"] = plain_text(content)
+            return
+        self._assistant = None
+        self.messages.append({"role": role, "content": content})
+
+    def _call(self, item: Item, path: str, custom: bool) -> None:
+        argument = wanted(item, "input" if custom else "arguments", path)
+        function = {
+            "name": wanted(item, "name", path),
+            "arguments": encode({"input": argument}).decode() if custom else argument,
+        }
+        calls = self._turn(fresh=False).setdefault("tool_calls", [])
+        calls.append({"id": wanted(item, "call_id", path), "type": "function", "function": function})
+
+    def _turn(self, fresh: bool) -> Message:
+        """The assistant's current turn. ``fresh``: another one, unless the current one is."""
+        if self._assistant is None or fresh:
+            self._assistant = {"role": "assistant", "content": None}
+            self.messages.append(self._assistant)
+        return self._assistant
+
+
+def wanted(item: Item, name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidField(f"{path}.{name} must be a string", param="input")
+    return value
+
+
+def message_content(content: Any, path: str) -> str | list[dict[str, Any]]:
+    """A string, or parts in the shape of chats; a single text is a string."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidField(f"{path}.content must be a string or a list of parts", param="input")
+    parts = [content_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def content_part(part: Any, path: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXTS:
+        text = part.get(TEXTS[kind])
+        if not isinstance(text, str):
+            raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param="input")
+        return {"type": "text", "text": text}
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": str(part.get("image_url"))}}
+    raise unsupported("input", f" with content of type {str(kind)[:40]!r} ({path})")
+
+
+def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:
+    output = item.get("output")
+    if isinstance(output, list):
+        return message_content(output, path)
+    return output if isinstance(output, str) else encode(output).decode()
+
+
+# reasoning that clients keep -------------------------------------------------------------------------------------------
+
+SEAL = "sgla1:"  # says whose reasoning it is
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning as ``encrypted_content``, for clients that send back nothing else of it. Opaque, not secret."""
+    return SEAL + base64.b64encode(reasoning.encode("utf-8", "surrogatepass")).decode()
+
+
+def reasoning_text(item: Item) -> str:
+    """The reasoning of an item: its content, else what ``sealed`` made, else its summary."""
+    texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
+    if not texts and isinstance(secret := item.get("encrypted_content"), str) and secret.startswith(SEAL):
+        try:
+            return base64.b64decode(secret[len(SEAL) :], validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            pass
+    if not texts:
+        texts = [part.get("text") for part in item.get("summary") or [] if isinstance(part, dict)]
+    return "\n".join(text for text in texts if isinstance(text, str))

@@ -1,0 +1,377 @@
+"""POST /v1/responses, and what can be asked about the responses that are stored."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from sgla.errors import BadRequest, ContextTooLong, InvalidField, NotFound, Overloaded, SglaError
+from sgla.http.answer import sse
+from sgla.http.answer.collect import Choice, Collector
+from sgla.http.answer.parts import Reader
+from sgla.http.answer.reading import Reading
+from sgla.http.errors import Busy
+from sgla.http.openai.chat import chat_work
+from sgla.http.request.intake import IGNORED_FIELDS, intake
+from sgla.http.request.schema import ChatRequest
+from sgla.http.responses.background import Recorder
+from sgla.http.responses.input import (
+    CLIENT_TOOLS,
+    RESPONSES,
+    Item,
+    ResponsesRequest,
+    chat_request,
+    check_fields,
+    custom_names,
+    input_items,
+    resolved,
+)
+from sgla.http.responses.output import OutputItems, new_id
+from sgla.http.responses.store import ResponseStore, Stored
+from sgla.http.server import PATH_ID, SERVER, Server, Work
+from sgla.http.wire import encode, json_response
+from sgla.messages import Event, Rejected, TokenLogprob, Usage
+from sgla.text.logprobs import chat_logprobs
+from sgla.text.tools.cursor import CONTENT, Piece
+
+PREFIX = "/v1/responses"
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+
+class PreviousResponseNotFound(NotFound):
+    code = "previous_response_not_found"
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    fields = await intake(request, RESPONSES)
+    fields.model = server.model(fields.model)
+    check_fields(fields)
+    kinds = {str(tool.get("type")) for tool in fields.tools or [] if tool.get("type") not in CLIENT_TOOLS}
+    request[IGNORED_FIELDS] += [f"tools.{kind}" for kind in sorted(kinds)]
+    store = server.responses
+    own = [{"id": new_id("item"), **item} for item in resolved(input_items(fields), store.item)]
+    items = [*earlier(store, fields.previous_response_id), *own]
+    chat = chat_request(fields, items)
+    reading = Reading(server, chat)
+    work = chat_work(request, server, chat, reading)
+    work.jobs[0].drop_turns = fields.truncation == "auto"
+    answer = Answer(fields, reading.reader(), store.limit > 0, logprobs_of(server, chat))
+    entry = Stored(response=answer.response, input=own, items=items, uid=work.uid, size=work.size)
+    if fields.stream and fields.background:
+        entry.recorder = Recorder(ResponseStream(answer))
+        server.open(work, entry.recorder)
+    sink = None if fields.stream else server.start(work)
+    if answer.response["store"]:
+        answer.keep(store, entry)
+    if entry.recorder is not None:
+        server.spawn(record(server, work, entry.recorder, answer))
+        return await entry.recorder.play(request)
+    if sink is None:
+        return await stream(request, server, work, answer)
+    running = finish(server, work, sink, answer)
+    if fields.background:
+        server.spawn(running)
+    elif error := await running:
+        answer.forget()
+        raise error
+    return json_response(answer.response)
+
+
+def earlier(store: ResponseStore, uid: str | None) -> list[Item]:
+    """The conversation that the request goes on with."""
+    if uid is None:
+        return []
+    entry = store.get(uid)
+    if entry is None:
+        raise PreviousResponseNotFound(
+            f"there is no stored response {uid[:200]!r}; responses are kept for a while and up to a number",
+            param="previous_response_id",
+        )
+    if entry.uid is not None:
+        raise Busy(f"response {uid!r} is still in progress", param="previous_response_id")
+    return entry.items
+
+
+async def stream(request: web.Request, server: Server, work: Work, answer: Answer) -> web.StreamResponse:
+    try:
+        return await sse.stream(request, server, work, ResponseStream(answer))
+    except SglaError:
+        answer.forget()
+        raise
+    finally:
+        answer.cancel()
+
+
+async def record(server: Server, work: Work, recorder: Recorder, answer: Answer) -> None:
+    """Wait for the end of a request that streams in the background."""
+    try:
+        await recorder.ended.wait()
+    finally:
+        server.close(work)
+        answer.cancel()
+
+
+async def finish(server: Server, work: Work, sink: Collector, answer: Answer) -> SglaError | None:
+    """Wait for the end of a request; returns the error that it ended with."""
+    try:
+        (choice,) = await server.wait(work, sink)
+        answer.take(choice)
+    except SglaError as error:
+        answer.fail(error)
+        return error
+    finally:
+        answer.cancel()
+    return None
+
+
+# stored responses -----------------------------------------------------------------------------------------------------
+
+
+def find(request: web.Request) -> Stored:
+    uid = request[PATH_ID]
+    entry = request.app[SERVER].responses.get(uid)
+    if entry is None:
+        raise ResponseNotFound(f"there is no stored response {uid[:200]!r}")
+    return entry
+
+
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """The response; with ``stream=true`` its events, those after number ``starting_after`` if that is given."""
+    entry = find(request)
+    if request.query.get("stream") != "true":
+        return json_response(entry.response)
+    if entry.recorder is None:
+        raise BadRequest(
+            "only a response that was made with background: true and stream: true can be streamed again"
+        )
+    after = request.query.get("starting_after", "-1")
+    if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+        raise InvalidField("starting_after must be a sequence number", param="starting_after")
+    return await entry.recorder.play(request, int(after) + 1)
+
+
+async def delete(request: web.Request) -> web.Response:
+    entry = find(request)
+    request.app[SERVER].responses.delete(entry.response["id"])
+    return json_response({"id": entry.response["id"], "object": "response", "deleted": True})
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """End a response that is still in progress; one that has ended stays as it is."""
+    entry = find(request)
+    if entry.uid is not None:
+        request.app[SERVER].abort(entry.uid)
+        for _ in range(100):  # whoever runs it sees the end in the loop's next turns
+            if entry.uid is None:
+                break
+            await asyncio.sleep(0)
+    return json_response(entry.response)
+
+
+async def input_list(request: web.Request) -> web.Response:
+    """What the request sent, newest first as OpenAI lists it, or oldest first with ``order=asc``."""
+    items = [listed(item) for item in find(request).input]
+    if request.query.get("order") != "asc":
+        items = items[::-1]
+    ids = [item["id"] for item in items] or [None]
+    return json_response(
+        {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+    )
+
+
+def listed(item: Item) -> Item:
+    """An item in its long form."""
+    content = item.get("content")
+    if not isinstance(content, str):
+        return item
+    form = (
+        {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+    )
+    return {"type": "message", **item, "content": [{**form, "text": content}]}
+
+
+# the answer -----------------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """One response in the making. ``response`` is the object that clients see, and what the store keeps."""
+
+    def __init__(
+        self,
+        fields: ResponsesRequest,
+        reader: Reader,
+        may_store: bool,
+        logprobs: Callable[[list[TokenLogprob]], list[Any]] | None = None,
+    ) -> None:
+        """``logprobs`` shows those of tokens, if they are asked for."""
+        self.response = response_object(fields, may_store)
+        self._reader = reader
+        self._show_logprobs = logprobs
+        self._tokens = 0  # read
+        self._held: list[TokenLogprob] = []  # of tokens whose text has not come
+        seal = "reasoning.encrypted_content" in (fields.include or [])
+        self._output = OutputItems(custom_names(fields), seal)
+        self._store: ResponseStore | None = None
+        self._entry: Stored | None = None
+
+    def keep(self, store: ResponseStore, entry: Stored) -> None:
+        """Have the response found in ``store`` from now on."""
+        self._store, self._entry = store, entry
+        store.put(entry)
+
+    def forget(self) -> None:
+        """The client gets an error instead, and never knows the response's id."""
+        if self._store is not None:
+            self._store.delete(self.response["id"])
+
+    @property
+    def ended(self) -> bool:
+        return self.response["status"] != "in_progress"
+
+    def take(self, event: Event | Choice) -> list[dict[str, Any]]:
+        """The events of the next piece of text; the last one ends the response."""
+        pieces = self._reader.read(event)
+        events = self._output.take(pieces, self._logprobs(event, pieces))
+        if event.finish is None:
+            return events
+        events += self._output.close("completed" if event.finish == "stop" else "incomplete")
+        self.response["usage"] = usage_object(event.usage, self._reader.reasoning_tokens)
+        if event.finish == "stop":
+            self._end("completed", completed_at=int(time.time()))
+            return [*events, self.whole("response.completed")]
+        if event.finish == "length":
+            self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
+        else:
+            self._end("cancelled")
+        return [*events, self.whole("response.incomplete")]
+
+    def _logprobs(self, event: Event | Choice, pieces: list[Piece]) -> list[Any]:
+        """What the text among ``pieces`` is shown with. Tokens of reasoning and of calls are left out."""
+        if self._show_logprobs is None:
+            return []
+        thought = max(0, self._reader.reasoning_tokens - self._tokens)
+        self._tokens += len(event.tokens)
+        self._held += (event.logprobs or [])[thought:]
+        if not pieces:
+            return []
+        held, self._held = self._held, []
+        return self._show_logprobs(held) if any(piece.kind == CONTENT for piece in pieces) else []
+
+    def fail(self, error: SglaError | Rejected) -> dict[str, Any]:
+        if not self.ended:
+            self._output.close("incomplete")
+            self._end("failed", error={"code": error_code(error), "message": error.message})
+        return self.whole("response.failed")
+
+    def cancel(self) -> None:
+        """Nobody waits for the rest; no effect on a response that has ended."""
+        if not self.ended:
+            self._output.close("incomplete")
+            self._end("cancelled")
+
+    def whole(self, kind: str) -> dict[str, Any]:
+        return {"type": kind, "response": self.response}
+
+    def _end(self, status: str, **fields: Any) -> None:
+        self.response.update(status=status, output=self._output.items, **fields)
+        if self._entry is not None and self._store is not None:
+            self._entry.uid = None
+            self._entry.items = [*self._entry.items, *self._output.items]
+            recorded = self._entry.recorder.size if self._entry.recorder is not None else 0
+            self._store.grow(self._entry, len(encode(self._output.items)) + recorded)
+
+
+def logprobs_of(server: Server, chat: ChatRequest) -> Callable[[list[TokenLogprob]], list[Any]] | None:
+    """How to show logprobs; None where nobody asks."""
+    return partial(chat_logprobs, server.ingress.tokenizer) if chat.logprobs else None
+
+
+def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]:
+    """The response before its first item."""
+    text, reasoning = fields.text, fields.reasoning
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": bool(fields.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "model": fields.model,
+        "output": [],
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "store": may_store and fields.store is not False,
+        "temperature": fields.temperature,
+        "text": {"format": (text and text.format) or {"type": "text"}},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_p": fields.top_p,
+        "top_logprobs": fields.top_logprobs or 0,
+        "truncation": fields.truncation or "disabled",
+        "usage": None,
+    }
+
+
+def usage_object(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def error_code(error: SglaError | Rejected) -> str:
+    """The codes of failed responses that clients know."""
+    if error.code == ContextTooLong.code:
+        return error.code
+    if error.status == Overloaded.status:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.status < 500 else "server_error"
+
+
+class ResponseStream(sse.Encoder):
+    """Events -> typed events with sequence numbers."""
+
+    done = b""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._number = 0
+
+    def begin(self) -> bytes:
+        whole = self._answer.whole
+        return self._blocks([whole("response.created"), whole("response.in_progress")])
+
+    def encode(self, event: Event) -> bytes:
+        return self._blocks(self._answer.take(event))
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, error: Rejected | SglaError) -> bytes:
+        return self._blocks([self._answer.fail(error)])
+
+    def _blocks(self, events: list[dict[str, Any]]) -> bytes:
+        data = b""
+        for event in events:
+            kind = event["type"].encode()
+            data += b"event: %b\ndata: %b\n\n" % (kind, encode({**event, "sequence_number": self._number}))
+            self._number += 1
+        return data
