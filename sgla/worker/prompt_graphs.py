@@ -31,9 +31,6 @@ REAL = ROWS - 2
 TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)  # of the prompt rows together
 WORK = 5e12  # weights times tokens: with more, the GPU takes longer than the launches of an eager step, which wastes no padding
 DECODES = (0, 8, 16, 32, 64, 96, 128, 192)  # decode rows beside them
-AT_START = (
-    512  # tokens up to which graphs without decode rows are captured at start, the others when first used
-)
 
 
 class PromptGraphs:
