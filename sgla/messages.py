@@ -30,6 +30,17 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
     param: str = "response_format"
 
 
+class Thinking(msgspec.Struct, kw_only=True, frozen=True):
+    """At most ``tokens`` of an output are reasoning: what stands between the tags ``open`` and ``close``, each one token of
+    the model. With ``open`` "" the output begins inside of it. ``param`` is the request field that errors name.
+    """
+
+    tokens: int
+    open: str
+    close: str
+    param: str = "thinking_token_budget"
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
@@ -37,6 +48,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
     ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
     ``prompt_logprobs`` the same for prompt tokens. ``max_tokens=None`` means: up to the context length.
+    ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed. ``allowed_token_ids``: the only
+    tokens an output may have, those that end it included.
     """
 
     temperature: float = 1.0
@@ -48,6 +61,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] | None = None
+    thinking: Thinking | None = None
     min_tokens: int = 0
     max_tokens: int | None = 16
     stop: list[str] = []
@@ -125,6 +141,15 @@ class Cancel(msgspec.Struct):
     reason: str
 
 
+class ThinkLimit(msgspec.Struct, array_like=True, frozen=True):
+    """``Thinking`` in token ids. ``opened``: the output begins inside of reasoning; ``open`` -1: nothing opens it."""
+
+    tokens: int
+    open: int
+    close: int
+    opened: bool
+
+
 class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     """The part of SamplingParams that the worker needs; sent once, when a request gets its slot."""
 
@@ -139,6 +164,9 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     min_tokens: int = 0
     stop_ids: list[int] = []  # suppressed until min_tokens outputs exist
     logit_bias: list[tuple[int, float]] = []
+    bad_words: list[list[int]] = []  # sequences of which no output completes one
+    allowed: list[int] = []  # the only tokens; []: all
+    thinking: ThinkLimit | None = None
     logprobs: int = -1  # -1 off, 0 chosen only, k top alternatives
     prompt_logprobs: int = -1
     grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of

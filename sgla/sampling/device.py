@@ -15,7 +15,7 @@ from sgla.dist import Shard
 from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
-from sgla.messages import LogprobBlock, NewRow, RowSampling
+from sgla.messages import LogprobBlock, NewRow, RowSampling, ThinkLimit
 from sgla.sampling.logprobs import Scores
 from sgla.sampling.sampler import COLD
 
@@ -57,6 +57,7 @@ class DeviceSampler:
         self._rows: list[RowSampling] = [RowSampling()] * slots
         self._prompt_len = np.zeros(slots, np.int32)
         self._plain = np.ones(slots, bool)  # a draw by temperature is all
+        self._allowed: dict[int, Tensor] = {}  # slot -> the only tokens it may have
 
     def admit(self, new: NewRow) -> None:
         """The host's part; the tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
@@ -65,9 +66,14 @@ class DeviceSampler:
         rules = (
             s.repetition != 1 or s.frequency or s.presence or s.logit_bias or (s.min_tokens and s.stop_ids)
         )
+        narrow = s.bad_words or s.allowed or s.thinking is not None
+        self._allowed.pop(new.slot, None)
+        if s.allowed:
+            ids = [token for token in s.allowed if 0 <= token < self._vocab]
+            self._allowed[new.slot] = torch.tensor(ids, device=self._tokens.device)
         self._rows[new.slot] = s
         self._prompt_len[new.slot] = new.prompt_len
-        self._plain[new.slot] = not (cut or rules or s.logprobs >= 0)
+        self._plain[new.slot] = not (cut or rules or narrow or s.logprobs >= 0)
 
     def plain(self, slots: Int32s) -> bool:
         """True if ``draw`` alone serves these slots."""
@@ -121,6 +127,7 @@ class DeviceSampler:
         raw = logits[wanted] if wanted else None
         self._penalize(logits, host_slots, host_positions)
         self._bias(logits, host_slots, host_positions)
+        self._narrow(logits, host_slots, host_positions)
         cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
         self._race(logits, slots, positions, out, 0, cuts)
         if raw is None:
@@ -183,6 +190,52 @@ class DeviceSampler:
         if banned:
             rows, tokens = (list(c) for c in zip(*banned))
             logits[rows, tokens] = float("-inf")
+
+    def _narrow(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
+        """Bad words, allowed tokens, limits of reasoning, in this order."""
+        self._forbid_words(logits, slots, positions)
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
+            ids = self._allowed.get(slot)
+            if ids is not None:
+                kept = logits[row, ids]
+                logits[row] = float("-inf")
+                logits[row, ids] = torch.where(kept.max() > float("-inf"), kept, 0.0)
+            limit = self._rows[slot].thinking
+            if limit is not None:
+                output = self._tokens[slot, int(self._prompt_len[slot]) : position]
+                only = torch.full_like(logits[row], float("-inf"))
+                only[limit.close] = 0
+                logits[row] = torch.where(thought_enough(output, limit), only, logits[row])
+
+    def _forbid_words(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
+        words = [
+            (row, slot, position, word)
+            for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist()))
+            for word in self._rows[slot].bad_words
+            if max(word) < self._vocab and position - self._prompt_len[slot] >= len(word) - 1
+        ]
+        if not words:
+            return
+        longest = max(len(word) for *_, word in words) - 1
+        before = [[-1] * (longest + 1 - len(word)) + word[:-1] for *_, word in words]
+        columns = [[row, slot, position, word[-1]] for row, slot, position, word in words]
+        rows, where, ends, last = torch.tensor(columns, device=logits.device).T
+        wanted = torch.tensor(before, dtype=torch.int32, device=logits.device).view(len(words), longest)
+        places = ends[:, None] + torch.arange(-longest, 0, device=logits.device)
+        found = self._tokens[where[:, None], places.clamp(min=0)]
+        complete = ((found == wanted) | (wanted < 0)).all(1)
+        change = torch.zeros(len(words), device=logits.device).masked_fill_(complete, float("-inf"))
+        logits.index_put_((rows, last), change, accumulate=True)
+
+
+def thought_enough(output: Tensor, limit: ThinkLimit) -> Tensor:
+    """Whether reasoning must end now, bool[]; ``output`` int32[n]. See ``rules.py: ThinkingBudget``."""
+    turns = torch.where(output == limit.open, 1, torch.where(output == limit.close, -1, 0))
+    begin = turns.new_full((1,), 1 if limit.opened else -1)
+    place = torch.arange(1, len(output) + 1, device=output.device)
+    at = torch.cat([begin - begin, torch.where(turns != 0, place, 0)]).cummax(0).values
+    inside = torch.cat([begin, turns])[at] > 0
+    return inside[-1] & ((inside[1:] & (turns == 0)).sum() >= limit.tokens)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

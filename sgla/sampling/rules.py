@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgla.messages import RowSampling
+from sgla.messages import RowSampling, ThinkLimit
 from sgla.sampling.draw import Floats
 
 
@@ -66,6 +66,58 @@ class MinTokens:
             logits[self._ids] = -np.inf
 
 
+class BadWords:
+    """No output holds one of these sequences: the last token of one is forbidden behind the others (as vLLM: prompts do not
+    count)."""
+
+    def __init__(
+        self, words: list[list[int]], tokens: NDArray[np.int32], prompt_len: int, vocab_size: int
+    ) -> None:
+        known = [word for word in words if max(word) < vocab_size]
+        self._always = np.array([word[0] for word in known if len(word) == 1], np.int64)
+        self._longer = [(np.array(word[:-1], np.int32), word[-1]) for word in known if len(word) > 1]
+        self._tokens = tokens
+        self._prompt_len = prompt_len
+
+    def apply(self, logits: Floats, position: int) -> None:
+        logits[self._always] = -np.inf
+        for before, last in self._longer:
+            start = position - len(before)
+            if start >= self._prompt_len and np.array_equal(self._tokens[start:position], before):
+                logits[last] = -np.inf
+
+
+class Allowed:
+    """No tokens but these. Where other rules forbid all of them, each is as likely as the next."""
+
+    def __init__(self, ids: list[int], vocab_size: int) -> None:
+        self._ids = np.array([token for token in ids if 0 <= token < vocab_size], np.int64)
+
+    def apply(self, logits: Floats, position: int) -> None:
+        kept = logits[self._ids]
+        logits[:] = -np.inf
+        logits[self._ids] = kept if kept.max() > -np.inf else 0
+
+
+class ThinkingBudget:
+    """The end of reasoning is the only token once as many others have been generated inside of it as the budget has."""
+
+    def __init__(self, limit: ThinkLimit, tokens: NDArray[np.int32], prompt_len: int) -> None:
+        self._limit = limit
+        self._tokens = tokens
+        self._prompt_len = prompt_len
+
+    def apply(self, logits: Floats, position: int) -> None:
+        limit, output = self._limit, self._tokens[self._prompt_len : position]
+        turns = np.where(output == limit.open, 1, np.where(output == limit.close, -1, 0))
+        at = np.maximum.accumulate(np.where(turns != 0, np.arange(1, len(output) + 1), 0))
+        inside = np.concatenate([[1 if limit.opened else -1], turns])[at] > 0
+        now = bool(inside[-1]) if len(inside) else limit.opened
+        if now and np.count_nonzero(inside & (turns == 0)) >= limit.tokens:
+            logits[:] = -np.inf
+            logits[limit.close] = 0
+
+
 def make_rules(
     tokens: NDArray[np.int32], prompt_len: int, sampling: RowSampling, vocab_size: int
 ) -> list[Rule]:
@@ -77,4 +129,10 @@ def make_rules(
         rules.append(Bias(sampling.logit_bias, vocab_size))
     if sampling.min_tokens > 0 and sampling.stop_ids:
         rules.append(MinTokens(sampling.stop_ids, prompt_len + sampling.min_tokens, vocab_size))
+    if sampling.bad_words:
+        rules.append(BadWords(sampling.bad_words, tokens, prompt_len, vocab_size))
+    if sampling.allowed:
+        rules.append(Allowed(sampling.allowed, vocab_size))
+    if sampling.thinking is not None:
+        rules.append(ThinkingBudget(sampling.thinking, tokens, prompt_len))
     return rules

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
-from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit
+from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit, Thinking, ThinkLimit
 from sgla.text.infill import Infill
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
+from sgla.text.words import word_tokens
 
 MASK64 = (1 << 64) - 1
 MASK63 = (1 << 63) - 1
@@ -67,9 +68,12 @@ class Preparer:
         stop_ids = self._stop_ids(job.sampling)
         if job.suffix is not None:
             stop_ids |= self._infill.ends
-        self._check_bias(job.sampling)
+        for name in ("logit_bias", "allowed_token_ids"):
+            self._check_known(name, getattr(job.sampling, name) or ())
         source = self._grammar(job.sampling.grammar)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
+        words = word_tokens(job.sampling.bad_words, self.tokenizer)
+        thinking = self._think_limit(job.sampling.thinking, tokens)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
         return [
             Submit(
@@ -79,7 +83,9 @@ class Preparer:
                 tokens=tokens,
                 max_new=max_new,
                 stop_ids=stop_ids,
-                sampling=row_sampling(job.sampling, choice_seed(seed, choice), stop_ids, source, free),
+                sampling=row_sampling(
+                    job.sampling, choice_seed(seed, choice), stop_ids, source, free, words, thinking
+                ),
                 priority=job.priority,
                 deadline=job.deadline,
                 namespace=job.namespace,
@@ -235,12 +241,7 @@ class Preparer:
         return limit - prompt if max_tokens is None else max_tokens
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        for token in sampling.stop_token_ids:
-            if not 0 <= token < self.limits.vocab_size:
-                raise InvalidField(
-                    f"stop_token_ids: {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
-                    param="stop_token_ids",
-                )
+        self._check_known("stop_token_ids", sampling.stop_token_ids)
         # At the end of a grammar nothing but an end is left.
         ignored = sampling.ignore_eos and sampling.grammar is None
         ends = frozenset() if ignored else self.tokenizer.eos_ids
@@ -255,13 +256,28 @@ class Preparer:
             raise UnsupportedField(f"{grammar.param} is not supported on this device", param=grammar.param)
         return self.compile_grammar(grammar)
 
-    def _check_bias(self, sampling: SamplingParams) -> None:
-        for token in sampling.logit_bias:
+    def _check_known(self, param: str, ids: Iterable[int]) -> None:
+        for token in ids:
             if not 0 <= token < self.limits.vocab_size:
                 raise InvalidField(
-                    f"logit_bias: token id {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
-                    param="logit_bias",
+                    f"{param}: {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
+                    param=param,
                 )
+
+    def _think_limit(self, thinking: Thinking | None, prompt: list[int]) -> ThinkLimit | None:
+        if thinking is None:
+            return None
+        ids = [
+            self.tokenizer.encode(tag, add_special_tokens=False) for tag in (thinking.open, thinking.close)
+        ]
+        if len(ids[0]) > 1 or len(ids[1]) != 1:
+            raise UnsupportedField(
+                f"{thinking.param} is not supported with this model: the tags of its reasoning are not tokens",
+                param=thinking.param,
+            )
+        tail = self.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
+        opened = tail.endswith(thinking.open)  # also for ""
+        return ThinkLimit(thinking.tokens, ids[0][0] if ids[0] else -1, ids[1][0], opened)
 
 
 def prepare(
@@ -277,8 +293,11 @@ def row_sampling(
     stop_ids: frozenset[int],
     grammar: str = "",
     free: Free = NOT_FREE,
+    bad_words: Sequence[list[int]] = (),
+    thinking: ThinkLimit | None = None,
 ) -> RowSampling:
-    """What the worker needs of ``sampling``; ``grammar`` is its compiled one."""
+    """What the worker needs of ``sampling``; ``grammar`` is its compiled one, ``bad_words`` and ``thinking`` are its own in
+    tokens."""
     return RowSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -291,6 +310,9 @@ def row_sampling(
         min_tokens=sampling.min_tokens,
         stop_ids=sorted(stop_ids),
         logit_bias=sorted(sampling.logit_bias.items()),
+        bad_words=list(bad_words),
+        allowed=sorted(set(sampling.allowed_token_ids or ())),
+        thinking=thinking,
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
         grammar=grammar,

@@ -10,7 +10,7 @@ import pytest
 import tiny_tokenizers as tiny
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
-from sgla.messages import Job, SamplingParams
+from sgla.messages import Job, SamplingParams, Thinking, ThinkLimit
 from sgla.text.infill import FAMILIES, Marks
 from sgla.text.prepare import Preparer, choice_seed, prepare
 from sgla.text.template import ChatTemplate
@@ -110,12 +110,40 @@ def test_hopelessly_long_text_is_refused_before_it_is_encoded(
         ({"text": ""}, "prompt"),
         ({"text": "a", "sampling": {"logit_bias": {10_000: 1.0}}}, "logit_bias"),
         ({"text": "a", "sampling": {"stop_token_ids": [10_000]}}, "stop_token_ids"),
+        ({"text": "a", "sampling": {"allowed_token_ids": [3, 10_000]}}, "allowed_token_ids"),
+        ({"text": "a", "sampling": {"bad_words": ["dog", " "]}}, "bad_words"),
     ],
 )
 def test_bad_fields_are_named(byte_level: Tokenizer, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidField) as caught:
         preparer(byte_level)(job(**fields))
     assert caught.value.param == param
+
+
+def test_bad_words_are_forbidden_alone_and_behind_a_space(byte_level: Tokenizer) -> None:
+    (made,) = preparer(byte_level)(job(text="a", sampling={"bad_words": [" dog", "dog"]}))
+    assert made.sampling.bad_words == [byte_level.encode(text) for text in ("dog", " dog")]
+    assert byte_level.encode("dog") != byte_level.encode(" dog")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "open", "opened"),
+    [("a", "<|im_start|>", False), ("a<|im_start|>\n", "<|im_start|>", True), ("a", "", True)],
+)
+def test_limits_of_reasoning_are_given_in_tokens(
+    byte_level: Tokenizer, prompt: str, open: str, opened: bool
+) -> None:
+    thinking = Thinking(tokens=5, open=open, close="<|im_end|>")
+    (made,) = preparer(byte_level)(job(text=prompt, sampling={"thinking": thinking}))
+    tags = {tag: byte_level.encode(tag)[0] if tag else -1 for tag in (open, thinking.close)}
+    assert made.sampling.thinking == ThinkLimit(5, tags[open], tags[thinking.close], opened)
+
+
+def test_reasoning_whose_tags_are_no_tokens_cannot_be_limited(byte_level: Tokenizer) -> None:
+    thinking = Thinking(tokens=5, open="Here I think:", close="Here I stop:", param="thinking_budget")
+    with pytest.raises(UnsupportedField, match="thinking_budget") as caught:
+        preparer(byte_level)(job(text="a", sampling={"thinking": thinking}))
+    assert caught.value.param == "thinking_budget"
 
 
 def test_empty_prompt_is_bos_where_the_tokenizer_adds_one(llama2_like: Tokenizer) -> None:
