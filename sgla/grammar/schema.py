@@ -1,8 +1,7 @@
 """JSON Schemas in the dialect of the matcher, which refuses what it cannot do instead of ignoring it.
 
 Keywords that it lacks are rewritten into those it has wherever that is exact, or leaves only a part of the valid documents.
-What remains is refused by name. (The other common matcher, xgrammar, takes nearly all of these keywords and ignores them,
-so it is no way out.)
+What remains is refused by name. (The other common matcher, xgrammar, is no way out: see docs/design.md.)
 """
 
 from __future__ import annotations
@@ -73,9 +72,14 @@ _CHAR = r"([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 # RFC 3986: without a scheme, the first segment has no colon; behind a slash it is not empty.
 _PATH = rf"(/|/?{_CHAR.replace(':', '')}+(/{_CHAR}*)*)?"
 RELATIVE = rf"^{_PATH}(\?({_CHAR}|[/?])*)?(#({_CHAR}|[/?])*)?$"
+# RFC 6570, of ASCII characters.
+_LITERAL = r"([!#$&(-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})"
+_VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})(\.?([A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*(:[1-9][0-9]{0,3}|\*)?"
+TEMPLATE = rf"^({_LITERAL}|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*$"
 PATTERNS: dict[str, Json] = {
     "json-pointer": {"pattern": "^(/([^/~]|~[01])*)*$"},
     "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},
+    "uri-template": {"pattern": TEMPLATE},
     "uri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
     "iri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
 }
@@ -301,7 +305,7 @@ def _negate(schema: Object) -> None:
 
 
 def _name_properties(schema: Object) -> None:
-    """``propertyNames`` with a list of names or a pattern, where nothing else says which names there may be."""
+    """``propertyNames`` with a list of names, a pattern or lengths, where nothing else says which names there may be."""
     names, more = schema.get("propertyNames"), schema.get("additionalProperties", True)
     if not isinstance(names, dict) or "patternProperties" in schema or "$ref" in schema:
         return
@@ -310,8 +314,7 @@ def _name_properties(schema: Object) -> None:
     if listed is not None and not set(names) - {"const", "enum", "type"}:
         allowed = {name: known.get(name, more) for name in listed if isinstance(name, str)}
         schema["properties"] = allowed | {name: False for name in known if name not in allowed}
-    elif set(names) - {"type"} == {"pattern"} and (more in ANYTHING or not known):
-        pattern = names["pattern"]
+    elif (pattern := _pattern_of(names)) is not None and (more in ANYTHING or not known):
         wrong = {name: False for name in known if not re.search(pattern, name)}
         schema["properties"] = known | wrong
         schema["patternProperties"] = {pattern: more}
@@ -319,6 +322,18 @@ def _name_properties(schema: Object) -> None:
         return
     del schema["propertyNames"]
     schema["additionalProperties"] = False
+
+
+def _pattern_of(names: Object) -> str | None:
+    """The pattern that says the same about strings; None if there is none."""
+    keys = set(names) - {"type"}
+    if names.get("type", "string") != "string" or not keys:
+        return None
+    if keys == {"pattern"}:
+        return str(names["pattern"])
+    if keys <= {"minLength", "maxLength"}:
+        return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
 
 
 def _choose_one(schema: Object) -> None:

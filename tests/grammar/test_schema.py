@@ -37,6 +37,7 @@ DOCUMENTS: list[Any] = SMALL + [
     for keys in itertools.combinations(("a", "b", "c"), size)
     for values in itertools.product((1, "x", True), repeat=size)
 ]
+DOCUMENTS += [{"": 1}, {"bc": 1}, {"bc": 2}, {"日本": 1}, {"日本語": 1}, {"\n": "x"}]
 
 SAME: list[Any] = [
     {"dependentRequired": {"a": ["b"], "c": []}},
@@ -54,6 +55,9 @@ SAME: list[Any] = [
     {"propertyNames": {"const": "a"}, "properties": {"b": True, "a": {"type": "integer"}}},
     {"propertyNames": {"pattern": "^[ab]$"}, "properties": {"c": True, "a": {"const": 1}}},
     {"propertyNames": {"type": "string"}},
+    {"propertyNames": {"maxLength": 1}, "additionalProperties": {"type": "integer"}},
+    {"propertyNames": {"minLength": 2}, "properties": {"a": True, "bc": {"const": 1}}},
+    {"propertyNames": {"type": "string", "minLength": 1, "maxLength": 2.0}},
     {"propertyNames": True},
     {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
     {"oneOf": [{"type": "integer"}], "minimum": 1},
@@ -119,7 +123,16 @@ def test_the_rewritten_schema_means_the_same(schema: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["iri", "idn-email", "json-pointer", "relative-json-pointer", "uri-reference", "iri-reference"]
+    "name",
+    [
+        "iri",
+        "idn-email",
+        "json-pointer",
+        "relative-json-pointer",
+        "uri-reference",
+        "iri-reference",
+        "uri-template",
+    ],
 )
 def test_a_format_is_replaced_by_one_that_says_no_less(name: str) -> None:
     before = jsonschema_rs.validator_for({"format": name}, validate_formats=True)
@@ -147,6 +160,12 @@ def test_a_format_is_replaced_by_one_that_says_no_less(name: str) -> None:
         "a/b:c",
         "http://[",
         "%zz",
+        "{",
+        "{}",
+        "/{a.b,c*}{?d:12}",
+        "{a:0}",
+        "{a..b}",
+        "x{/y}'",
     ]
     wrong = [text for text in texts if after.is_valid(text) and not before.is_valid(text)]
     assert not wrong
