@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 from heapq import heappop, heappush
 
+import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import BadRequest, ContextTooLong, DeadlineExceeded, InvalidField, Overloaded, SglaError
@@ -26,6 +27,10 @@ from sgla.sched.step import Step
 
 RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
 RATIO_RISE, RATIO_FALL = 0.1, 0.001
+# Plans travel through a ring of 8 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
+# bring at most this many bytes, or there is only one; and one request has at most so many beside its tokens.
+BROUGHT, BAGGAGE = 1 << 20, 3 << 19
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def _by_rank(request: Request) -> tuple[float, float, int]:
@@ -63,12 +68,16 @@ class Core:
     def offer(self, submit: Submit, now: float) -> None:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold.
 
-        Raises Overloaded (queue full), ContextTooLong (it could never run), InvalidField (empty prompt).
+        Raises Overloaded (queue full), ContextTooLong (it could never run), InvalidField (empty prompt, huge parameters).
         """
         self._now = now
         assert submit.rid not in self._open, f"request {submit.rid} offered twice"
         try:
-            max_new = self._room(submit)
+            max_new, baggage = self._room(submit), len(_encode(submit.sampling))
+            if baggage > BAGGAGE:
+                raise InvalidField(
+                    f"The parameters of the request take {baggage} bytes; at most {BAGGAGE} are possible."
+                )
             if len(self._waiting) >= self.limits.max_queued:
                 message = f"{len(self._waiting)} requests are waiting already. Please retry later."
                 raise Overloaded(message, retry_after=self._ledger.retry_after(len(self._waiting)))
@@ -77,7 +86,7 @@ class Core:
             raise
         self._seq += 1
         priority = submit.priority if self.limits.policy == "priority" else 0
-        request = Request(submit, max_new, self._seq, submit.arrival or now, priority)
+        request = Request(submit, max_new, self._seq, submit.arrival or now, priority, baggage)
         self._open[request.rid] = request
         insort(self._waiting, request, key=_by_arrival)
         if submit.deadline is not None:
@@ -321,7 +330,7 @@ class Core:
             self.limits.policy, self._waiting, self._memory.cache, self._now, self.limits.patience
         )
         for i, request in enumerate(ordered):
-            if budget.tokens <= 0:
+            if budget.tokens <= 0 or (step.brought and step.brought + request.weight > BROUGHT):
                 return
             if not self._memory.slots:
                 if not may_displace:

@@ -29,6 +29,7 @@ class Request:
     __slots__ = (
         "allocated",
         "arrival",
+        "baggage",
         "borrowed",
         "cached",
         "data",
@@ -60,7 +61,9 @@ class Request:
         "told",
     )
 
-    def __init__(self, submit: Submit, max_new: int, seq: int, arrival: float, priority: int) -> None:
+    def __init__(
+        self, submit: Submit, max_new: int, seq: int, arrival: float, priority: int, baggage: int = 0
+    ) -> None:
         self.submit = submit
         self.rid = submit.rid
         self.namespace = submit.namespace
@@ -73,6 +76,7 @@ class Request:
         self.min_tokens = submit.sampling.min_tokens
         self.seq = seq
         self.arrival = arrival
+        self.baggage = baggage  # bytes of what the workers must know of it beside its tokens
         self.rank: tuple[float, float, int] = (-priority, arrival, seq)  # smaller is served first
         self.state = State.WAITING
         self.finish: str | None = None
@@ -101,6 +105,11 @@ class Request:
     def pools(self) -> bool:
         """It is for a vector, not for tokens."""
         return self.submit.sampling.pool is not None
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the plan in which it takes its slot."""
+        return len(self.data) + self.baggage
 
     @property
     def reads_cache(self) -> bool:

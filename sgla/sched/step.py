@@ -22,6 +22,7 @@ class Step:
         "_q_lens",
         "_slots",
         "_starts",
+        "brought",
         "decodes",
         "ends",
         "number",
@@ -39,6 +40,7 @@ class Step:
         self.decodes = 0
         self.tokens = 0
         self.work = 0
+        self.brought = 0  # bytes of the requests that take their slots
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._q_lens: list[int] = []
@@ -108,6 +110,7 @@ class Step:
             )
         )
         request.told = len(request.pages)
+        self.brought += request.weight
 
     def encode(self) -> StepPlan:
         """The message for the workers."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_submits
 
 from sgla.errors import ContextTooLong, InvalidField, Overloaded
 from sgla.executor.fake import ints
-from sgla.messages import SAMPLE, RowSampling
+from sgla.messages import SAMPLE, RowSampling, StepResult
+from sgla.sched.core import BAGGAGE, BROUGHT, Core
 from sgla.sched.limits import Limits
 
 PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
@@ -59,6 +62,24 @@ def test_identical_prompts_of_one_step_compute_the_prefix_once() -> None:
     simulation.run()
     simulation.verify()
     assert [simulation.deltas[f"r{i}"][0].cached_tokens for i in range(8)] == [0] + [20] * 7
+
+
+def test_plans_stay_small_enough_for_the_ring() -> None:
+    """However many requests with a cached prefix wait: their tokens travel with the plan."""
+    core = Core(make_limits(slots=256, pages=4000, page_size=16, context_len=40_000, step_tokens=8192))
+    prompt = list(range(20_000))
+    for i in range(200):
+        core.offer(make_submit(f"r{i}", [*prompt, i], max_new=1), 0.0)
+    sizes, answered = [], 0
+    while (plan := core.plan(0.0)) is not None:
+        sizes.append(len(msgspec.msgpack.encode(plan)))
+        tokens = bytes(4 * sum(flag & SAMPLE for flag in plan.flags))
+        answered += len(core.retire(StepResult(step=plan.step, tokens=tokens), 0.0))
+    assert answered == 200
+    assert max(sizes) < 1.2 * BROUGHT < sum(sizes)
+    sampling = RowSampling(grammar="x" * BAGGAGE)
+    with pytest.raises(InvalidField, match="parameters"):
+        core.offer(replace(make_submit("huge", prompt), sampling=sampling), 0.0)
 
 
 def test_a_second_turn_finds_prompt_and_answer() -> None:
