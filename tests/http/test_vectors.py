@@ -311,8 +311,9 @@ async def test_labels_behind_items_and_reranking_by_a_model_of_text(generator: t
         first = {**asked, "query": " w1 w2", "item_first": True}
         _, body = await site.post("/v1/score", first)
         assert body["scores"][0] == pytest.approx(logprobs("w3 w1 w2")[[4, 5, 9]].exp().tolist(), abs=1e-5)
-        wrong = {**asked, "label_token_ids": [10_000]}
-        assert error(await site.post("/v1/score", wrong)) == (400, "invalid_value", "label_token_ids")
+        for labels in ([10_000], [4] * 513):
+            wrong = {**asked, "label_token_ids": labels}
+            assert error(await site.post("/v1/score", wrong)) == (400, "invalid_value", "label_token_ids")
     async with serving(folder, task="rerank") as (site, _):
         from sgla.text.reranking import prompt
 

@@ -26,6 +26,9 @@ class PairFields(PooledFields, kw_only=True):
     instruct: str | None = None
 
 
+LABELS = 512  # of an item; a step's scores travel through a ring of 4 MiB (executor/child.py)
+
+
 class ScoreRequest(PairFields, kw_only=True):
     text_1: Texts = None
     text_2: Texts = None
@@ -118,6 +121,10 @@ async def item_scores(
     if not labels:
         raise InvalidField(
             "label_token_ids is required with a model that makes text", param="label_token_ids"
+        )
+    if len(labels) > LABELS:
+        raise InvalidField(
+            f"label_token_ids has {len(labels)} ids; at most {LABELS} are possible", param="label_token_ids"
         )
     prompts = [joined(query, item, bool(fields.item_first)) for item in items]
     choices = await run(request, server, fields, prompts, labels)
