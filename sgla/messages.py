@@ -47,7 +47,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request repeatable
     whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
     ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
-    ``prompt_logprobs`` the same for prompt tokens. ``max_tokens=None`` means: up to the context length.
+    ``prompt_logprobs`` the same for prompt tokens; ``logprob_token_ids``: tokens whose logprobs come in addition, wherever
+    there are any. ``max_tokens=None`` means: up to the context length.
     ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed. ``allowed_token_ids``: the only
     tokens an output may have, those that end it included.
     """
@@ -74,6 +75,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     spaces_between_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] = []
     n: int = 1
     grammar: Grammar | None = None
 
@@ -169,6 +171,7 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     thinking: ThinkLimit | None = None
     logprobs: int = -1  # -1 off, 0 chosen only, k top alternatives
     prompt_logprobs: int = -1
+    logprob_ids: list[int] = []  # SamplingParams.logprob_token_ids
     grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of
     grammar_after: tuple[str, ...] = ()  # Grammar.after
     grammar_opener: str = ""  # Grammar.opener; "" also where the prompt ends with it
@@ -219,6 +222,7 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
     """Logprobs of ``n`` consecutive tokens of row ``row``; ``prompt`` tells which kind.
 
+    ``top``: the k - asked most probable alternatives, then RowSampling.logprob_ids, as many as ``asked``.
     For prompt blocks, entry ``i`` is the logprob of prompt token ``start + i`` (token 0 has none, so start >= 1).
     """
 
@@ -230,6 +234,7 @@ class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
     top_ids: bytes  # int32[n, k]
     top_values: bytes  # float32[n, k]
     k: int
+    asked: int = 0
 
 
 class StepResult(msgspec.Struct, array_like=True, kw_only=True):
@@ -250,6 +255,7 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     logprob: float
     rank: int
     top: list[tuple[int, float]] = []
+    asked: list[tuple[int, float]] = []  # of SamplingParams.logprob_token_ids
 
 
 class Delta(msgspec.Struct, kw_only=True):

@@ -4,6 +4,7 @@ rows at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ class Scored(NamedTuple):
     row: int
     prompt: bool
     start: int
+    asked: int
     values: Tensor
     ranks: Tensor
     top_ids: Tensor
@@ -36,7 +38,8 @@ class Scored(NamedTuple):
     def block(self) -> LogprobBlock:
         """The message; the step must be done."""
         parts = (self.values, self.ranks, self.top_ids, self.top_values)
-        return Scores(*(part.numpy() for part in parts)).block(self.row, self.prompt, self.start)
+        scores = Scores(*(part.numpy() for part in parts))
+        return scores.block(self.row, self.prompt, self.start, self.asked)
 
 
 class DeviceSampler:
@@ -74,6 +77,10 @@ class DeviceSampler:
         self._rows[new.slot] = s
         self._prompt_len[new.slot] = new.prompt_len
         self._plain[new.slot] = not (cut or rules or narrow or s.logprobs >= 0)
+
+    def logprob_ids(self, slot: int) -> list[int]:
+        """Tokens whose logprobs the request in ``slot`` asks for."""
+        return self._rows[slot].logprob_ids
 
     def plain(self, slots: Int32s) -> bool:
         """True if ``draw`` alone serves these slots."""
@@ -137,14 +144,18 @@ class DeviceSampler:
         values, ranks, top_ids, top_values = score(raw, chosen, k)
         scored = []
         for j, i in enumerate(wanted):
-            own = self._rows[host_slots[i]].logprobs
+            own, asked = self._rows[host_slots[i]].logprobs, self._rows[host_slots[i]].logprob_ids
             parts = (
                 values[j : j + 1],
                 ranks[j : j + 1],
                 top_ids[j : j + 1, :own],
                 top_values[j : j + 1, :own],
             )
-            scored.append(Scored(int(rows[i]), False, int(host_positions[i]), *map(to_host, parts)))
+            if asked:
+                parts = score(raw[j : j + 1], chosen[j : j + 1], own, asked)
+            scored.append(
+                Scored(int(rows[i]), False, int(host_positions[i]), len(asked), *map(to_host, parts))
+            )
         return scored
 
     def _penalize(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
@@ -238,13 +249,21 @@ def thought_enough(output: Tensor, limit: ThinkLimit) -> Tensor:
     return inside[-1] & ((inside[1:] & (turns == 0)).sum() >= limit.tokens)
 
 
-def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def score(
+    logits: Tensor, targets: Tensor, k: int, asked: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n]."""
     norm = log_sum_exp(logits)
     own = logits.gather(1, targets.long()[:, None])
     ranks = 1 + (logits > own).sum(-1, dtype=torch.int32)
-    top = logits.topk(k)
-    return (own - norm)[:, 0], ranks, top.indices.int(), top.values - norm
+    top_values, top_ids = logits.topk(k)
+    if asked:
+        others = torch.tensor(asked, device=logits.device).expand(len(logits), -1)
+        top_ids, top_values = (
+            torch.cat([top_ids, others], 1),
+            torch.cat([top_values, logits.gather(1, others)], 1),
+        )
+    return (own - norm)[:, 0], ranks, top_ids.int(), top_values - norm
 
 
 def to_host(x: Tensor) -> Tensor:

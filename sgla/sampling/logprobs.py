@@ -13,15 +13,15 @@ from sgla.sampling.draw import Floats, largest
 
 
 class Scores(NamedTuple):
-    """Of n tokens: logprob, rank (1 + number of larger logits), and the k most probable alternatives."""
+    """Of n tokens: logprob, rank (1 + number of larger logits), the k most probable alternatives or other tokens."""
 
     values: Floats  # [n]
     ranks: NDArray[np.int32]  # [n]
     top_ids: NDArray[np.int32]  # [n, k]
     top_values: Floats  # [n, k]
 
-    def block(self, row: int, prompt: bool, start: int) -> LogprobBlock:
-        """The message for row ``row`` of the step, tokens from position ``start`` on."""
+    def block(self, row: int, prompt: bool, start: int, asked: int = 0) -> LogprobBlock:
+        """The message for row ``row`` of the step, tokens from position ``start`` on. ``asked``: see ``LogprobBlock``."""
         return LogprobBlock(
             row=row,
             prompt=prompt,
@@ -31,26 +31,30 @@ class Scores(NamedTuple):
             top_ids=self.top_ids.tobytes(),
             top_values=self.top_values.tobytes(),
             k=self.top_ids.shape[1],
+            asked=asked,
         )
 
 
-def score(logits: Floats, targets: Sequence[int] | NDArray[np.int32], k: int) -> Scores:
-    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V]."""
+def score(
+    logits: Floats, targets: Sequence[int] | NDArray[np.int32], k: int, asked: Sequence[int] = ()
+) -> Scores:
+    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V], and the tokens ``asked`` for."""
     n, k = len(targets), min(k, logits.shape[1])
     scores = Scores(
         np.empty(n, np.float32),
         np.empty(n, np.int32),
-        np.empty((n, k), np.int32),
-        np.empty((n, k), np.float32),
+        np.empty((n, k + len(asked)), np.int32),
+        np.empty((n, k + len(asked)), np.float32),
     )
+    others = np.array(asked, np.intp)
     for i, (row, target) in enumerate(zip(logits, targets)):
         top = row.max()
         shifted = row - top
         norm = top + np.log(np.exp(shifted, out=shifted).sum())
         scores.values[i] = row[target] - norm
         scores.ranks[i] = 1 + np.count_nonzero(row > row[target])
-        if k:
-            ids = _largest_ids(row, k)
+        if k or asked:
+            ids = np.concatenate([_largest_ids(row, k), others]) if k else others
             scores.top_ids[i] = ids
             scores.top_values[i] = row[ids] - norm
     return scores

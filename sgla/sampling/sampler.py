@@ -30,6 +30,7 @@ class Choice(NamedTuple):
     rules: list[Rule]
     constraint: Constraint | None
     logprobs: int
+    logprob_ids: list[int]
 
 
 class Sampler:
@@ -61,8 +62,15 @@ class Sampler:
         shape = None
         if sampling.temperature >= COLD:
             shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        self._choices[slot] = Choice(shape, sampling.seed, rules, constraint, sampling.logprobs)
+        self._choices[slot] = Choice(
+            shape, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids
+        )
         self._plain[slot] = shape is None and not (rules or constraint) and sampling.logprobs < 0
+
+    def logprob_ids(self, slot: int) -> list[int]:
+        """Tokens whose logprobs the request in ``slot`` asks for."""
+        choice = self._choices[slot]
+        return choice.logprob_ids if choice else []
 
     def plain(self, slots: NDArray[np.int32]) -> bool:
         """True if the argmax of the logits is all that these slots need."""
@@ -109,5 +117,6 @@ class Sampler:
         if ids is not None:
             token = int(ids[token])
         if choice.logprobs >= 0:
-            blocks.append(score(raw[None], [token], choice.logprobs).block(row, False, position))
+            scores = score(raw[None], [token], choice.logprobs, choice.logprob_ids)
+            blocks.append(scores.block(row, False, position, len(choice.logprob_ids)))
         return token

@@ -15,7 +15,7 @@ def _entries(block: LogprobBlock, tokens: Sequence[int]) -> list[TokenLogprob]:
     """One entry a token of ``tokens``, the tokens that the block is about."""
     values, ranks = array("f", block.values), array("i", block.ranks)
     top_ids, top_values = array("i", block.top_ids), array("f", block.top_values)
-    k = block.k
+    k, likely = block.k, block.k - block.asked
     assert len(values) == len(ranks) == len(tokens), "a logprob block of another length"
     assert len(top_ids) == len(top_values) == k * len(tokens), "a logprob block of another width"
     return [
@@ -23,7 +23,8 @@ def _entries(block: LogprobBlock, tokens: Sequence[int]) -> list[TokenLogprob]:
             token,
             values[i],
             ranks[i],
-            list(zip(top_ids[i * k : (i + 1) * k], top_values[i * k : (i + 1) * k])),
+            list(zip(top_ids[i * k : i * k + likely], top_values[i * k : i * k + likely])),
+            list(zip(top_ids[i * k + likely : (i + 1) * k], top_values[i * k + likely : (i + 1) * k])),
         )
         for i, token in enumerate(tokens)
     ]

@@ -68,7 +68,7 @@ class Preparer:
         stop_ids = self._stop_ids(job.sampling)
         if job.suffix is not None:
             stop_ids |= self._infill.ends
-        for name in ("logit_bias", "allowed_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             self._check_known(name, getattr(job.sampling, name) or ())
         source = self._grammar(job.sampling.grammar)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
@@ -315,6 +315,7 @@ def row_sampling(
         thinking=thinking,
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+        logprob_ids=sampling.logprob_token_ids,
         grammar=grammar,
         grammar_after=free.after,
         grammar_opener=free.opener,

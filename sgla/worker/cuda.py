@@ -455,10 +455,11 @@ class CudaRunner:
                 with self.ops.float32_output():
                     logits = self.model.logits(hidden[first[r] + at : first[r] + at + size])
                 targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
-                parts.append(score(logits, targets, k))
+                parts.append(score(logits, targets, k, self.sampler.logprob_ids(slot)))
             if parts:
                 columns = [to_host(torch.cat(column)) for column in zip(*parts)]
-                scored.append(Scored(int(order[r]), True, start + 1, *columns))
+                asked = len(self.sampler.logprob_ids(slot))
+                scored.append(Scored(int(order[r]), True, start + 1, asked, *columns))
         return scored
 
     def control(self, command: Control) -> dict[str, Any]:

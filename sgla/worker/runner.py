@@ -182,10 +182,13 @@ class Runner:
                     start = span.start + int(tokens[inside[0]]) - span.first
                     targets = self.tables.tokens[span.slot, start : start + len(inside)]
                     k = int(self.tables.prompt_logprobs[span.slot])
-                    found.append(score(logits.numpy()[inside[0] : inside[-1] + 1], targets, k))
+                    part_logits = logits.numpy()[inside[0] : inside[-1] + 1]
+                    found.append(score(part_logits, targets, k, self.sampler.logprob_ids(span.slot)))
         samples = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = [
-            join_scores(f).block(s.row, True, s.start) for s, f in zip(wanted.prompt_spans, scores) if f
+            join_scores(f).block(s.row, True, s.start, len(self.sampler.logprob_ids(s.slot)))
+            for s, f in zip(wanted.prompt_spans, scores)
+            if f
         ]
         return samples._replace(logprobs=prompts + samples.logprobs)
 

@@ -7,6 +7,7 @@ import torch
 from sgla.kernels import build, native
 from sgla.messages import RowSampling
 from sgla.sampling import Sampler
+from sgla.sampling.device import score as device_score
 from sgla.sampling.draw import CANDIDATES, Shape, draw, uniform
 from sgla.sampling.logprobs import join, score
 from sgla.sampling.native import find_draw
@@ -229,6 +230,28 @@ def test_scores_match_log_softmax(k: int) -> None:
     top = expected.topk(k)
     assert scores.top_ids.tolist() == top.indices.tolist()
     torch.testing.assert_close(torch.from_numpy(scores.top_values), top.values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_tokens_asked_for_come_behind_the_most_probable(k: int) -> None:
+    logits, asked = np.stack([make_logits(i) for i in range(4)]), [9, 2, 9, VOCAB - 1]
+    expected = torch.from_numpy(logits).log_softmax(-1)
+    (scores, plain), targets = (
+        (join([score(logits, [1, 2, 3, 4], k, a)] * 2) for a in (asked, [])),
+        torch.arange(1, 5),
+    )
+    block = scores.block(0, False, 7, 4)
+    assert (block.k, block.asked) == (k + 4, 4)
+    assert scores.top_ids[:, k:].tolist() == [asked] * 8
+    np.testing.assert_allclose(scores.top_values[:4, k:], expected[:, asked], atol=1e-5)
+    np.testing.assert_array_equal(scores.top_values[:, :k], plain.top_values)
+    on_device = device_score(torch.from_numpy(logits), targets, k, asked)
+    np.testing.assert_array_equal(on_device[2], scores.top_ids[:4])
+    np.testing.assert_allclose(on_device[3], scores.top_values[:4], atol=1e-5)
+    bench = Bench()
+    bench.sampler.admit(0, 4, RowSampling(logprobs=k, logprob_ids=asked, seed=1, temperature=1.0))
+    (own,) = bench.run(logits[:1], [0], [9]).logprobs
+    assert (own.top_ids, own.asked) == (scores.top_ids[:1].tobytes(), 4)
 
 
 def test_logprobs_are_those_before_temperature_and_rules() -> None:
