@@ -243,10 +243,10 @@ def thought_enough(output: Tensor, limit: ThinkLimit) -> Tensor:
     """Whether reasoning must end now, bool[]; ``output`` int32[n]. See ``rules.py: ThinkingBudget``."""
     turns = torch.where(output == limit.open, 1, torch.where(output == limit.close, -1, 0))
     begin = turns.new_full((1,), 1 if limit.opened else -1)
-    place = torch.arange(1, len(output) + 1, device=output.device)
-    at = torch.cat([begin - begin, torch.where(turns != 0, place, 0)]).cummax(0).values
-    inside = torch.cat([begin, turns])[at] > 0
-    return inside[-1] & ((inside[1:] & (turns == 0)).sum() >= limit.tokens)
+    turns = torch.cat([begin, turns])
+    place = torch.arange(len(turns), device=output.device)
+    inside = turns[torch.where(turns != 0, place, 0).cummax(0).values] > 0
+    return inside[-1] & ((inside[:-1] & (turns[1:] >= 0)).sum() >= limit.tokens)
 
 
 def score(

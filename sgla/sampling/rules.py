@@ -110,10 +110,10 @@ class ThinkingBudget:
     def apply(self, logits: Floats, position: int) -> None:
         limit, output = self._limit, self._tokens[self._prompt_len : position]
         turns = np.where(output == limit.open, 1, np.where(output == limit.close, -1, 0))
-        at = np.maximum.accumulate(np.where(turns != 0, np.arange(1, len(output) + 1), 0))
-        inside = np.concatenate([[1 if limit.opened else -1], turns])[at] > 0
-        now = bool(inside[-1]) if len(inside) else limit.opened
-        if now and np.count_nonzero(inside & (turns == 0)) >= limit.tokens:
+        turns = np.concatenate([[1 if limit.opened else -1], turns])
+        last = np.maximum.accumulate(np.where(turns != 0, np.arange(len(turns)), 0))
+        inside = turns[last] > 0  # [i]: before output i
+        if inside[-1] and np.count_nonzero(inside[:-1] & (turns[1:] >= 0)) >= limit.tokens:
             logits[:] = -np.inf
             logits[limit.close] = 0
 

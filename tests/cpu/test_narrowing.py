@@ -90,10 +90,8 @@ def must_close(output: list[int], opened: bool, budget: int) -> bool:
     """The definition, token by token."""
     inside, used = opened, 0
     for token in output:
-        if token in (OPEN, CLOSE):
-            inside = token == OPEN
-        else:
-            used += inside
+        used += inside and token != CLOSE
+        inside = token == OPEN or (inside and token != CLOSE)
     return inside and used >= budget
 
 
