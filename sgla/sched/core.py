@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import BadRequest, ContextTooLong, DeadlineExceeded, InvalidField, Overloaded, SglaError
-from sgla.messages import Delta, StepPlan, StepResult, Submit
+from sgla.messages import Delta, RowSampling, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel
 from sgla.sched.limits import Limits
 from sgla.sched.logprobs import attach, collect_prompt
@@ -30,6 +30,7 @@ RATIO_RISE, RATIO_FALL = 0.1, 0.001
 # Plans travel through a ring of 8 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
 # bring at most this many bytes, or there is only one; and one request has at most so many beside its tokens.
 BROUGHT, BAGGAGE = 1 << 20, 3 << 19
+ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -68,7 +69,8 @@ class Core:
     def offer(self, submit: Submit, now: float) -> None:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold.
 
-        Raises Overloaded (queue full), ContextTooLong (it could never run), InvalidField (empty prompt, huge parameters).
+        Raises Overloaded (queue full), ContextTooLong (it could never run), InvalidField (empty prompt, huge parameters or
+        answers).
         """
         self._now = now
         assert submit.rid not in self._open, f"request {submit.rid} offered twice"
@@ -99,12 +101,21 @@ class Core:
         prompt = len(submit.tokens)
         if not prompt:
             raise InvalidField("The prompt is empty.", param="prompt")
+        if self._answer(submit.sampling) > ANSWER:
+            message = "The request wants more logprobs of a token than a step can bring; ask for fewer."
+            raise InvalidField(message, param="logprobs")
         most = min(self.limits.context_len, self.limits.pool_tokens + 1) - prompt
         if submit.max_new == 0 and prompt <= min(self.limits.context_len, self.limits.pool_tokens):
             return 0
         if most < 1:
             raise ContextTooLong.of(min(self.limits.context_len, self.limits.pool_tokens), prompt, 0)
         return min(submit.max_new, most)
+
+    def _answer(self, sampling: RowSampling) -> int:
+        """Bytes of logprobs and scores in a step full of such requests."""
+        tokens = self.limits.step_tokens if sampling.prompt_logprobs >= 0 else self.limits.rows
+        named = max(sampling.logprobs, sampling.prompt_logprobs) + len(sampling.logprob_ids)
+        return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ()))
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a

@@ -82,6 +82,16 @@ def test_plans_stay_small_enough_for_the_ring() -> None:
         core.offer(replace(make_submit("huge", prompt), sampling=sampling), 0.0)
 
 
+@pytest.mark.parametrize(
+    "wish", [{"logprobs": 1000}, {"prompt_logprobs": 30}, {"logprob_ids": [1] * 1000}, {"pool": [1] * 2000}]
+)
+def test_answers_stay_small_enough_for_the_ring(wish: dict[str, Any]) -> None:
+    core = Core(make_limits(slots=256, pages=4000, step_tokens=8192))
+    core.offer(make_submit("fits", PROMPT, sampling=RowSampling(logprobs=20, prompt_logprobs=20)), 0.0)
+    with pytest.raises(InvalidField, match="more logprobs"):
+        core.offer(make_submit("huge", PROMPT, sampling=RowSampling(**wish)), 0.0)
+
+
 def test_a_second_turn_finds_prompt_and_answer() -> None:
     simulation = Simulation(make_limits())
     simulation.offer(make_submit("first", PROMPT, max_new=12))
