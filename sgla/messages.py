@@ -32,12 +32,14 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
 
 class Thinking(msgspec.Struct, kw_only=True, frozen=True):
     """At most ``tokens`` of an output are reasoning: what stands between the tags ``open`` and ``close``, each one token of
-    the model. With ``open`` "" the output begins inside of it. ``param`` is the request field that errors name.
+    the model. With ``open`` "" the output begins inside of it. ``wish``: a model whose tags are no tokens is not limited,
+    instead of refused. ``param`` is the request field that errors name.
     """
 
     tokens: int
     open: str
     close: str
+    wish: bool = False
     param: str = "thinking_token_budget"
 
 

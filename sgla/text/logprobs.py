@@ -10,7 +10,7 @@ For the HTTP layer:
 - ``token_text``, ``token_name``, ``finite`` for other shapes.
 
 ``entries`` are ``TokenLogprob`` as they come in ``Event.logprobs`` or ``Event.prompt_logprobs``. Every entry of
-``entry.top`` is shown, so ask the engine for no more alternatives than the client did.
+``entry.top`` and, for outputs, of ``entry.asked`` is shown, so ask the engine for no more than the client did.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def chat_logprobs(
         return {"token": text, "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token))}
 
     return [
-        one(entry.token, entry.logprob) | {"top_logprobs": [one(token, value) for token, value in entry.top]}
+        one(entry.token, entry.logprob)
+        | {"top_logprobs": [one(token, value) for token, value in dict([*entry.top, *entry.asked]).items()]}
         for entry in entries
     ]
 
@@ -88,7 +89,7 @@ def completion_logprobs(
 
 def _alternatives(tokenizer: Tokenizer, entry: TokenLogprob, as_ids: bool) -> dict[str, float]:
     shown: dict[str, float] = {}
-    for token, value in [*entry.top, (entry.token, entry.logprob)]:
+    for token, value in [*entry.top, *entry.asked, (entry.token, entry.logprob)]:
         shown.setdefault(token_name(tokenizer, token, as_ids), finite(value))
     return shown
 

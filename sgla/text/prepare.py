@@ -271,6 +271,8 @@ class Preparer:
             self.tokenizer.encode(tag, add_special_tokens=False) for tag in (thinking.open, thinking.close)
         ]
         if len(ids[0]) > 1 or len(ids[1]) != 1:
+            if thinking.wish:
+                return None
             raise UnsupportedField(
                 f"{thinking.param} is not supported with this model: the tags of its reasoning are not tokens",
                 param=thinking.param,

@@ -12,9 +12,10 @@ import msgspec
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.request.chat import chosen_tools
-from sgla.http.request.schema import ChatRequest, unsupported
+from sgla.http.request.sampling import BUDGETS
+from sgla.http.request.schema import ChatRequest, SamplingFields, unsupported
 from sgla.http.server import Server
-from sgla.messages import Event, Grammar, SamplingParams
+from sgla.messages import Event, Grammar, SamplingParams, Thinking
 from sgla.text.reasoning.harmony import FINAL
 from sgla.text.reasoning.think import Think
 from sgla.text.tools.cursor import ARGUMENTS, CALL, REASONING, Piece
@@ -28,8 +29,10 @@ TAIL = 16  # tokens at a prompt's end in which a tag that opens reasoning is loo
 class Reading:
     """Made once a request; ``reader`` once a choice. Raises BadRequest kinds for tools that are wrong or cannot be had."""
 
-    def __init__(self, server: Server, fields: ChatRequest) -> None:
+    def __init__(self, server: Server, fields: ChatRequest, budget: int | None = None) -> None:
+        """``budget``: a wish for how many tokens reasoning has at most."""
         self.fields = fields
+        self._budget = budget
         self.metrics = server.metrics
         self.tokenizer: Any = server.ingress.tokenizer
         self._choice = chosen_tools(fields)
@@ -49,6 +52,7 @@ class Reading:
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Special tokens must stay in the text where they are the tags to be read. A grammar is for the answer alone."""
+        sampling = msgspec.structs.replace(sampling, thinking=self._thinking())
         grammar = self._constraint(sampling.grammar)
         if grammar is not None:
             whole = self.dialect.harmony and self._choice.forced
@@ -98,13 +102,28 @@ class Reading:
 
     def after_reasoning(self, grammar: Grammar) -> Grammar:
         """``grammar`` for the part of the output that is no reasoning."""
-        think, fields = self.dialect.think, self.fields
+        think = self.dialect.think
         if self.dialect.harmony:
-            return msgspec.structs.replace(grammar, after=() if fields.continue_final_message else FINAL)
+            return msgspec.structs.replace(grammar, after=() if self.fields.continue_final_message else FINAL)
         if think is None:
             return grammar
-        opened = fields.continue_final_message and opened_within(fields.messages[-1], think)
+        opened = self._opened_by_last()
         return msgspec.structs.replace(grammar, after=(think.close,), opener="" if opened else think.open)
+
+    def _thinking(self) -> Thinking | None:
+        asked, think = thinking_of(self.fields, self.dialect), self.dialect.think
+        if asked is None and self._budget is not None and think is not None:
+            asked = Thinking(tokens=self._budget, open=think.open, close=think.close, wish=True)
+        if asked is None or not self._opened_by_last():
+            return asked
+        return msgspec.structs.replace(asked, open="")
+
+    def _opened_by_last(self) -> bool:
+        """Whether the output goes on with a message that ends inside of reasoning."""
+        think = self.dialect.think
+        if think is None or not self.fields.continue_final_message:
+            return False
+        return opened_within(self.fields.messages[-1], think)
 
     def reader(self) -> Reader:
         return ChatReader(self) if self.active else PlainReader()
@@ -114,13 +133,27 @@ class Reading:
         think = self.dialect.think
         if think is None:
             return False
-        if self.fields.continue_final_message and opened_within(self.fields.messages[-1], think):
+        if self._opened_by_last():
             return True
         return think.opened_by(self.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
 
     def new_id(self) -> str:
         family = self.dialect.tools
         return secrets.token_hex(5)[:9] if family and family.short_ids else f"call_{secrets.token_hex(12)}"
+
+
+def thinking_of(fields: SamplingFields, dialect: Dialect) -> Thinking | None:
+    """The limit of reasoning that a request asks for. Raises UnsupportedField where the model's reasoning is not known."""
+    name = next((name for name in BUDGETS if getattr(fields, name) is not None), None)
+    tokens = -1 if name is None else getattr(fields, name)
+    if name is None or tokens < 0:
+        return None
+    think = dialect.think
+    if think is None or dialect.harmony:
+        raise unsupported(
+            name, " with this model: --reasoning-parser names how models with tags for it reason"
+        )
+    return Thinking(tokens=tokens, open=think.open, close=think.close, param=name)
 
 
 def schema_of(grammar: Grammar) -> dict[str, Any] | None:

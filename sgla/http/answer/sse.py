@@ -123,7 +123,9 @@ class SseSink:
         choice.add(message)
         self._held_bytes += len(message.text) + 8 * len(message.tokens)
         if message.logprobs:
-            self._held_bytes += sum(64 * (1 + len(entry.top)) for entry in message.logprobs)
+            self._held_bytes += sum(
+                64 * (1 + len(entry.top) + len(entry.asked)) for entry in message.logprobs
+            )
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() + self._held_bytes > self._limit:
             log.warning("stream %s dropped: the client has left %d bytes unread", self._uid, self._limit)

@@ -96,7 +96,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """``budget_tokens`` is a wish that models here cannot be told."""
+    """``budget_tokens`` ends reasoning where its tags are tokens of the model; others cannot be told of it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None

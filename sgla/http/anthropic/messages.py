@@ -47,7 +47,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     tell_ignored_tools(request, fields)
     chat = chat_request(fields)
     chat.model = model
-    reading = Reading(server, chat)
+    reading = Reading(server, chat, thinking_budget(fields))
     work = chat_work(request, server, chat, reading, clip=True)
     answer = Answer(f"msg_{work.uid}", model, fields, reading.reader())
     if fields.stream:
@@ -55,6 +55,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
     choices = await server.collect(work)
     raise_aborted(choices)
     return json_response(answer.whole(choices[0]))
+
+
+def thinking_budget(fields: CountTokensRequest) -> int | None:
+    thinking = fields.thinking
+    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 async def count_tokens(request: web.Request) -> web.Response:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from sgla import clock
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
+from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.errors import error_body
 from sgla.http.native.session_store import Turn
 from sgla.http.native.tokens import maybe_threaded
+from sgla.http.openai.common import MAX_LOGPROB_IDS
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.intake import intake
-from sgla.http.request.sampling import first, sampling_params
+from sgla.http.request.sampling import check_ids, first, sampling_params
 from sgla.http.request.schema import GenerateRequest, NativeSampling, Schema, SessionParams
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work
 from sgla.http.wire import encode, json_response
@@ -111,13 +114,27 @@ def native_sampling(fields: GenerateRequest, server: Server, i: int, count: int)
     wanted = spread("return_logprob", fields.return_logprob, count)[i]
     top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
     start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)
-    return sampling_params(
+    ids = (asked_ids(fields.token_ids_logprob, count)[i] or []) if wanted else []
+    check_ids("token_ids_logprob", ids, MAX_LOGPROB_IDS)
+    sampling = sampling_params(
         params,
         server.sampling_defaults,
         max_tokens=first(params.max_new_tokens, DEFAULT_MAX_TOKENS),
         logprobs=top,
         prompt_logprobs=top if start >= 0 else None,
+        logprob_token_ids=ids,
     )
+    return msgspec.structs.replace(sampling, thinking=thinking_of(params, server_dialect(server)))
+
+
+def asked_ids(value: list[int | list[int] | None] | None, count: int) -> list[Any]:
+    """``token_ids_logprob`` for each of ``count`` prompts: one list for all of them, or one each."""
+    kinds = {isinstance(item, int) for item in value or []}
+    if len(kinds) > 1:
+        raise InvalidField(
+            "token_ids_logprob must be a list of ids or of id lists", param="token_ids_logprob"
+        )
+    return [value] * count if kinds != {False} else spread("token_ids_logprob", value, count)
 
 
 class Shapes:
@@ -171,17 +188,22 @@ class Shapes:
         if sampling.logprobs:
             result["input_top_logprobs"] = [self._top(entry) for _, entry in prompt]
             result["output_top_logprobs"] = [self._top(entry) for entry in choice.logprobs or []]
+        if sampling.logprob_token_ids:
+            result["input_token_ids_logprobs"] = [self._asked(entry) for _, entry in prompt]
+            result["output_token_ids_logprobs"] = [self._asked(entry) for entry in choice.logprobs or []]
         return result
 
     def _chosen(self, token: int, entry: TokenLogprob | None) -> list[Any]:
         return [None if entry is None else finite(entry.logprob), token, self._text(token)]
 
     def _top(self, entry: TokenLogprob | None) -> list[list[Any]] | None:
-        return (
-            None
-            if entry is None
-            else [[finite(value), token, self._text(token)] for token, value in entry.top]
-        )
+        return None if entry is None else self._rows(entry.top)
+
+    def _asked(self, entry: TokenLogprob | None) -> list[list[Any]] | None:
+        return None if entry is None else self._rows(entry.asked)
+
+    def _rows(self, values: Sequence[tuple[int, float]]) -> list[list[Any]]:
+        return [[finite(value), token, self._text(token)] for token, value in values]
 
     def _text(self, token: int) -> str | None:
         return token_text(self._tokenizer, token) if self._texts else None

@@ -15,6 +15,7 @@ from sgla.http.answer.reading import Reading
 from sgla.http.errors import Aborted
 from sgla.http.openai.common import (
     ChunkStream,
+    check_logprob_ids,
     check_prompt_logprobs,
     check_stream_options,
     cut,
@@ -82,6 +83,7 @@ def check_fields(fields: ChatRequest) -> None:
     check_prompt_logprobs(fields)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_logprob_ids(fields)
     if fields.add_special_tokens:
         raise unsupported("add_special_tokens", ": the chat template writes them")
     check_max_tokens("max_tokens", fields.max_tokens)
@@ -94,6 +96,7 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
         max_tokens=first(fields.max_completion_tokens, fields.max_tokens),
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
+        logprob_token_ids=fields.logprob_token_ids,
     )
 
 

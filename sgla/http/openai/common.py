@@ -9,10 +9,13 @@ from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.sse import Encoder
 from sgla.http.errors import error_body
-from sgla.http.request.schema import OpenAIFields
+from sgla.http.request.sampling import check_ids
+from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, Usage
 from sgla.text.logprobs import prompt_logprobs
+
+MAX_LOGPROB_IDS = 128
 
 
 def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str, Any]:
@@ -47,6 +50,13 @@ def check_stream_options(fields: OpenAIFields) -> None:
 def check_prompt_logprobs(fields: OpenAIFields) -> None:
     if fields.prompt_logprobs is not None and fields.stream:
         raise InvalidField("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
+
+
+def check_logprob_ids(fields: ChatRequest | CompletionRequest) -> None:
+    """``logprob_token_ids`` come beside the likeliest tokens of outputs."""
+    check_ids("logprob_token_ids", fields.logprob_token_ids, MAX_LOGPROB_IDS)
+    if fields.logprob_token_ids and fields.logprobs in (None, False):
+        raise InvalidField("logprob_token_ids needs logprobs", param="logprob_token_ids")
 
 
 def cut(fields: OpenAIFields) -> dict[str, Any]:

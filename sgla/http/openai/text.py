@@ -11,9 +11,11 @@ from aiohttp import web
 from sgla.errors import InvalidField
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
+from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.errors import Aborted
 from sgla.http.openai.common import (
     ChunkStream,
+    check_logprob_ids,
     check_prompt_logprobs,
     check_stream_options,
     cut,
@@ -106,6 +108,7 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
     check_max_tokens("max_tokens", max_tokens, echo=bool(fields.echo))
     check_prompt_logprobs(fields)
+    check_logprob_ids(fields)
     check_best_of(fields)
     if fields.suffix and fields.echo:
         raise InvalidField("echo and suffix exclude each other", param="suffix")
@@ -120,7 +123,9 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
         max_tokens=max_tokens,
         logprobs=fields.logprobs,
         prompt_logprobs=max((k for k in shown if k is not None), default=None),
+        logprob_token_ids=fields.logprob_token_ids,
     )
+    sampling = msgspec.structs.replace(sampling, thinking=thinking_of(fields, server_dialect(server)))
     if made(fields) == sampling.n:
         return sampling
     return msgspec.structs.replace(sampling, n=made(fields), logprobs=fields.logprobs or 0)
@@ -204,7 +209,8 @@ class Shapes:
     def _asked(self, entries: list[TokenLogprob | None]) -> list[TokenLogprob | None]:
         """Without the alternatives that only ``prompt_logprobs`` wants."""
         return [
-            entry and TokenLogprob(entry.token, entry.logprob, entry.rank, entry.top[: self._logprobs])
+            entry
+            and TokenLogprob(entry.token, entry.logprob, entry.rank, entry.top[: self._logprobs], entry.asked)
             for entry in entries
         ]
 

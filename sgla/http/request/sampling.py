@@ -13,6 +13,8 @@ from sgla.messages import SamplingParams
 # The fields of generation_config.json that change how tokens are chosen.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PLAIN = (*MODEL_DEFAULTS, "presence_penalty", "frequency_penalty", "n", "ignore_eos", "stop_token_ids")
+BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")  # vLLM's, DashScope's, SGLang's
+MAX_WORDS = 256
 SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens")
 
 
@@ -32,6 +34,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    logprob_token_ids: list[int] | None = None,
 ) -> SamplingParams:
     """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null."""
     chosen = dict(defaults)
@@ -39,17 +42,23 @@ def sampling_params(
         value = getattr(fields, name)
         if value is not None:
             chosen[name] = value
-    check_ids(fields.stop_token_ids)
+    check_ids("stop_token_ids", fields.stop_token_ids, MAX_STOPS)
+    check_ids("allowed_token_ids", fields.allowed_token_ids)
+    if fields.allowed_token_ids == []:
+        raise InvalidField("allowed_token_ids: the list is empty", param="allowed_token_ids")
     return SamplingParams(
         **chosen,
         seed=first(fields.seed, fields.sampling_seed),
         logit_bias=logit_bias(fields.logit_bias),
+        bad_words=bad_words(fields.bad_words),
+        allowed_token_ids=fields.allowed_token_ids,
         min_tokens=first(fields.min_tokens, fields.min_new_tokens, 0),
         max_tokens=max_tokens,
         stop=stop_list(fields.stop),
         include_stop_str_in_output=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=logprob_token_ids or [],
         grammar=grammar_of(fields),
     )
 
@@ -69,15 +78,22 @@ def stop_list(stop: str | list[str] | None) -> list[str]:
     return [text for text in stops if text]
 
 
-def check_ids(ids: list[int] | None) -> None:
+def bad_words(words: list[str] | None) -> list[str]:
+    if len(words or []) > MAX_WORDS or any(len(word) > MAX_STOP_CHARS for word in words or []):
+        raise InvalidField(
+            f"bad_words may list at most {MAX_WORDS} words of at most {MAX_STOP_CHARS} characters",
+            param="bad_words",
+        )
+    return words or []
+
+
+def check_ids(name: str, ids: list[int] | None, most: int | None = None) -> None:
     if ids is None:
         return
-    if len(ids) > MAX_STOPS:
-        raise InvalidField(
-            f"stop_token_ids may list at most {MAX_STOPS} ids, got {len(ids)}", param="stop_token_ids"
-        )
+    if most is not None and len(ids) > most:
+        raise InvalidField(f"{name} may list at most {most} ids, got {len(ids)}", param=name)
     if any(not 0 <= token < 2**31 for token in ids):
-        raise InvalidField("stop_token_ids must be token ids: integers of at least 0", param="stop_token_ids")
+        raise InvalidField(f"{name} must be token ids: integers of at least 0", param=name)
 
 
 def logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:

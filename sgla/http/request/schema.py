@@ -34,8 +34,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": _OFF,
     "beam_width": (None, 1),
     "length_penalty": (None, 1.0),
-    "bad_words": _EMPTY,
-    "allowed_token_ids": (None,),
     "token_ids_logprob": (None,),
     "logprob_token_ids": (None,),
     "prompt_logprobs": (None,),
@@ -44,8 +42,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "include_reasoning": (None, True),
     "stream_reasoning": (None, True),
-    "thinking_token_budget": (None,),
-    "max_thinking_tokens": (None,),
     "repetition_detection": (None,),
     "repetition_ngram": (None,),
     "custom_logit_processor": (None,),
@@ -149,6 +145,9 @@ RANGES: dict[str, Range] = {
     "prompt_logprobs": Range(0, 20),
     "top_logprobs_num": Range(0, 20),
     "logprob_start_len": Range(-1, 2**31 - 1),
+    "thinking_token_budget": Range(-1, 2**31 - 1),
+    "thinking_budget": Range(-1, 2**31 - 1),
+    "max_thinking_tokens": Range(-1, 2**31 - 1),
     "priority": Range(-(2**31), 2**31 - 1),
     "timeout": Range(0, open_low=True),
     "capacity_of_str_len": TOKENS,
@@ -174,6 +173,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     sampling_seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    max_thinking_tokens: int | None = None
     min_tokens: int | None = None
     min_new_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -226,6 +230,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
 
@@ -285,6 +290,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
 
