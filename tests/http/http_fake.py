@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgla.errors import ContextTooLong, Loading
-from sgla.messages import Control, Event, Facts, Job, Rejected, TokenLogprob, Usage
+from sgla.messages import Control, Event, Facts, Job, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.sched.stats import Stats
 
 WORDS = [
@@ -235,21 +235,22 @@ def make_event(job: Job, prompt: list[int], child: int, step: int, last: bool) -
         index=job.index_base + child,
         text=text,
         tokens=[token],
-        logprobs=None if sampling.logprobs is None else [entry(token, sampling.logprobs)],
+        logprobs=None
+        if sampling.logprobs is None
+        else [entry(token, sampling.logprobs, sampling.logprob_token_ids)],
         prompt_tokens=prompt if first else None,
-        prompt_logprobs=prompt_entries(prompt, sampling.prompt_logprobs) if first else None,
+        prompt_logprobs=prompt_entries(prompt, sampling) if first else None,
         finish=("stop" if sampling.stop else "length") if last else None,
         matched=sampling.stop[0] if last and sampling.stop else None,
         usage=Usage(len(prompt), step + 1, 3),
     )
 
 
-def entry(token: int, k: int) -> TokenLogprob:
+def entry(token: int, k: int, asked: list[int]) -> TokenLogprob:
     top = [((token + i) % 510, -0.5 - i) for i in range(k)]
-    return TokenLogprob(token, -0.5, 1, top)
+    return TokenLogprob(token, -0.5, 1, top, [(other, -9.0 - other) for other in asked])
 
 
-def prompt_entries(prompt: list[int], k: int | None) -> list[TokenLogprob | None] | None:
-    if k is None:
-        return None
-    return [None, *(entry(token, k) for token in prompt[1:])]
+def prompt_entries(prompt: list[int], sampling: SamplingParams) -> list[TokenLogprob | None] | None:
+    k, asked = sampling.prompt_logprobs, sampling.logprob_token_ids
+    return None if k is None else [None, *(entry(token, k, asked) for token in prompt[1:])]

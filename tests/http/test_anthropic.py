@@ -15,7 +15,7 @@ from sgla.errors import BadRequest
 from sgla.http.answer.collect import Choice
 from sgla.http.anthropic.input import MESSAGES, chat_request
 from sgla.http.anthropic.messages import Answer, MessageStream
-from sgla.messages import Event, Usage
+from sgla.messages import Event, Thinking, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
 USER = [{"role": "user", "content": "hi"}]
@@ -234,6 +234,8 @@ async def test_thinking_that_is_not_shown(serve: Serve) -> None:
         assert (message.content[0].type, message.content[0].thinking) == ("thinking", "")
         assert message.content[0].signature
         assert message.content[1].text.startswith("I look.")
+    limit = Thinking(tokens=1024, open="<think>", close="</think>", wish=True)
+    assert [job.sampling.thinking for job in site.ingress.jobs] == [limit, limit]
 
 
 async def test_one_tool_at_a_time(serve: Serve) -> None:

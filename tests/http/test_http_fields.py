@@ -10,7 +10,7 @@ import pytest
 from http_fake import FakeIngress, ScriptedIngress
 from http_site import Serve, Site
 
-from sgla.messages import Event, TokenLogprob
+from sgla.messages import Event, Thinking, TokenLogprob
 
 USER = [{"role": "user", "content": "weather?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -116,6 +116,82 @@ async def test_messages_as_the_model_sees_them(site: Site) -> None:
     _, same = await site.post("/tokenize", {"messages": USER})
     assert tokens["tokens"] == same["tokens"]
     assert (await site.post("/apply-template", {"prompt": "x"}))[0] == 400
+
+
+# which tokens ---------------------------------------------------------------------------------------------------------
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/chat/completions", {"messages": USER}),
+    ("/v1/messages", {"messages": USER, "max_tokens": 5}),
+    ("/v1/responses", {"input": "x"}),
+    ("/generate", {"text": "x"}),
+]
+
+
+async def post(site: Site, path: str, start: dict[str, Any], more: dict[str, Any]) -> tuple[int, Any]:
+    return await site.post(path, start | ({"sampling_params": more} if path == "/generate" else more))
+
+
+@pytest.mark.parametrize(("path", "start"), ROUTES)
+async def test_words_and_tokens_reach_the_engine(site: Site, path: str, start: dict[str, Any]) -> None:
+    status, _ = await post(site, path, start, {"bad_words": ["a", " b"], "allowed_token_ids": [3, 4]})
+    assert status == 200
+    sampling = site.ingress.jobs[0].sampling
+    assert (sampling.bad_words, sampling.allowed_token_ids) == (["a", " b"], [3, 4])
+
+
+@pytest.mark.parametrize(("path", "start"), ROUTES)
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "max_thinking_tokens"])
+async def test_limits_of_reasoning(serve: Serve, path: str, start: dict[str, Any], name: str) -> None:
+    site = await serve(ScriptedIngress("x", "<think></think>"))
+    assert (await post(site, path, start, {name: 7}))[0] == 200
+    assert (await post(site, path, start, {name: -1}))[0] == 200
+    limited, free = (job.sampling.thinking for job in site.ingress.jobs)
+    assert limited == Thinking(tokens=7, open="<think>", close="</think>", param=name)
+    assert free is None
+
+
+async def test_a_limit_where_the_last_message_is_within_reasoning(serve: Serve) -> None:
+    site = await serve(ScriptedIngress("x", "<think></think>"))
+    messages = [*USER, {"role": "assistant", "content": "<think>Hm"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert (await site.post("/v1/chat/completions", {**body, "thinking_budget": 7}))[0] == 200
+    assert site.ingress.jobs[0].sampling.thinking == Thinking(
+        tokens=7, open="", close="</think>", param="thinking_budget"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"thinking_token_budget": 7}, "thinking_token_budget"),  # this model has no tags for it
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": ["x"] * 257}, "bad_words"),
+        ({"bad_words": ["x" * 1025]}, "bad_words"),
+    ],
+)
+async def test_wrong_tokens_are_refused(site: Site, more: dict[str, Any], param: str) -> None:
+    for path, start in ROUTES:
+        status, reply = await post(site, path, start, more)
+        assert status == 400
+        assert path == "/v1/messages" or reply["error"]["param"] == param
+
+
+async def test_logprobs_of_named_tokens_are_among_the_likeliest(site: Site) -> None:
+    more = {"logprob_token_ids": [7, 8], "max_tokens": 2}
+    _, text = await site.post("/v1/completions", {"prompt": "x", "logprobs": 1, **more})
+    assert [list(top.values())[1:] for top in text["choices"][0]["logprobs"]["top_logprobs"]] == [
+        [-16, -17]
+    ] * 2
+    _, chat = await site.post("/v1/chat/completions", {"messages": USER, "logprobs": True, **more})
+    for one in chat["choices"][0]["logprobs"]["content"]:
+        assert [(top["logprob"], top["bytes"]) for top in one["top_logprobs"]] == [(-16, [7]), (-17, [8])]
+    for path, start in ROUTES[:2]:
+        status, reply = await site.post(path, start | more)
+        assert (status, reply["error"]["param"]) == (400, "logprob_token_ids")
 
 
 # functions ------------------------------------------------------------------------------------------------------------

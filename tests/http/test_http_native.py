@@ -88,6 +88,26 @@ async def test_logprobs(site: Site) -> None:
     assert site.ingress.jobs[-1].sampling.prompt_logprobs is None
 
 
+async def test_logprobs_of_named_tokens(site: Site) -> None:
+    body = {
+        "input_ids": [[97, 98], [99, 97]],
+        "sampling_params": {"max_new_tokens": 2},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "token_ids_logprob": [[65], [66, 67]],
+        "return_text_in_logprobs": True,
+    }
+    for ids in ([[65], [66, 67]], [65]):
+        _, replies = await site.post("/generate", body | {"token_ids_logprob": ids})
+        for i, reply in enumerate(replies):
+            shown = [[-9 - token, token, chr(token)] for token in (ids[i] if len(ids) > 1 else ids)]
+            assert reply["meta_info"]["output_token_ids_logprobs"] == [shown] * 2
+            assert reply["meta_info"]["input_token_ids_logprobs"] == [None, shown]
+            assert "output_top_logprobs" not in reply["meta_info"]
+    _, (plain, _) = await site.post("/generate", body | {"token_ids_logprob": None})
+    assert "output_token_ids_logprobs" not in plain["meta_info"]
+
+
 async def test_prompt_only(site: Site) -> None:
     body = {
         "text": "ab",
@@ -117,6 +137,9 @@ async def test_prompt_only(site: Site) -> None:
         ({"text": "a", "sampling_params": [{"temperature": "hot"}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
         ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [1, [2]]}, "token_ids_logprob"),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [[1], [2]]}, "token_ids_logprob"),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob"),
     ],
 )
 async def test_refusals(site: Site, body: dict[str, Any], param: str) -> None:
