@@ -31,6 +31,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[
         str | None, Doc(description="file with a Jinja chat template, if not the model's")
     ] = None
+    trust_request_chat_template: Annotated[
+        bool, Doc(description="let requests bring chat templates, which may keep the server busy for ever")
+    ] = False
     tool_call_parser: Annotated[
         str | None,
         Doc(description="format of the model's tool calls, if its template does not tell; or none"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -24,6 +25,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Variables with a field of their own in a request, so that ``chat_template_kwargs`` should not set them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 PROBE = "Kq7wZ"
+MAX_SOURCE = 1 << 16  # characters of a template that comes with a request
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -80,6 +82,7 @@ class ChatTemplate:
         environment = _environment()
         tokens = special_tokens or {}
         self._variants = {name: _Variant(environment, text, tokens) for name, text in sources.items()}
+        self._sent = lru_cache(maxsize=16)(lambda text: _Variant(environment, text, tokens))
         if not self._variants:
             raise ConfigError("the chat template is empty", param="chat_template")
 
@@ -92,7 +95,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name.
+        """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is the source of another.
 
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
@@ -121,11 +124,25 @@ class ChatTemplate:
             return self._variants[name]
         if name == "default" and len(self._variants) == 1:
             return next(iter(self._variants.values()))
+        if is_source(name):
+            return self._compiled(name)
         raise UnsupportedField(
-            f"chat_template must be one of the model's templates ({', '.join(sorted(self._variants))}); "
-            "a template of your own is given to the server with --chat-template",
+            f"chat_template must be one of the model's templates ({', '.join(sorted(self._variants))}) or a template's text",
             param="chat_template",
         )
+
+    def _compiled(self, source: str) -> _Variant:
+        if len(source) > MAX_SOURCE:
+            raise InvalidField(f"chat_template may have {MAX_SOURCE} characters", param="chat_template")
+        try:
+            return self._sent(source)
+        except ConfigError as error:
+            raise InvalidField(error.message, param="chat_template") from error
+
+
+def is_source(template: str) -> bool:
+    """Whether it is a template's text and not a name."""
+    return "{" in template
 
 
 class _Variant:

@@ -93,6 +93,8 @@ def check_error(body: Any) -> dict[str, Any]:
             "chat_template_kwargs",
             "may not set messages",
         ),
+        (CHAT, HI | {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
+        ("/tokenize", HI | {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
         (CHAT, HI | {"chat_template_kwargs": {"self": 1, "tools": 2}}, "chat_template_kwargs", "self, tools"),
         (
             CHAT,

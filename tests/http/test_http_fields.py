@@ -194,6 +194,15 @@ async def test_logprobs_of_named_tokens_are_among_the_likeliest(site: Site) -> N
         assert (status, reply["error"]["param"]) == (400, "logprob_token_ids")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_trusted_request_may_bring_its_template(serve: Serve, path: str) -> None:
+    site = await serve(FakeIngress(), trust_request_chat_template=True)
+    status, _ = await site.post(path, {"messages": USER, "chat_template": "{{ messages }}"})
+    assert status == 200
+    if site.ingress.jobs:
+        assert site.ingress.jobs[0].template_kwargs == {"chat_template": "{{ messages }}"}
+
+
 # functions ------------------------------------------------------------------------------------------------------------
 
 

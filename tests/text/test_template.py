@@ -173,7 +173,11 @@ def test_named_templates() -> None:
     assert both.render([message("user", "a")], tools=[]) == "plain"
     assert both.render([message("user", "a")], chat_template="rag") == "rag"
     with pytest.raises(UnsupportedField, match="default, rag, tool_use"):
-        both.render([message("user", "a")], chat_template="{{ 1 }}")
+        both.render([message("user", "a")], chat_template="tools")
+    assert both.render([message("user", "a")], chat_template="{{ messages[0].content }}!") == "a!"
+    for wrong in ("{% for", "{{ 1 }}" * 10_000):
+        with pytest.raises(InvalidField, match="chat.template"):
+            both.render([message("user", "a")], chat_template=wrong)
     assert ChatTemplate({"only": "one"}).render([message("user", "a")]) == "one"
 
 

@@ -73,7 +73,7 @@ def render(server: Server, fields: ChatRequest | TokenizeRequest) -> str:
         tools=fields.tools or None,
         add_generation_prompt=generate,
         continue_final_message=continues,
-        **template_kwargs(fields),
+        **template_kwargs(fields, server.config.trust_request_chat_template),
     )
 
 

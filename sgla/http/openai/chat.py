@@ -68,7 +68,7 @@ def chat_work(
     prompt = {
         "messages": checked_messages(fields.messages),
         "tools": fields.tools or None,
-        "template_kwargs": template_kwargs(fields),
+        "template_kwargs": template_kwargs(fields, server.config.trust_request_chat_template),
         "add_generation_prompt": generate,
         "continue_final_message": continues,
         "clip": clip,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.request.schema import ChatRequest, TokenizeRequest, unsupported
-from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS
+from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
 
 Message = dict[str, Any]
 
@@ -135,12 +135,23 @@ def _wrong(message: str) -> InvalidField:
     return InvalidField(message, param="messages")
 
 
-def template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Extra variables of the template: ``chat_template_kwargs``, then what other fields mean to templates."""
+def template_kwargs(request: ChatRequest | TokenizeRequest, trusted: bool) -> dict[str, Any]:
+    """Extra variables of the template: ``chat_template_kwargs``, then what other fields mean to templates.
+
+    ``trusted``: the request may bring a template of its own, whose loops nothing bounds.
+    """
     kwargs = dict(request.chat_template_kwargs or {})
     if wrong := kwargs.keys() & (RESERVED - {"documents"} | {"self", "chat_template"}):
         names = ", ".join(sorted(wrong))
         raise InvalidField(f"chat_template_kwargs may not set {names}", param="chat_template_kwargs")
+    if request.chat_template is not None:
+        if is_source(request.chat_template) and not trusted:
+            raise UnsupportedField(
+                "chat_template: this server takes the names of its own templates only; --trust-request-chat-template "
+                "lets requests bring theirs",
+                param="chat_template",
+            )
+        kwargs["chat_template"] = request.chat_template
     if isinstance(request, ChatRequest):
         if request.documents:
             kwargs.setdefault("documents", request.documents)
