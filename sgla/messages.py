@@ -250,6 +250,9 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     error: str | None = None  # the step failed; fatal to the worker
     failed: list[tuple[int, str]] = []  # (i, why): the i-th SAMPLE row cannot go on; its token means nothing
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
+    # (i, int32[k]): tokens that the grammar forces behind the one of the i-th SAMPLE row; the token table has them. A row
+    # that was planned to sample one of them returns it.
+    forced: list[tuple[int, bytes]] = []
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):

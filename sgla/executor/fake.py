@@ -69,7 +69,8 @@ class FakeSlot:
 
 
 class FakeModel:
-    """Executes plans at once. ``verify``: keep a page store and check it: each row must find exactly its own prefix in
+    """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar forced them
+    behind the one it has sampled. ``verify``: keep a page store and check it: each row must find exactly its own prefix in
     the pages it was given, and no page may be written by two rows of a step.
 
     ``cost(tokens, pairs)``: seconds that a step reports, ``pairs`` being the (query, key) pairs of attention.
@@ -81,11 +82,13 @@ class FakeModel:
         seed: int = 0,
         verify: bool = True,
         cost: Callable[[int, int], float] | None = None,
+        forced: int = 0,
     ) -> None:
         self.facts = facts
         self.computed_tokens = 0
         self._seed = seed
         self._cost = cost
+        self._forced = forced
         self._slots: list[FakeSlot | None] = [None] * facts.slots
         self._encoder = facts.pooling is not None and facts.pooling.encoder
         self._store = [[0] * facts.page_size for _ in range(facts.pages)] if verify else None
@@ -105,6 +108,7 @@ class FakeModel:
         tokens = array("i")
         blocks: list[LogprobBlock] = []
         vectors: list[bytes] = []
+        forced: list[tuple[int, bytes]] = []
         for r, (slot, start, end, flags) in enumerate(rows):
             slot.computed = end
             if flags & PROMPT_LOGPROBS:
@@ -112,13 +116,13 @@ class FakeModel:
             if flags & POOL and end == slot.prompt_len:
                 vectors.append(self.vector(slot.tokens))
             if flags & SAMPLE:
-                assert end == len(slot.tokens), "a SAMPLE row must end at the last known token"
-                token = self._sample(slot)
-                if slot.sampling.logprobs >= 0:
-                    blocks.append(self._block(r, slot, False, end, [token], slot.sampling.logprobs))
-                slot.tokens.append(token)
-                slot.hash_on()
-                tokens.append(token)
+                if end == len(slot.tokens):
+                    token = self._next(slot)
+                    if slot.sampling.logprobs >= 0:
+                        blocks.append(self._block(r, slot, False, end, [token], slot.sampling.logprobs))
+                    elif run := self._run(slot):
+                        forced.append((len(tokens), array("i", run).tobytes()))
+                tokens.append(slot.tokens[end])
         count = sum(end - start for _, start, end, _ in rows)
         self.computed_tokens += count
         seconds = 0.0
@@ -127,7 +131,12 @@ class FakeModel:
                 count, sum((end - start) * (start + end + 1) // 2 for _, start, end, _ in rows)
             )
         return StepResult(
-            step=plan.step, tokens=tokens.tobytes(), logprobs=blocks, seconds=seconds, vectors=vectors
+            step=plan.step,
+            tokens=tokens.tobytes(),
+            logprobs=blocks,
+            seconds=seconds,
+            vectors=vectors,
+            forced=forced,
         )
 
     def vector(self, tokens: list[int]) -> bytes:
@@ -146,9 +155,7 @@ class FakeModel:
         )
         slot = FakeSlot(new)
         while len(slot.tokens) - len(prompt) < max_new:
-            token = self._sample(slot)
-            slot.tokens.append(token)
-            slot.hash_on()
+            token = self._next(slot)
             if token in stop_ids and len(slot.tokens) - len(prompt) > sampling.min_tokens:
                 break
         return slot.tokens[len(prompt) :]
@@ -213,6 +220,18 @@ class FakeModel:
             while token in sampling.stop_ids:
                 token = (token + 1) % self.facts.vocab_size
         return token
+
+    def _next(self, slot: FakeSlot) -> int:
+        """Append the token that follows."""
+        token = self._sample(slot)
+        slot.tokens.append(token)
+        slot.hash_on()
+        return token
+
+    def _run(self, slot: FakeSlot) -> list[int]:
+        """Append some more. How many depends on the tokens alone."""
+        count = (slot.chain[-1] >> 40) % (self._forced + 1)
+        return [self._next(slot) for _ in range(count)]
 
     def _prompt_block(self, row: int, slot: FakeSlot, start: int, end: int) -> LogprobBlock:
         """The span ``[start, end)`` predicts the tokens one later, as far as they are prompt."""

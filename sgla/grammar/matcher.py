@@ -16,6 +16,7 @@ from sgla.grammar.protocol import Vocabulary
 from sgla.messages import RowSampling
 
 KEPT = 256  # compiled grammars; copies of them are cheap
+RUN = 64  # forced tokens of a row that one step's result brings at most: it has to fit its ring
 
 
 class MatchFailed(Exception):
@@ -172,6 +173,22 @@ class Constraint:
         if logits.max() == -np.inf:  # another rule has forbidden what must come
             logits[:] = 0 if ids is not None else np.where(allowed, 0, -np.inf)
         return logits, ids
+
+    def jump(self, position: int, token: int) -> list[int]:
+        """``token`` has been chosen for ``position``. Returns the tokens that must follow it, RUN at most, and goes past
+        them: the next position to ask for is the one behind them. Raises MatchFailed.
+
+        Without it they would be the same ones: where tokens are forced, the mask leaves the first of them only.
+        """
+        self._take(token)
+        self._seen = position + 1
+        if self._ended or self._free is not None:
+            return []
+        run = self._matcher.compute_ff_tokens()[:RUN]
+        for forced in run:
+            self._take(forced)
+        self._seen += len(run)
+        return run
 
     def _take(self, token: int) -> None:
         if self._ended:

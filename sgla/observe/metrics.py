@@ -271,6 +271,9 @@ class Metrics(Collector):
         )
         yield self._counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens", stats.output_tokens)
+        yield self._counter(
+            "jumped_tokens", "Output tokens forced by a grammar, not sampled", stats.jumped_tokens
+        )
         yield self._counter("query_tokens", "Prompt tokens looked up in the prefix cache", stats.query_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)

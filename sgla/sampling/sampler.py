@@ -20,6 +20,7 @@ class Samples(NamedTuple):
     tokens: NDArray[np.int32]  # [S]
     logprobs: list[LogprobBlock]
     failed: list[tuple[int, str]]  # StepResult.failed
+    forced: list[tuple[int, bytes]]  # StepResult.forced
 
 
 class Choice(NamedTuple):
@@ -36,7 +37,7 @@ class Choice(NamedTuple):
 class Sampler:
     """``tokens`` int32[slots, context + 1] is the worker's token table: read by the rules, written by ``sample``.
 
-    ``matchers``: None on ranks that do not sample.
+    ``matchers``: None on ranks that do not sample. ``jumps``: tokens that a grammar forces are told at once.
     """
 
     def __init__(
@@ -45,13 +46,16 @@ class Sampler:
         vocab_size: int,
         matchers: Matchers | None = None,
         draw: Draw = draw,
+        jumps: bool = True,
     ) -> None:
         self._matchers = matchers
         self._draw = draw
+        self._jumps = jumps
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._choices: list[Choice | None] = [None] * len(tokens)
         self._plain = np.zeros(len(tokens), bool)  # greedy and nothing else
+        self._known = [0] * len(tokens)  # positions before are not sampled: a grammar has forced their tokens
 
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
         """A request takes ``slot``; whatever the slot had is forgotten."""
@@ -62,6 +66,7 @@ class Sampler:
         shape = None
         if sampling.temperature >= COLD:
             shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self._known[slot] = 0
         self._choices[slot] = Choice(
             shape, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids
         )
@@ -79,24 +84,31 @@ class Sampler:
     def sample(
         self, logits: Floats, rows: NDArray[np.int32], slots: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> Samples:
-        """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token table.
+        """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token table, followed by
+        those that its grammar then forces. A position that is known already keeps its token.
 
         ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry.
         """
         blocks: list[LogprobBlock] = []
         failed: list[tuple[int, str]] = []
+        forced: list[tuple[int, bytes]] = []
         if self.plain(slots):
             chosen = logits.argmax(-1).astype(np.int32)
         else:
             chosen = np.empty(len(slots), np.int32)
             for i, (row, slot, position) in enumerate(zip(rows.tolist(), slots.tolist(), positions.tolist())):
+                if position < self._known[slot]:
+                    chosen[i] = self._tokens[slot, position]
+                    continue
                 try:
                     chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
+                    if run := self._jump(slot, position, int(chosen[i])):
+                        forced.append((i, run))
                 except MatchFailed as error:
                     chosen[i] = 0
                     failed.append((i, str(error)))
         self._tokens[slots, positions] = chosen
-        return Samples(chosen, blocks, failed)
+        return Samples(chosen, blocks, failed, forced)
 
     def _sample_row(
         self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]
@@ -120,3 +132,16 @@ class Sampler:
             scores = score(raw[None], [token], choice.logprobs, choice.logprob_ids)
             blocks.append(scores.block(row, False, position, len(choice.logprob_ids)))
         return token
+
+    def _jump(self, slot: int, position: int, token: int) -> bytes:
+        """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None where logprobs are
+        wanted: those are of samples."""
+        choice = self._choices[slot]
+        assert choice is not None
+        if not self._jumps or choice.constraint is None or choice.logprobs >= 0:
+            return b""
+        places = self._tokens[slot, position + 1 :]
+        run = np.array(choice.constraint.jump(position, token)[: len(places)], np.int32)
+        places[: len(run)] = run
+        self._known[slot] = position + 1 + len(run)
+        return run.tobytes()

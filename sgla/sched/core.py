@@ -436,21 +436,18 @@ class Core:
         for request, token in zip(step.samples, tokens):
             if request.finish is not None:
                 continue
-            request.tokens.append(token)
-            count = len(request.tokens)
+            if request.stale:
+                request.stale -= 1
+                continue
             delta = Delta(rid=request.rid, tokens=[token])
             deltas.append(delta)
             if request.first_token is None:
                 self._first(request, delta)
-            if token in request.stop_ids and count - request.prompt_len > request.min_tokens:
-                delta.finish, delta.matched = "stop", token
-            elif count >= request.limit:
-                delta.finish = "length"
-            else:
-                continue
-            request.finish = delta.finish
-            ended.append(request)
+            if request.commit(token, delta):
+                ended.append(request)
         self._ledger.counts.output_tokens += len(deltas)
+        if result.forced:
+            self._jump(step, result, deltas, ended)
         if result.logprobs:
             attach(step.rows, result.logprobs, deltas)
         deltas += broken
@@ -465,6 +462,26 @@ class Core:
                 ended.append(request)
         self._conclude(ended, step.number)
         return deltas
+
+    def _jump(self, step: Step, result: StepResult, deltas: list[Delta], ended: list[Request]) -> None:
+        """Commit what the grammar forces behind sampled tokens. It is planned like a prompt's next part; samples of it that
+        are in flight bring nothing new."""
+        by_rid = {delta.rid: delta for delta in deltas}
+        for index, run in result.forced:
+            request = step.samples[index]
+            if request.finish is not None:
+                continue
+            delta, in_flight = by_rid[request.rid], request.known - len(request.tokens)
+            for token in array("i", run):
+                delta.tokens.append(token)
+                if request.commit(token, delta):
+                    ended.append(request)
+                    break
+            jumped = len(delta.tokens) - 1
+            request.stale = min(in_flight, jumped)
+            request.known = max(request.known, len(request.tokens))
+            self._ledger.counts.output_tokens += jumped
+            self._ledger.counts.jumped_tokens += jumped
 
     def _fail(self, step: Step, result: StepResult) -> list[Delta]:
         """End the requests that the worker could not go on with."""

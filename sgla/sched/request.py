@@ -7,7 +7,7 @@ from array import array
 from enum import Enum
 
 from sgla.cache.radix import Node
-from sgla.messages import Submit, TokenLogprob
+from sgla.messages import Delta, Submit, TokenLogprob
 
 
 class State(Enum):
@@ -54,6 +54,7 @@ class Request:
         "seq",
         "shared",
         "slot",
+        "stale",
         "state",
         "stop_ids",
         "submit",
@@ -91,6 +92,9 @@ class Request:
         self.planned = 0
         self.allocated = 0
         self.last_step = 0
+        self.stale = (
+            0  # next samples to come whose tokens are committed already, because a grammar forced them
+        )
 
         self.cached = 0
         self.preemptions = 0
@@ -121,6 +125,19 @@ class Request:
         """Committed output tokens."""
         return len(self.tokens) - self.prompt_len
 
+    def commit(self, token: int, delta: Delta) -> bool:
+        """Take the next output token, which is in ``delta``; returns whether it is the last one, which both then say."""
+        self.tokens.append(token)
+        count = len(self.tokens)
+        if token in self.stop_ids and count - self.prompt_len > self.min_tokens:
+            delta.finish, delta.matched = "stop", token
+        elif count >= self.limit:
+            delta.finish = "length"
+        else:
+            return False
+        self.finish = delta.finish
+        return True
+
     def boost(self) -> None:
         """It has waited too long: from now on it goes before every request that has not."""
         self.rank = (-math.inf, self.arrival, self.seq)
@@ -145,7 +162,7 @@ class Request:
         assert self.planned == 0
         self._move(State.DRAINING, State.WAITING)
         self.preemptions += 1
-        assert self.known == len(self.tokens), "a sample is missing"
+        assert (self.known, self.stale) == (len(self.tokens), 0), "a sample is missing"
         self.data = array("i", self.tokens).tobytes()
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:

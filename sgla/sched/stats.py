@@ -45,6 +45,7 @@ class Stats(msgspec.Struct, kw_only=True):
     finished: dict[str, int] = {}  # counter by reason
     prompt_tokens: int = 0  # counter: prompts of admitted requests
     output_tokens: int = 0  # counter: committed
+    jumped_tokens: int = 0  # counter: of those, forced by a grammar and not sampled
     steps: int = 0  # counter
     step_seconds: float = 0.0  # counter: the worker was busy
     gap_seconds: float = 0.0  # counter: the worker waited for a plan

@@ -97,7 +97,9 @@ class Runner:
         self.tables = SlotTables(slots, size.context_len, config.page_size)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
-        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick)
+        # The other ranks hear of one token a row.
+        jumps = self.shard.size == 1
+        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps)
         self.facts = Facts(
             pages=size.pages,
             page_size=config.page_size,
@@ -149,11 +151,12 @@ class Runner:
             logprobs=samples.logprobs,
             failed=samples.failed,
             vectors=vectors,
+            forced=samples.forced,
         )
 
     def _sample(self, logits: torch.Tensor, wanted: Wanted) -> Samples:
         """The next token of each sampled row, in the token table of every rank."""
-        samples = Samples(np.empty(len(wanted.rows), np.int32), [], [])
+        samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], [])
         if self.shard.rank == 0 and len(samples.tokens):
             samples = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions)
         if len(samples.tokens):

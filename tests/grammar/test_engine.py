@@ -243,7 +243,19 @@ def test_logprobs_are_the_models_own(engine: Engine) -> None:
     assert dict(out.logprobs[0].top) == pytest.approx(dict(free.logprobs[0].top))
 
 
+NAMES = ["first_of_the_names", "another_long_name", "the_last_name"]
+FORCED = json_schema(
+    {
+        "type": "object",
+        "properties": {name: {"enum": ["yes", "no", 7]} for name in NAMES},
+        "required": NAMES,
+        "additionalProperties": False,
+    },
+    whitespace="",
+)
+
 MIXED = [
+    FORCED,
     *(json_schema(schema) for schema in list(CASES.values())[5:60:6]),
     *(Grammar(kind="regex", text=pattern) for pattern in REGEXES[:4]),
     Grammar(kind="choice", text='["yes", "no", "red"]'),
@@ -278,6 +290,56 @@ def test_preempted_outputs_go_on_where_they_were(engine: Engine, start: Start) -
     changes = {"logit_bias": {}}
     assert texts(small, many=True, **changes) == texts(engine, many=True, **changes)
     assert small.stats().preemptions > before
+
+
+def one_by_one(self: Constraint, position: int, token: int) -> list[int]:
+    return []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_forced_tokens_come_at_once_and_are_those_that_would_be_sampled(
+    start: Start, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    engine = start(depth=depth)
+    changes: dict[str, Any] = {"frequency_penalty": 0.3, "repetition_penalty": 1.2}
+
+    def made(grammars: list[Grammar]) -> tuple[list[tuple[list[int], str | None]], int]:
+        before = engine.stats().steps
+        greedy = outputs(engine, grammars, temperature=0.0, max_tokens=80, **changes)
+        found = greedy + outputs(engine, grammars, max_tokens=80, **changes)
+        return [(out.tokens, out.finish) for out in found], engine.stats().steps - before
+
+    with_jumps, _ = made(MIXED)
+    alone, few = made([FORCED])
+    assert alone == with_jumps[:: len(MIXED)]
+    monkeypatch.setattr(Constraint, "jump", one_by_one)
+    jumped = engine.stats().jumped_tokens
+    assert made(MIXED)[0] == with_jumps
+    assert engine.stats().jumped_tokens == jumped > 100
+    without, many = made([FORCED])
+    assert without == alone
+    assert few < 0.7 * many
+
+
+def test_a_forced_run_ends_where_the_request_does(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(**changes: Any) -> Output:
+        return engine.generate("x", params(engine, FORCED, **changes))
+
+    whole = made()
+    for count in range(1, len(whole.tokens)):
+        cut = made(max_tokens=count)
+        assert (cut.tokens, cut.finish) == (whole.tokens[:count], "length")
+    cut = made(stop=["r_lon"])
+    assert (cut.text, cut.matched) == (whole.text[: whole.text.index("r_lon")], "r_lon")
+    stopped = made(stop_token_ids=[whole.tokens[5]])
+    assert (stopped.tokens, stopped.finish) == (whole.tokens[:6], "stop")
+    jumped = engine.stats().jumped_tokens
+    scored = made(logprobs=1)
+    assert scored.tokens == whole.tokens
+    assert [entry.token for entry in scored.logprobs or []] == whole.tokens
+    assert engine.stats().jumped_tokens == jumped
+    monkeypatch.setattr(Constraint, "jump", one_by_one)
+    assert made(stop=["r_lon"]).tokens == cut.tokens
 
 
 def test_two_ranks(start: Start) -> None:
@@ -345,7 +407,7 @@ def test_a_grammar_that_fails_later_ends_its_own_request_only(
         return narrow(self, logits, position)
 
     monkeypatch.setattr(Constraint, "narrow", fail)
-    long, short = (Grammar(kind="regex", text=text) for text in ("a{60}", "b{6}"))
+    long, short = (Grammar(kind="regex", text=text) for text in ("[ac]{60}", "b{6}"))
     asked = [params(engine, g, ignore_eos=True, max_tokens=50) for g in (None, long, short)]
     results: list[Any] = [None] * 3
 

@@ -42,10 +42,14 @@ def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -
 
 
 class Simulation:
-    """``cut``: requests ended by a cancel or a deadline. A step lasts 1 on the simulated clock, or ``cost``."""
+    """``cut``: requests ended by a cancel or a deadline. ``forced``: see FakeModel. A step lasts 1 on the simulated clock, or ``cost``."""
 
     def __init__(
-        self, limits: Limits, cost: Callable[[int, int], float] | None = None, check: bool = True
+        self,
+        limits: Limits,
+        cost: Callable[[int, int], float] | None = None,
+        check: bool = True,
+        forced: int = 0,
     ) -> None:
         facts = Facts(
             pages=limits.pages,
@@ -59,7 +63,7 @@ class Simulation:
         )
         self.limits = limits
         self.core = Core(limits)
-        self.model = FakeModel(facts, seed=1, verify=check, cost=cost)
+        self.model = FakeModel(facts, seed=1, verify=check, cost=cost, forced=forced)
         self.check = check
         self.now = 1.0
         self.flights: deque[StepPlan] = deque()

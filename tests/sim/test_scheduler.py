@@ -21,9 +21,9 @@ from sgla.sched.limits import Limits
 PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
 
 
-def transcripts(limits: Limits, seed: int) -> dict[str, tuple[list[int], str | None]]:
+def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[list[int], str | None]]:
     """All requests at once, to their end."""
-    simulation = Simulation(limits)
+    simulation = Simulation(limits, forced=forced)
     for submit in random_submits(Random(seed), 6):
         submit.deadline = None
         simulation.offer(submit)
@@ -45,12 +45,13 @@ def transcripts(limits: Limits, seed: int) -> dict[str, tuple[list[int], str | N
             "slots": st.sampled_from((1, 3, 8)),
         }
     ),
+    forced=st.sampled_from((0, 1, 2, 9)),
 )
-def test_transcripts_do_not_depend_on_settings(seed: int, changes: dict[str, Any]) -> None:
-    """Depth 1 = 2 = 3, chunked = whole, cache on = off, alone = in a batch."""
+def test_transcripts_do_not_depend_on_settings(seed: int, changes: dict[str, Any], forced: int) -> None:
+    """Depth 1 = 2 = 3, chunked = whole, cache on = off, alone = in a batch, tokens one by one = several at once."""
     reference = make_limits(depth=1, step_tokens=1000, prefix_cache=False, pages=200)
     limits = make_limits(pages=100 // changes["page_size"] + 2, **changes)
-    assert transcripts(limits, seed) == transcripts(reference, seed)
+    assert transcripts(limits, seed, forced) == transcripts(reference, seed)
 
 
 def test_identical_prompts_of_one_step_compute_the_prefix_once() -> None:
@@ -146,6 +147,35 @@ def test_no_row_is_planned_beyond_max_new(depth: int) -> None:
     simulation.run()
     assert len(simulation.plans) == 4
     assert simulation.model.computed_tokens == 5 + 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_forced_tokens_are_computed_in_one_step(depth: int) -> None:
+    simulation = Simulation(make_limits(depth=depth, step_tokens=64, pages=65), forced=30)
+    simulation.offer(make_submit("r", PROMPT, max_new=70))
+    simulation.run()
+    simulation.verify()
+    stats = simulation.core.stats()
+    runs = [len(delta.tokens) - 1 for delta in simulation.deltas["r"]]
+    assert (stats.jumped_tokens, stats.output_tokens) == (sum(runs), 70)
+    assert sum(runs) > 40
+    # A step for each sampled token, and those in flight whose tokens were known before they came.
+    samples = len(runs)
+    assert samples <= stats.steps <= samples * depth
+    chunks = [count for plan in simulation.plans[1:] for count in ints(plan.q_lens)]
+    assert max(chunks) >= max(runs[:-1]) - depth + 2
+
+
+def test_stop_tokens_and_limits_cut_a_forced_run() -> None:
+    whole = Simulation(make_limits()).model.continuation(PROMPT, RowSampling(), frozenset(), 40)
+    for cut in range(1, 40):
+        for stop_ids in (frozenset[int](), frozenset(whole[cut - 1 : cut])):
+            simulation = Simulation(make_limits(), forced=20)
+            max_new = 40 if stop_ids else cut
+            simulation.offer(make_submit("r", PROMPT, max_new=max_new, stop_ids=stop_ids))
+            simulation.run()
+            simulation.verify()
+            assert (simulation.deltas["r"][-1].matched is not None) == bool(stop_ids)
 
 
 def test_stop_token_ends_and_is_named_but_not_before_min_tokens() -> None:

@@ -13,7 +13,7 @@ SHARDS = 2
 
 def play(random: Random) -> Simulation:
     """A scenario: arrivals, cancels and deadlines at random times while steps go on."""
-    simulation = Simulation(random_limits(random))
+    simulation = Simulation(random_limits(random), forced=random.choice((0, 0, 2, 9)))
     pending = random_submits(random, random.randint(2, 9))[::-1]
     bound = 400 + 80 * len(pending)
     for _ in range(bound):

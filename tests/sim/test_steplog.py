@@ -28,7 +28,8 @@ class Recorded(Simulation):
 
 def play(random: Random, steps: int) -> Recorded:
     """Arrivals, refusals, cancels, deadlines and flushes at random times; left running or idle."""
-    simulation = Recorded(random_limits(random), steps=steps, check=False)
+    forced = random.choice((0, 5))
+    simulation = Recorded(random_limits(random), steps=steps, check=False, forced=forced)
     pending = random_submits(random, random.randint(2, 12))[::-1]
     for _ in range(random.choice((30, 100, 400))):
         while pending and pending[-1].arrival <= simulation.now:
