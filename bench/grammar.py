@@ -1,9 +1,10 @@
 """Throughput of one batch with and without a grammar: the same prompts, the same number of output tokens.
 
-    python bench/grammar.py --model demo [--batch 32] [--tokens 128] [--repeat 3]
+    python bench/grammar.py --model demo [--batch 32] [--tokens 128] [--repeat 3] [--schema names]
 
-The schema is a list of records that is longer than any output here, so that every request runs to ``--tokens``. Both kinds
-are measured in turn. Prints one JSON line with medians.
+The schema is a list of records that is longer than any output here, so that every request runs to ``--tokens``. The records of
+``--schema names`` have long names and short values: most tokens are forced. Both kinds are measured in turn. Prints one
+JSON line with medians.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import platform
 import time
 from statistics import median
+from typing import Any
 
 import sgla
 from sgla import Engine, SamplingParams
@@ -30,7 +32,18 @@ RECORD = {
     "required": ["name", "kind", "length", "tags", "deep"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "array", "items": RECORD, "minItems": 100}
+NAMES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name_of_the_country": {"type": "string", "maxLength": 20},
+        "length_in_kilometres": {"type": "integer", "minimum": 0, "maximum": 10000},
+        "is_navigable_by_ships": {"type": "boolean"},
+        "average_discharge_at_mouth": {"type": "integer", "minimum": 0, "maximum": 10000},
+    },
+    "additionalProperties": False,
+}
+NAMES["required"] = list(NAMES["properties"])
+RECORDS = {"records": RECORD, "names": NAMES}
 PROMPT = "Here is a long list of waters number {} as JSON:\n"
 
 
@@ -56,15 +69,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--schema", choices=RECORDS, default="records")
     args = parser.parse_args()
-    grammar = Grammar(kind="json_schema", text=json.dumps(SCHEMA))
+    schema = {"type": "array", "items": RECORDS[args.schema], "minItems": 100}
+    grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     found: dict[str, list[float]] = {"free": [], "grammar": []}
+    steps = jumped = 0
     with Engine(args.model) as engine:
         for kind in (None, grammar):
             run(engine, args.batch, 8, args.temperature, kind)
         for _ in range(args.repeat):
             found["free"].append(run(engine, args.batch, args.tokens, args.temperature, None))
+            before = engine.stats()
             found["grammar"].append(run(engine, args.batch, args.tokens, args.temperature, grammar))
+            after = engine.stats()
+            steps, jumped = after.steps - before.steps, after.jumped_tokens - before.jumped_tokens
     print(
         json.dumps(
             {
@@ -75,10 +94,13 @@ def main() -> None:
                 "batch": args.batch,
                 "tokens": args.tokens,
                 "temperature": args.temperature,
+                "schema": args.schema,
                 "repeat": args.repeat,
                 "free_tok_s": round(median(found["free"]), 1),
                 "grammar_tok_s": round(median(found["grammar"]), 1),
                 "ratio": round(median(g / f for f, g in zip(found["free"], found["grammar"])), 3),
+                "grammar_steps": steps,
+                "jumped_tokens": jumped,
             }
         )
     )

@@ -97,8 +97,7 @@ class Runner:
         self.tables = SlotTables(slots, size.context_len, config.page_size)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
-        # The other ranks hear of one token a row.
-        jumps = self.shard.size == 1
+        jumps = self.shard.size == 1  # other ranks are told one token a row
         self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps)
         self.facts = Facts(
             pages=size.pages,
