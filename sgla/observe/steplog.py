@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # A snapshot takes a few ms of the loop, tens with a full cache. So a chapter goes on until the scheduler is idle, unless it
 # takes more memory than this.
-BYTES_KEPT = 32 << 20
+BYTES_KEPT = 4 << 20
 TOKEN_BYTES, PLAN_BYTES = (
     40,
     800,
