@@ -112,4 +112,4 @@ async def test_memory_is_flat_over_ten_thousand_requests(tiny_model: Path) -> No
         await soak(server, 10_000, seed=3)
         await settled(server)
         after = process.memory_info().rss
-    assert after - before < 0.02 * before + (4 << 20), (before, after)
+        assert after - before < 0.02 * before + (4 << 20), (before, after)
