@@ -151,7 +151,7 @@ def _attend(
         top, total, acc = _join(top, total, acc, own_top, own_total, own)
     if SPLIT:
         place = ((begin + i).to(tl.int64) * kv_heads * GROUP + q_head) * chunks + first
-        used = live & (first < last)
+        used = live & (first + 0 * i < last)  # by row: newer interpreters take no scalar into a mask
         tl.store(part + place[:, None] * HD + d[None, :], acc, mask=used[:, None])
         tl.store(part_ml + place * 2, top, mask=used)
         tl.store(part_ml + place * 2 + 1, total, mask=used)
