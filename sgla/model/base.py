@@ -11,6 +11,7 @@ from sgla.kernels.ops import KVLayer
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import split_heads
+from sgla.layers.moe import ExpertNames, MoE
 from sgla.layers.rope import rope_table
 from sgla.layers.vocab import LMHead, VocabEmbedding
 from sgla.model.spec import ModelSpec, RopeSpec
@@ -56,3 +57,18 @@ class CausalLM(ABC):
 
     def rope(self, rope: RopeSpec) -> Tensor:
         return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)
+
+
+def mixture(build: Build, names: ExpertNames, spec: ModelSpec) -> MoE:
+    """A layer's mixture of experts, in the shape of ``spec.moe``."""
+    assert spec.moe is not None
+    return MoE(
+        build,
+        names,
+        hidden=spec.hidden,
+        intermediate=spec.moe.intermediate,
+        experts=spec.moe.experts,
+        top_k=spec.moe.top_k,
+        normalize=spec.moe.normalize,
+        activation=spec.activation,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP
 from sgla.layers.moe import ExpertNames, MoE
+from sgla.model.base import mixture
 from sgla.model.llama import Llama
 from sgla.model.spec import ModelSpec
 
@@ -13,14 +14,5 @@ class Mixtral(Llama):
     """The probabilities of a token's experts always add up to 1."""
 
     def _mlp(self, build: Build, name: str, spec: ModelSpec, index: int) -> GatedMLP | MoE:
-        assert spec.moe is not None
-        return MoE(
-            build,
-            ExpertNames(f"{name}.block_sparse_moe", "w1", "w3", "w2", f"{name}.mlp"),
-            hidden=spec.hidden,
-            intermediate=spec.moe.intermediate,
-            experts=spec.moe.experts,
-            top_k=spec.moe.top_k,
-            normalize=spec.moe.normalize,
-            activation=spec.activation,
-        )
+        names = ExpertNames(f"{name}.block_sparse_moe", "w1", "w3", "w2", f"{name}.mlp")
+        return mixture(build, names, spec)

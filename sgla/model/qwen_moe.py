@@ -5,6 +5,7 @@ from __future__ import annotations
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP
 from sgla.layers.moe import ExpertNames, MoE
+from sgla.model.base import mixture
 from sgla.model.qwen import Qwen3
 from sgla.model.spec import ModelSpec
 
@@ -16,13 +17,5 @@ class Qwen3MoE(Qwen3):
         assert spec.moe is not None
         if index not in spec.moe.layers:
             return super()._mlp(build, name, spec, index)
-        return MoE(
-            build,
-            ExpertNames(f"{name}.mlp", "gate_proj", "up_proj", "down_proj", f"{name}.mlp"),
-            hidden=spec.hidden,
-            intermediate=spec.moe.intermediate,
-            experts=spec.moe.experts,
-            top_k=spec.moe.top_k,
-            normalize=spec.moe.normalize,
-            activation=spec.activation,
-        )
+        names = ExpertNames(f"{name}.mlp", "gate_proj", "up_proj", "down_proj", f"{name}.mlp")
+        return mixture(build, names, spec)

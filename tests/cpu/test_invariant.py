@@ -10,7 +10,9 @@ pytest.importorskip("triton")
 from test_triton import DEVICE, random_batch
 
 from sgla.kernels import ops
+from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import invariant
+from sgla.layers.batch import ForwardBatch
 
 
 @pytest.mark.parametrize(("m", "n", "k", "bias"), [(3, 70, 64, True), (130, 40, 96, False)])
@@ -22,6 +24,20 @@ def test_linear(m: int, n: int, k: int, bias: bool) -> None:
     )
 
 
+def attend(
+    q: torch.Tensor,
+    kv: KVLayer,
+    batch: ForwardBatch,
+    tiles: torch.Tensor,
+    window: int,
+    softcap: float,
+    parts: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    return invariant.attend(
+        q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len, tiles, 0.3, window, softcap, 64, parts
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("group", "dim", "window", "softcap"), [(4, 32, 0, 0.0), (3, 16, 30, 0.0), (2, 16, 0, 2.0)]
 )
@@ -29,21 +45,7 @@ def test_attention(group: int, dim: int, window: int, softcap: float) -> None:
     q_lens, kv_lens = [1, 40, 70, 3], [9, 40, 150, 70]
     q, kv, batch = random_batch(q_lens, kv_lens, group, 1, dim)
     expected = ops.attention(q, kv, batch, 0.3, window, softcap)
-    tiles = invariant.tiles_of(q_lens, group, "cpu")
-    out = invariant.attend(
-        q,
-        kv.k,
-        kv.v,
-        batch.page_table,
-        batch.slots,
-        batch.q_start,
-        batch.kv_len,
-        tiles,
-        0.3,
-        window,
-        softcap,
-        64,
-    )
+    out = attend(q, kv, batch, invariant.tiles_of(q_lens, group, "cpu"), window, softcap)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -52,22 +54,7 @@ def test_decode_in_chunks(window: int, softcap: float) -> None:
     q, kv, batch = random_batch([1, 1, 1], [1, 70, 201], 4, 2, 16)
     expected = ops.attention(q, kv, batch, 0.3, window, softcap)
     parts = torch.full((3, 4, 4, 16), float("nan")), torch.full((3, 4, 4, 2), float("nan"))
-    tiles = invariant.tiles_of([1, 1, 1], 2, "cpu")
-    out = invariant.attend(
-        q,
-        kv.k,
-        kv.v,
-        batch.page_table,
-        batch.slots,
-        batch.q_start,
-        batch.kv_len,
-        tiles,
-        0.3,
-        window,
-        softcap,
-        64,
-        parts,
-    )
+    out = attend(q, kv, batch, invariant.tiles_of([1, 1, 1], 2, "cpu"), window, softcap, parts)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
