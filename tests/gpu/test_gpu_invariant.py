@@ -49,7 +49,16 @@ def test_attention_is_invariant(heads: int, kv_heads: int, dim: int, window: int
     pool = torch.randn(2, 301, kv_heads, page_size, dim, dtype=BF16, device="cuda").transpose(2, 3)
     q = torch.randn(length, heads * dim, dtype=BF16, device="cuda")
     shape = attention.Shape(
-        heads, kv_heads, dim, page_size, BF16, frozenset({window}), softcap, 64, True, 1600
+        heads,
+        kv_heads,
+        dim,
+        page_size,
+        BF16,
+        frozenset({window}),
+        softcap,
+        64,
+        deterministic=True,
+        context_len=1600,
     )
     parts = attention.choose("auto", shape, dim**-0.5)[0].decode._parts  # type: ignore[attr-defined]
 
