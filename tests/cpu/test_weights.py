@@ -194,6 +194,27 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
         {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 3},
         None,
     ),
+    "mixture with odd parts": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+        None,
+    ),
+    "mixture in fp8": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+        "fp8",
+    ),
+    "fp8": ({}, "fp8"),
     "int8": ({}, "int8"),
     "int4": ({"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32}, "int4"),
 }

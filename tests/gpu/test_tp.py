@@ -104,6 +104,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 5001,
     },
+    "mixture": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -114,7 +122,7 @@ def make(tmp_path: Path) -> Any:
     config = json.loads((Path(__file__).parents[2] / "bench/models/qwen3-0.6b/config.json").read_text())
     engines = []
 
-    def make(tp: int, **shape: Any) -> Engine:
+    def make(tp: int, quantization: str | None = None, **shape: Any) -> Engine:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
         shape = {"num_hidden_layers": 3, "vocab_size": 5000, "tie_word_embeddings": False} | shape
@@ -122,7 +130,7 @@ def make(tmp_path: Path) -> Any:
         engines.append(
             Engine(
                 str(folder), load_format="dummy", device="cuda", tp=tp, kv_cache_bytes=256 << 20,
-                context_length=1024, max_running_requests=24, step_tokens=1024,
+                context_length=1024, max_running_requests=24, step_tokens=1024, quantization=quantization,
             )
         )  # fmt: skip
         return engines[-1]
@@ -155,19 +163,25 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 @needs_two
+@pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_ranks_equal_one(make: Any, shape: str) -> None:
+def test_two_ranks_equal_one(make: Any, shape: str, quantization: str | None) -> None:
     prompts, sampling = requests()
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
     tokens, logprobs = [], []
     for tp in (1, 2):
-        engine = make(tp, **SHAPES[shape])
+        engine = make(tp, quantization, **SHAPES[shape])
         tokens.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
         (output,) = engine.generate([prompts[-1]], [scored])
         logprobs.append(torch.tensor([found.logprob for found in output.prompt_logprobs[1:]]))
         engine.shutdown()
-    assert (logprobs[0] - logprobs[1]).abs().max() < 0.1
-    assert agreement(*tokens) >= 0.6  # untrained models have many near ties
+    difference = (logprobs[0] - logprobs[1]).abs()
+    if shape == "mixture" or quantization:  # near experts tie; each rank rounds its activations by itself
+        assert difference.mean() < 0.1
+        assert agreement(*tokens) >= 0.2
+    else:
+        assert difference.max() < 0.1
+        assert agreement(*tokens) >= 0.6  # untrained models have many near ties
     assert len({tuple(row) for row in tokens[1]}) == 16
 
 
