@@ -22,6 +22,7 @@ from sgla import clock
 from sgla.errors import ConfigError, SglaError
 from sgla.executor.ring import Ring
 from sgla.messages import Progress
+from sgla.worker.loop import serve
 
 PLANS = 8 << 20  # bytes; the largest plan admits prompts of two million tokens at once
 RESULTS = 4 << 20
@@ -85,11 +86,6 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     worker.facts.timings = timings | worker.facts.timings
     give_back_memory()
     pipe.send(("facts", worker.facts))
-    if config.device == "cuda":
-        from sgla.worker.pipeline import serve
-    else:
-        from sgla.worker.loop import serve
-
     spare = len(os.sched_getaffinity(0)) - size * (config.threads or 1)
     done = serve(worker, rings[0], rings[1] if rank == 0 else None, pipe, SPIN if spare > 1 else 0.0)
     return 0 if done else 1

@@ -6,11 +6,13 @@ text. ``FakeModel`` is the pure part; it keeps the tables of a worker and checks
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from sgla import clock
 from sgla.errors import UnsupportedField, WorkerDied
 from sgla.executor.base import Results
 from sgla.messages import (
@@ -320,9 +322,25 @@ class FakeExecutor:
         self._results.close()
 
 
+class FakeFlight(msgspec.Struct):
+    """A step of ``FakeRunner``: its result counts from ``due`` on."""
+
+    step: int
+    result: StepResult
+    due: float
+
+    @property
+    def done(self) -> bool:
+        return clock.now() >= self.due
+
+
 class FakeRunner:
-    """The runner of a fake worker process (``executor.procs``): each step lasts ``fake_step_ms``, as a GPU would keep
-    it waiting. Measures everything but the model, over the real process boundary."""
+    """The runner of a fake worker process (``executor.procs``). Measures everything but the model, over the real process
+    boundary.
+
+    It stands for a device: steps queue up, and each lasts ``fake_step_ms`` from its launch, or from the end of the one
+    before if that is later. The gap before a step is the time in which the device had none.
+    """
 
     def __init__(
         self,
@@ -336,12 +354,16 @@ class FakeRunner:
         self.facts = fake_facts(config, source)
         self._model = FakeModel(self.facts, config.random_seed or 0, verify=False)
         self._step_seconds = config.fake_step_ms / 1000
+        self._end = clock.now()  # of the last step launched
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        end = time.monotonic() + self._step_seconds
+    def launch(self, plan: StepPlan) -> FakeFlight:
         result = self._model.execute(plan)
-        time.sleep(max(0.0, end - time.monotonic()))
-        return result
+        result.gap, result.seconds = max(0.0, clock.now() - self._end), self._step_seconds
+        self._end += result.gap + self._step_seconds
+        return FakeFlight(plan.step, result, self._end)
+
+    def finish(self, flight: FakeFlight) -> StepResult:
+        return flight.result
 
     def control(self, command: Control) -> dict[str, Any]:
         return control(self.facts, command)

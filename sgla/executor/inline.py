@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
@@ -66,9 +67,9 @@ class InlineExecutor:
         self._serve(runner)
 
     def _serve(self, runner: Any) -> None:
-        from sgla.worker.loop import timed
+        from sgla.worker.loop import AtOnce
 
-        free = clock.now()
+        steps = AtOnce(runner)
         while (item := self._inbox.get()) is not None:
             if isinstance(item, tuple):
                 command, future = item
@@ -77,13 +78,12 @@ class InlineExecutor:
                 except SglaError as error:
                     self._settle(future, error)
                 continue
-            result = timed(runner, item, free)
-            free = clock.now()
-            self._results.put(result)
-            if result.error is not None:
-                self._loop.call_soon_threadsafe(
-                    self._died, WorkerDied(f"a model step failed: {result.error}")
-                )
+            try:
+                self._results.put(steps.launch(item).result)
+            except Exception as error:
+                traceback.print_exc()
+                died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
+                self._loop.call_soon_threadsafe(self._died, died)
                 return
 
     def _settle(self, future: asyncio.Future[Any], outcome: Any) -> None:

@@ -78,6 +78,7 @@ class Flight:
     scored: list[Scored]
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    due: float = 0.0  # when it will end is not known
 
     @property
     def done(self) -> bool:

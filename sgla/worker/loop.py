@@ -1,19 +1,20 @@
-"""The worker's own loop: wait for a plan, execute it, publish the result."""
+"""The worker's own loop: launch a step, take the next plan, publish the result of the step before."""
 
 from __future__ import annotations
 
 import select
-import threading
 import traceback
+from collections import deque
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from sgla import clock
 from sgla.errors import SglaError
 from sgla.messages import Control, Facts, StepPlan, StepResult
+
+LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
 
 
 class Ring(Protocol):
@@ -28,7 +29,10 @@ class Ring(Protocol):
 
 
 class Runs(Protocol):
-    """What the loop needs of a runner; its constructor takes ``(config, source, rank, size, rendezvous, report)``."""
+    """What the loop needs of a runner; its constructor takes ``(config, source, rank, size, rendezvous, report)``.
+
+    ``execute`` returns when the step is computed; a runner with ``launch`` need not have it.
+    """
 
     facts: Facts
 
@@ -36,86 +40,124 @@ class Runs(Protocol):
     def control(self, command: Control) -> dict[str, Any]: ...
 
 
-class Inbox(threading.Thread):
-    """Takes plans and commands in while a step is computed, so that the next one begins at once.
+class Flight(Protocol):
+    """A step on its way. ``due``: its end on ``clock.now()`` where that is known, 0.0 where one has to look."""
 
-    ``items`` gives StepPlan and Control in the order of their arrival, then None once the main process has closed ``pipe``.
-    A failure to read is an item too.
+    step: int
+    due: float
+
+    @property
+    def done(self) -> bool: ...
+
+
+@runtime_checkable
+class Launches(Protocol):
+    """A runner whose steps run beside Python, on a device: the next one is launched while one runs.
+
+    ``finish`` takes the flights in the order of their launches.
     """
 
-    def __init__(self, plans: Ring, pipe: Connection) -> None:
-        super().__init__(daemon=True, name="inbox")
-        self.items: SimpleQueue[StepPlan | Control | Exception | None] = SimpleQueue()
-        self._plans, self._pipe = plans, pipe
-        self._decode = msgspec.msgpack.Decoder(StepPlan).decode
+    facts: Facts
 
-    def run(self) -> None:
-        anything = select.poll()
-        anything.register(self._pipe, select.POLLIN)
-        anything.register(self._plans, select.POLLIN)
-        try:
-            while True:
-                ready = [fd for fd, _ in anything.poll()]
-                self._plans.clear()
-                while (record := self._plans.pop()) is not None:
-                    self.items.put(self._decode(record))
-                if self._pipe.fileno() in ready:
-                    self.items.put(self._pipe.recv())
-        except (EOFError, ConnectionResetError):
-            self.items.put(None)
-        except Exception as error:
-            self.items.put(error)
+    def launch(self, plan: StepPlan) -> Any: ...
+    def finish(self, flight: Any) -> StepResult: ...
+    def control(self, command: Control) -> dict[str, Any]: ...
 
 
-def serve(runner: Runs, plans: Ring, results: Ring | None, pipe: Connection, spin: float) -> bool:
+class Computed(msgspec.Struct):
+    """The flight of a step that is over."""
+
+    step: int
+    result: StepResult
+    due: float = 0.0
+    done: bool = True
+
+
+class AtOnce:
+    """``Launches`` for a runner that computes a step when it is told to."""
+
+    def __init__(self, runner: Runs) -> None:
+        self.facts, self.control = runner.facts, runner.control
+        self._execute = runner.execute
+        self._free = clock.now()
+
+    def launch(self, plan: StepPlan) -> Computed:
+        started = clock.now()
+        result = self._execute(plan)
+        ended = clock.now()
+        result.gap, result.seconds = started - self._free, ended - started
+        self._free = ended
+        return Computed(plan.step, result)
+
+    def finish(self, flight: Computed) -> StepResult:
+        return flight.result
+
+
+def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Connection, spin: float) -> bool:
     """Run until the main process closes ``pipe`` (True) or a step fails (False; the traceback is on stderr).
 
-    ``results`` is None on ranks that do not answer. ``spin`` is for loops that wait for a device.
+    ``results`` is None on ranks that do not answer. Where the end of a step is not known the loop spins until it is there,
+    because a result published late is a plan made late; ``spin``: seconds to look for a plan before sleeping.
     """
-    encode = msgspec.msgpack.Encoder().encode
-    inbox = Inbox(plans, pipe)
-    inbox.start()
-    free = clock.now()
-    while (item := inbox.items.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        if isinstance(item, Control):
-            _reply(runner, pipe, item)
-            continue
-        result = timed(runner, item, free)
-        free = clock.now()
+    device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
+    decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
+    commands = select.poll()
+    commands.register(pipe, select.POLLIN)
+    inputs = [pipe, plans]
+    flights: deque[Flight] = deque()
+    looked = clock.now()
+
+    def publish(result: StepResult) -> None:
         if results is not None:
             results.push(encode(result))
-        if result.error is not None:
-            return False
-    return True
 
-
-def timed(runner: Runs, plan: StepPlan, free: float) -> StepResult:
-    """Execute ``plan`` and fill in the times; ``free`` is when the worker became idle. A failure becomes a result too."""
-    started = clock.now()
+    step = 0
     try:
-        result = runner.execute(plan)
+        while True:
+            record = plans.pop()
+            if record is not None:
+                plan = decode(record)
+                step = plan.step
+                flights.append(device.launch(plan))
+            if flights and flights[0].done:
+                step = flights[0].step
+                publish(device.finish(flights.popleft()))
+            now = clock.now()
+            if now - looked > LOOK or (record is None and not flights):
+                looked = now
+                if commands.poll(0) and not _answer(device, pipe):
+                    return True
+            if record is None:
+                if not flights:
+                    _sleep(plans, inputs, spin, None)
+                elif flights[0].due > now:
+                    _sleep(plans, inputs, 0.0, flights[0].due - now)
     except Exception as error:
         traceback.print_exc()
-        result = StepResult(step=plan.step, tokens=b"", error=f"{type(error).__name__}: {error}")
-    result.gap, result.seconds = started - free, clock.now() - started
-    return result
+        publish(StepResult(step=step, tokens=b"", error=f"{type(error).__name__}: {error}"))
+        return False
 
 
-def _answer(runner: Runs, pipe: Connection) -> bool:
+def _sleep(plans: Ring, inputs: list[Any], spin: float, limit: float | None) -> None:
+    """Wait for a plan or a command, at most ``limit`` seconds; look at the ring for ``spin`` seconds first."""
+    end = clock.now() + spin
+    while clock.now() < end:
+        if not plans.empty:
+            return
+    plans.clear()
+    if plans.empty:
+        select.select(inputs, [], [], limit)
+
+
+def _answer(runner: Launches, pipe: Connection) -> bool:
     """Answer one control command; False once the main process is gone."""
     try:
         command = pipe.recv()
     except (EOFError, ConnectionResetError):
         return False
-    _reply(runner, pipe, command)
-    return True
-
-
-def _reply(runner: Runs, pipe: Connection, command: Control) -> None:
     try:
         reply: dict[str, Any] | SglaError = runner.control(command)
     except SglaError as error:
         reply = error
     pipe.send(("reply", reply))
+    return True
