@@ -7,7 +7,7 @@ SglaError
   TooLarge 413
   Overloaded 429            retryable
   NotReady 503              Loading, Draining, WorkerDied   (retryable)
-  DeadlineExceeded 504
+  DeadlineExceeded 408
   ConfigError               wrong flags or files: the command line prints it and exits 2
   OutOfMemory (ConfigError) says how many bytes are missing and which setting frees them
   WeightError (ConfigError) names the tensors
@@ -132,7 +132,7 @@ class WorkerDied(NotReady):
 
 
 class DeadlineExceeded(SglaError):
-    status = 504
+    status = 408
     code = "deadline_exceeded"
     type = "timeout_error"
 

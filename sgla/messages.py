@@ -51,6 +51,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
     ``prompt_logprobs`` the same for prompt tokens; ``logprob_token_ids``: tokens whose logprobs come in addition, wherever
     there are any. ``max_tokens=None`` means: up to the context length.
+    ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see ``text.regex``.
     ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed. ``allowed_token_ids``: the only
     tokens an output may have, those that end it included.
     """
@@ -70,6 +71,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     min_tokens: int = 0
     max_tokens: int | None = 16
     stop: list[str] = []
+    stop_regex: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

@@ -10,7 +10,7 @@ import msgspec
 
 from sgla.messages import SamplingParams, TokenLogprob
 from sgla.text.detokenize import make_detokenizer
-from sgla.text.stops import StopMatcher
+from sgla.text.stops import make_stops
 
 if TYPE_CHECKING:
     from sgla.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class Piece(msgspec.Struct):
 
 
 class OutputStream:
-    """Text state of one child: bytes, stop strings, and the tokens whose text is held back.
+    """Text state of one child: bytes, stops, and the tokens whose text is held back.
 
     A token comes out with the piece that has the end of its text, so the pieces' tokens and logprobs fit their text. As in
     vLLM: tokens that make up a stop string come out although their text is cut; the token id that ended the output has
@@ -44,7 +44,7 @@ class OutputStream:
         )
         self._detokenizer = make_detokenizer(tokenizer, sampling.skip_special_tokens, continues)
         self._include = sampling.include_stop_str_in_output
-        self._stops = StopMatcher(sampling.stop, self._include) if any(sampling.stop) else None
+        self._stops = make_stops(sampling)
         self._unchecked = sampling.min_tokens  # tokens that may still come without a look for stop strings
         self._made = 0  # characters detokenized
         # (end of its text, token, logprob) of tokens whose text is not out yet
@@ -81,7 +81,8 @@ class OutputStream:
             shown, stop = self._past_stops(self._detokenizer.flush(), counted=False)
             text += shown
             if stop is None and self._stops is not None:
-                text += self._stops.flush()
+                shown, stop = self._stops.flush()
+                text += shown
             return self._end(text, logprobs is not None, stop, len(tokens))
         held = self._stops.held if self._stops is not None else 0
         taken, values = self._take(self._made - held)

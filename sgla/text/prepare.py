@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit, Thinking, ThinkLimit
 from sgla.text.infill import Infill
+from sgla.text.regex import RegexError
+from sgla.text.stops import make_stops
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words import word_tokens
@@ -70,6 +72,7 @@ class Preparer:
             stop_ids |= self._infill.ends
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             self._check_known(name, getattr(job.sampling, name) or ())
+        check_stops(job.sampling)
         source = self._grammar(job.sampling.grammar)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
@@ -280,6 +283,13 @@ class Preparer:
         tail = self.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
         opened = tail.endswith(thinking.open)  # also for ""
         return ThinkLimit(thinking.tokens, ids[0][0] if ids[0] else -1, ids[1][0], opened)
+
+
+def check_stops(sampling: SamplingParams) -> None:
+    try:
+        make_stops(sampling)
+    except RegexError as error:
+        raise InvalidField(f"stop_regex: {error}", param="stop_regex") from error
 
 
 def prepare(

@@ -1,7 +1,7 @@
-"""Stop strings in a stream: cut at the first match, hold back only what may still become one.
+"""Stop strings and expressions in a stream: cut at the first match, hold back only what may still become one.
 
-Source of the automaton: A. Aho and M. Corasick, "Efficient string matching", 1975. The match is the one that ends first,
-and among those the longest, so it does not depend on how the text was cut into pieces.
+The match is the one that ends first, and among those the longest, so it does not depend on how the text was cut into pieces.
+Source of the automaton for strings: A. Aho and M. Corasick, "Efficient string matching", 1975.
 """
 
 from __future__ import annotations
@@ -9,6 +9,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
+
+from sgla.messages import SamplingParams
+from sgla.text.regex import Automaton, Match, automaton
+
+
+class Stops(Protocol):
+    """The state of one output."""
+
+    @property
+    def held(self) -> int:
+        """Characters held back."""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that is safe to show, and the stop that matched; after a match nothing more may be fed."""
+
+    def flush(self) -> tuple[str, str | None]:
+        """The same at the end of the text."""
+
+
+def make_stops(sampling: SamplingParams) -> Stops | None:
+    """None if there is nothing to look for. Raises RegexError."""
+    literals = tuple(filter(None, sampling.stop))
+    if sampling.stop_regex:
+        known = automaton(tuple(sampling.stop_regex), literals)
+        return RegexMatcher(known, sampling.include_stop_str_in_output)
+    return StopMatcher(literals, sampling.include_stop_str_in_output) if literals else None
 
 
 class _Node:
@@ -53,7 +80,7 @@ def _step(node: _Node, char: str) -> _Node:
 
 
 class StopMatcher:
-    """The state of one output. ``include``: the matched stop stays in the text. Empty stops are ignored."""
+    """``Stops`` of strings. ``include``: the matched stop stays in the text. Empty stops are ignored."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._node = self._root = _automaton(tuple(filter(None, stops)))
@@ -62,11 +89,9 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Characters held back."""
         return len(self._held)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to show, and the stop that matched; after a match nothing more may be fed."""
         node, root = self._node, self._root
         if node is root and root.next.keys().isdisjoint(text):
             return text, None
@@ -86,7 +111,51 @@ class StopMatcher:
         start = len(text) - length
         return (text if self._include else text[:start]), text[start:]
 
-    def flush(self) -> str:
-        """The text that was held back; no stop can match it any more."""
+    def flush(self) -> tuple[str, str | None]:
         held, self._held, self._node = self._held, "", self._root
-        return held
+        return held, None
+
+
+class RegexMatcher:
+    """``Stops`` of expressions and strings; the stop that matched is told as it was given. With ``include`` nothing is held
+    back."""
+
+    def __init__(self, known: Automaton, include: bool = False) -> None:
+        self._automaton = known
+        self._include = include
+        self._state = known.start
+        self._held = ""
+        self._end = 0  # characters fed
+        self._starts: list[int] = []  # where the match of each group of the state begins
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        state, starts, step = self._state, self._starts, self._automaton.step
+        whole = self._held + text
+        offset = self._end - len(self._held)
+        for at, char in enumerate(text, self._end):
+            state, sources, match = step(state, char)
+            if match is not None:
+                return self._cut(whole, offset, [*starts, at], match, at if match.early else at + 1)
+            if sources or starts:
+                starts = [starts[source] if source < len(starts) else at for source in sources]
+        self._state, self._starts = state, starts
+        self._end += len(text)
+        safe = starts[0] - offset if starts and not self._include else len(whole)
+        self._held = whole[safe:]
+        return whole[:safe], None
+
+    def flush(self) -> tuple[str, str | None]:
+        match = self._automaton.end(self._state)
+        if match is not None:
+            return self._cut(self._held, self._end - len(self._held), self._starts, match, self._end)
+        held, self._held = self._held, ""
+        return held, None
+
+    def _cut(self, whole: str, offset: int, starts: Sequence[int], match: Match, end: int) -> tuple[str, str]:
+        """The text before the match, or up to its ``end``."""
+        self._held = ""
+        return whole[: (end if self._include else starts[match.group]) - offset], match.name

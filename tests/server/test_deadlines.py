@@ -29,9 +29,9 @@ async def test_a_request_that_takes_too_long(tiny_model: Path) -> None:
         )
         patient = asyncio.ensure_future(local.post("/v1/completions", BODY | {"timeout": 60}))
         status, body = await late
-        assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
+        assert (status, json.loads(body)["error"]["code"]) == (408, "deadline_exceeded")
         status, body = await stream
-        assert status in (200, 504)  # the headers may be out already
+        assert status in (200, 408)  # the headers may be out already
         assert "deadline_exceeded" in body
         local.system.ingress.pause(False)
         assert (await patient)[0] == 200

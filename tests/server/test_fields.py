@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,66 @@ def test_a_model_without_the_marks_refuses_a_suffix(server: ServerProcess) -> No
         "suffix",
         "unsupported_parameter",
     )
+
+
+def events(server: ServerProcess, path: str, body: Any) -> list[Any]:
+    text = post(server, path, {**body, "stream": True})
+    *chunks, done = [block.removeprefix("data: ") for block in text.split("\n\n") if block]
+    assert done == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks]
+
+
+STOPPING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": TEXT[:40]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT[:40]}]},
+    "/generate": {"text": TEXT[:40]},
+}
+
+
+@pytest.mark.parametrize("path", STOPPING)
+@pytest.mark.parametrize("include", [False, True])
+def test_an_expression_ends_an_output(server: ServerProcess, path: str, include: bool) -> None:
+    def ask(**stops: Any) -> tuple[str, Any, str]:
+        """(text, what matched, the text that a stream of the same request brings)"""
+        sampling = {"temperature": 0, "ignore_eos": True, "no_stop_trim": include, **stops}
+        if path == "/generate":
+            body = {**STOPPING[path], "sampling_params": {**sampling, "max_new_tokens": 60}}
+            reply = post(server, path, body)
+            *_, last = events(server, path, body)
+            assert reply["meta_info"]["finish_reason"] == last["meta_info"]["finish_reason"]
+            return reply["text"], reply["meta_info"]["finish_reason"].get("matched"), last["text"]
+        body = {**STOPPING[path], **sampling, "max_tokens": 60}
+        (choice,) = post(server, path, body)["choices"]
+        chunks = [chunk["choices"][0] for chunk in events(server, path, body)]
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
+        assert chunks[-1]["matched_stop"] == choice["matched_stop"]
+        deltas = [
+            chunk["text"] if "text" in chunk else chunk["delta"].get("content") or "" for chunk in chunks
+        ]
+        return (
+            choice.get("text", choice.get("message", {}).get("content")),
+            choice["matched_stop"],
+            "".join(deltas),
+        )
+
+    whole, matched, _ = ask()
+    assert matched is None
+    place = len(whole) // 2
+    while not whole[place : place + 2].isascii():
+        place += 1
+    literal = "".join(f"[{re.escape(char)}]" for char in whole[place : place + 2])
+    expression = f"(?s){literal}.{{3}}"
+    found = re.search(expression, whole)
+    assert found is not None
+    expected = whole[: found.end() if include else found.start()]
+    assert ask(stop_regex=[expression]) == (expected, expression, expected)
+
+
+def test_a_wrong_expression_is_named(server: ServerProcess) -> None:
+    for stream in (False, True):
+        body = {"prompt": "x", "stop_regex": ["ok", "(a"], "stream": stream}
+        status, reply = server.request("POST", "/v1/completions", body)
+        assert (status, reply["error"]["param"]) == (400, "stop_regex")
 
 
 def test_a_turn_of_a_session_reads_the_cache(server: ServerProcess) -> None:

@@ -301,7 +301,7 @@ def test_a_deadline_ends_waiting_and_running_requests_with_an_error() -> None:
         final = simulation.deltas[rid][-1]
         assert final.finish == "error"
         assert final.error is not None
-        assert (final.error.status, final.error.rid) == (504, f"parent-{rid}")
+        assert (final.error.status, final.error.rid) == (408, f"parent-{rid}")
     assert simulation.tokens("a")
     assert not simulation.tokens("b")
     simulation.verify()

@@ -1,14 +1,16 @@
-"""Stop strings: the same output for every way of cutting the text, and nothing of a stop in it."""
+"""Stop strings and expressions: the same output for every way of cutting the text, and nothing of a stop in it."""
 
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sgla.text.stops import StopMatcher
+from sgla.text.regex import KEPT, Automaton, RegexError
+from sgla.text.stops import RegexMatcher, StopMatcher, Stops
 
 ALPHABET = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=5)
@@ -24,14 +26,20 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     return text, None
 
 
-def run(pieces: list[str], stops: list[str], include: bool) -> tuple[list[str], str | None]:
-    matcher, shown = StopMatcher(stops, include), []
+def run(pieces: list[str], matcher: Stops) -> tuple[list[str], str | None]:
+    shown = []
     for piece in pieces:
         emitted, matched = matcher.feed(piece)
         shown.append(emitted)
         if matched is not None:
             return shown, matched
-    return [*shown, matcher.flush()], None
+    emitted, matched = matcher.flush()
+    return [*shown, emitted], matched
+
+
+def cut(text: str, chance: random.Random) -> list[str]:
+    cuts = sorted(chance.randint(0, len(text)) for _ in range(chance.randint(0, 6)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
 
 
 @settings(max_examples=400, deadline=None)
@@ -39,9 +47,7 @@ def run(pieces: list[str], stops: list[str], include: bool) -> tuple[list[str], 
 def test_any_split_gives_what_the_definition_says(
     text: str, stops: list[str], include: bool, chance: random.Random
 ) -> None:
-    cuts = sorted(chance.randint(0, len(text)) for _ in range(chance.randint(0, 6)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    shown, matched = run(pieces, stops, include)
+    shown, matched = run(cut(text, chance), StopMatcher(stops, include))
     assert ("".join(shown), matched) == naive(text, stops, include)
 
 
@@ -65,7 +71,7 @@ def test_only_the_longest_possible_beginning_of_a_stop_is_held(text: str, stops:
 def test_thousands_of_stops_cost_no_more_than_one() -> None:
     stops = [f"stop{i:04d}" for i in range(4000)]
     text = "stop399 " * 200 + "stop3999 tail"
-    assert run([text], stops, include=False) == (["stop399 " * 200], "stop3999")
+    assert run([text], StopMatcher(stops)) == (["stop399 " * 200], "stop3999")
 
 
 @pytest.mark.parametrize("stops", [[], [""]])
@@ -73,3 +79,117 @@ def test_without_stops_everything_passes(stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     assert matcher.feed("abc") == ("abc", None)
     assert matcher.held == 0
+
+
+# expressions ----------------------------------------------------------------------------------------------------------
+
+ATOMS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\n", r"\w", r"\s", "(?i:A)"])
+EDGES = st.sampled_from([r"\b", r"\B", "^", "$", r"\A"])
+EXPRESSIONS = st.recursive(
+    ATOMS | EDGES,
+    lambda inner: (
+        st.tuples(inner, inner).map("".join)
+        | st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})")
+        | st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{0,2}?"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        )
+    ),
+    max_leaves=6,
+).map(lambda text: "(?m)" + text)
+
+
+def searched(text: str, expressions: list[str], include: bool) -> tuple[str, str | None]:
+    """The definition, by Python's own engine: the match that ends first, of these the longest, of these the first."""
+    for end in range(1, len(text) + 1):
+        for start in range(end):
+            for expression in expressions:
+                body = expression.removeprefix("(?m)")
+                whole = re.compile(rf"(?:{body})(?=[\s\S]{{{len(text) - end}}}\Z)", re.MULTILINE)
+                if whole.match(text, start):
+                    return text[: end if include else start], expression
+    return text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("aabc \n", max_size=12),
+    st.lists(EXPRESSIONS, min_size=1, max_size=2),
+    st.booleans(),
+    st.randoms(),
+)
+def test_any_split_gives_what_python_finds(
+    text: str, expressions: list[str], include: bool, chance: random.Random
+) -> None:
+    try:
+        known = Automaton(expressions)
+    except RegexError as error:
+        assume("matches the empty text" not in str(error))
+        raise
+    pieces = cut(text, chance)
+    expected = searched(text, expressions, include)
+    for _ in range(2):  # the second time with the steps that the first has made
+        shown, matched = run(pieces, RegexMatcher(known, include))
+        assert ("".join(shown), matched) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(ALPHABET, STOPS, st.booleans(), st.randoms())
+def test_strings_among_expressions(text: str, stops: list[str], include: bool, chance: random.Random) -> None:
+    shown, matched = run(cut(text, chance), RegexMatcher(Automaton(["never"], stops), include))
+    assert ("".join(shown), matched) == naive(text, stops, include)
+
+
+@pytest.mark.parametrize(
+    ("expression", "text", "held"),
+    [
+        (r"\n+User:", "a\n\nUs", "\n\nUs"),
+        (r"\n+User:", "a\n\nUx", ""),
+        (r"END\b", "an END", "END"),
+        (r"END\b", "an ENDS", ""),
+        (r"<[^>]*x>", "1 < 2 and", "< 2 and"),
+        (r"(ab)+c", "xababa", "ababa"),
+    ],
+)
+def test_only_what_may_become_a_match_is_held(expression: str, text: str, held: str) -> None:
+    matcher = RegexMatcher(Automaton([expression]))
+    shown = "".join(matcher.feed(char)[0] for char in text)
+    assert (shown, matcher.held) == (text.removesuffix(held), len(held))
+    with_it = RegexMatcher(Automaton([expression]), include=True)
+    assert "".join(with_it.feed(char)[0] for char in text) == text
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("(", "no regular expression"),
+        ("[z-a]", "no regular expression"),
+        ("a{2,1}", "no regular expression"),
+        ("a*", "matches the empty text"),
+        (r"\b", "matches the empty text"),
+        (r"(a)\1", "groupref"),
+        ("(?=a)b", "look-around"),
+        ("(?<!a)b", "look-around"),
+        ("a++", "possessive"),
+        ("a$", "end of the text"),
+        (r"a\Z", "end of the text"),
+        ("(?a)a\\b", "flag a"),
+        ("a{1000}", "too large"),
+        ("(((a{9}){9}){9}){9}", "too large"),
+        ("((((x{0}){999999999}){999999999}){999999999}){999999999}a{300}", "too large"),
+        ("(" * 400 + "a" + ")" * 400, "nested too deeply"),
+        ("(" * 60 + "a" + ")" * 60, "nested too deeply"),
+    ],
+)
+def test_refused_expressions(expression: str, told: str) -> None:
+    with pytest.raises(RegexError, match=re.escape(told)):
+        Automaton([expression])
+
+
+def test_what_is_kept_of_hostile_expressions_is_bounded() -> None:
+    known = Automaton(["(a|b)*a(a|b){60}[cd]", "((a?){3}){40}[xy]"])
+    matcher = RegexMatcher(known)
+    chance = random.Random(0)
+    text = "".join(chance.choice("ab") for _ in range(3000)) + "a" + "b" * 60
+    assert matcher.feed(text) == ("", None)
+    assert sum(1 + len(state.groups) for state, _ in known._steps) <= 2 * KEPT
+    assert matcher.feed("c") == ("", "(a|b)*a(a|b){60}[cd]")

@@ -31,7 +31,7 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    504: "timeout_error",
+    408: "timeout_error",
     529: "overloaded_error",
 }
 STARTS = {

@@ -54,7 +54,8 @@ def sampling_params(
         allowed_token_ids=fields.allowed_token_ids,
         min_tokens=first(fields.min_tokens, fields.min_new_tokens, 0),
         max_tokens=max_tokens,
-        stop=stop_list(fields.stop),
+        stop=stop_list("stop", fields.stop),
+        stop_regex=stop_list("stop_regex", fields.stop_regex),
         include_stop_str_in_output=bool(fields.no_stop_trim or fields.include_stop_str_in_output),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -68,13 +69,13 @@ def first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def stop_list(stop: str | list[str] | None) -> list[str]:
-    """Stop strings without empty ones. Raises InvalidField for too many or too long ones."""
+def stop_list(name: str, stop: str | list[str] | None) -> list[str]:
+    """Stops without empty ones. Raises InvalidField for too many or too long ones."""
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
-        raise InvalidField(f"stop may list at most {MAX_STOPS} strings, got {len(stops)}", param="stop")
+        raise InvalidField(f"{name} may list at most {MAX_STOPS} strings, got {len(stops)}", param=name)
     if any(len(text) > MAX_STOP_CHARS for text in stops):
-        raise InvalidField(f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop")
+        raise InvalidField(f"{name}: a string may have at most {MAX_STOP_CHARS} characters", param=name)
     return [text for text in stops if text]
 
 

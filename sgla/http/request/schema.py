@@ -29,7 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "functions": _EMPTY,
     "function_call": (None, "none"),
-    "stop_regex": _EMPTY,
     "suffix": (None, ""),
     "use_beam_search": _OFF,
     "beam_width": (None, 1),
@@ -172,6 +171,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     sampling_seed: int | None = None
     stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
@@ -208,7 +208,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
-    timeout: float | None = None  # seconds after which the request ends with 504
+    timeout: float | None = None  # seconds after which the request ends with 408
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
