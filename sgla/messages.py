@@ -265,7 +265,7 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     asked: list[tuple[int, float]] = []  # of SamplingParams.logprob_token_ids
 
 
-class Delta(msgspec.Struct, kw_only=True):
+class Delta(msgspec.Struct, kw_only=True, gc=False):
     """What one step (or a refusal) brought for one child. ``finish``: None | stop | length | abort | error."""
 
     rid: str
@@ -285,13 +285,13 @@ class Deltas(msgspec.Struct):
     items: list[Delta]
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
 
-class Event(msgspec.Struct, kw_only=True):
+class Event(msgspec.Struct, kw_only=True, gc=False):
     """Detokenize -> the request's sink. ``text`` and ``tokens`` are increments; ``usage`` is cumulative.
 
     A sink that is busy may merge consecutive events of one choice (``merge``). ``finish``: stop | length | abort.

@@ -125,9 +125,8 @@ class Request:
         """Committed output tokens."""
         return len(self.tokens) - self.prompt_len
 
-    def commit(self, token: int, delta: Delta) -> bool:
-        """Take the next output token, which is in ``delta``; returns whether it is the last one, which both then say."""
-        self.tokens.append(token)
+    def ends(self, token: int, delta: Delta) -> bool:
+        """Whether the output token just committed, which is in ``delta``, is the last one, which both then say."""
         count = len(self.tokens)
         if token in self.stop_ids and count - self.prompt_len > self.min_tokens:
             delta.finish, delta.matched = "stop", token
