@@ -38,7 +38,7 @@ class PromptGraphs:
 
     def __init__(self, runner: CudaRunner) -> None:
         self._runner = runner
-        most = WORK / (runner.ledger["weights"] / runner.dtype.itemsize)
+        most = WORK * runner.dtype.itemsize / max(runner.ledger["weights"], 1)
         self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len, most)]
         self.decodes = [n for n in DECODES if n < runner.slots] + [runner.slots]
         self.limit = self.tokens[-1] if self.tokens else 0
