@@ -6,19 +6,17 @@ returns ``None``. Nothing here waits, reads a clock or draws a random number.
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
 from collections import deque
 from heapq import heappop, heappush
 
-import msgspec
 from msgspec.structs import replace
 
-from sgla.errors import BadRequest, ContextTooLong, DeadlineExceeded, InvalidField, Overloaded, SglaError
-from sgla.messages import Delta, RowSampling, StepPlan, StepResult, Submit
+from sgla.errors import DeadlineExceeded, Overloaded, SglaError
+from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel
-from sgla.sched.limits import Limits
-from sgla.sched.logprobs import attach, collect_prompt
+from sgla.sched.commit import commit
+from sgla.sched.limits import BROUGHT, Limits, baggage_of
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import Request, State
@@ -27,11 +25,6 @@ from sgla.sched.step import Step
 
 RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
 RATIO_RISE, RATIO_FALL = 0.1, 0.001
-# Plans travel through a ring of 8 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
-# bring at most this many bytes, or there is only one; and one request has at most so many beside its tokens.
-BROUGHT, BAGGAGE = 1 << 20, 3 << 19
-ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
-_encode = msgspec.msgpack.Encoder().encode
 
 
 def _by_rank(request: Request) -> tuple[float, float, int]:
@@ -75,11 +68,7 @@ class Core:
         self._now = now
         assert submit.rid not in self._open, f"request {submit.rid} offered twice"
         try:
-            max_new, baggage = self._room(submit), len(_encode(submit.sampling))
-            if baggage > BAGGAGE:
-                raise InvalidField(
-                    f"The parameters of the request take {baggage} bytes; at most {BAGGAGE} are possible."
-                )
+            max_new, baggage = self.limits.outputs(submit), baggage_of(submit.sampling)
             if len(self._waiting) >= self.limits.max_queued:
                 message = f"{len(self._waiting)} requests are waiting already. Please retry later."
                 raise Overloaded(message, retry_after=self._ledger.retry_after(len(self._waiting)))
@@ -95,27 +84,6 @@ class Core:
             heappush(self._deadlines, (submit.deadline, self._seq, request))
             if len(self._deadlines) > 2 * len(self._open) + 64:
                 self._deadlines = sorted(entry for entry in self._deadlines if entry[2].finish is None)
-
-    def _room(self, submit: Submit) -> int:
-        """Outputs the request can have: with the last one, whose KV is never stored, it must fit context and pool."""
-        prompt = len(submit.tokens)
-        if not prompt:
-            raise InvalidField("The prompt is empty.", param="prompt")
-        if self._answer(submit.sampling) > ANSWER:
-            message = "The request wants more logprobs of a token than a step can bring; ask for fewer."
-            raise InvalidField(message, param="logprobs")
-        most = min(self.limits.context_len, self.limits.pool_tokens + 1) - prompt
-        if submit.max_new == 0 and prompt <= min(self.limits.context_len, self.limits.pool_tokens):
-            return 0
-        if most < 1:
-            raise ContextTooLong.of(min(self.limits.context_len, self.limits.pool_tokens), prompt, 0)
-        return min(submit.max_new, most)
-
-    def _answer(self, sampling: RowSampling) -> int:
-        """Bytes of logprobs and scores in a step full of such requests."""
-        tokens = self.limits.step_tokens if sampling.prompt_logprobs >= 0 else self.limits.rows
-        named = max(sampling.logprobs, sampling.prompt_logprobs) + len(sampling.logprob_ids)
-        return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ()))
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a
@@ -426,84 +394,11 @@ class Core:
         self._ledger.counts.step_seconds += result.seconds
         self._ledger.counts.gap_seconds += result.gap
         self._ratio = max(self.limits.reserve / 5, self._ratio - RATIO_FALL)
-        if result.logprobs:
-            collect_prompt(step.rows, result.logprobs)
-        deltas: list[Delta] = []
-        ended: list[Request] = []
-        broken = self._fail(step, result) if result.failed else []
-        tokens = array("i", result.tokens)
-        assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
-        for request, token in zip(step.samples, tokens):
-            if request.finish is not None:
-                continue
-            if request.stale:
-                request.stale -= 1
-                continue
-            delta = Delta(rid=request.rid, tokens=[token])
-            deltas.append(delta)
-            if request.first_token is None:
-                self._first(request, delta)
-            outputs = (
-                request.tokens
-            )  # as request.commit() does it; the call would take a quarter of the time of this loop
-            outputs.append(token)
-            if (token in request.stop_ids or len(outputs) >= request.limit) and request.ends(token, delta):
-                ended.append(request)
-        self._ledger.counts.output_tokens += len(deltas)
-        if result.forced:
-            self._jump(step, result, deltas, ended)
-        if result.logprobs:
-            attach(step.rows, result.logprobs, deltas)
-        deltas += broken
-        vectors = iter(result.vectors)
-        for request in step.ends:
-            vector = next(vectors) if request.pools else None
-            if request.finish is None:
-                request.finish = "length" if vector is None else "stop"
-                delta = Delta(rid=request.rid, finish=request.finish, vector=vector)
-                self._first(request, delta)
-                deltas.append(delta)
-                ended.append(request)
-        self._conclude(ended, step.number)
-        return deltas
-
-    def _jump(self, step: Step, result: StepResult, deltas: list[Delta], ended: list[Request]) -> None:
-        """Commit what the grammar forces behind sampled tokens. It is planned like a prompt's next part; samples of it that
-        are in flight bring nothing new."""
-        by_rid = {delta.rid: delta for delta in deltas}
-        for index, run in result.forced:
-            request = step.samples[index]
-            if request.finish is not None:
-                continue
-            delta, in_flight = by_rid[request.rid], request.known - len(request.tokens)
-            for token in array("i", run):
-                delta.tokens.append(token)
-                request.tokens.append(token)
-                if request.ends(token, delta):
-                    ended.append(request)
-                    break
-            jumped = len(delta.tokens) - 1
-            request.stale = min(in_flight, jumped)
-            request.known = max(request.known, len(request.tokens))
-            self._ledger.counts.output_tokens += jumped
-            self._ledger.counts.jumped_tokens += jumped
-
-    def _fail(self, step: Step, result: StepResult) -> list[Delta]:
-        """End the requests that the worker could not go on with."""
-        deltas = []
-        for index, why in result.failed:
-            request = step.samples[index]
-            if request.finish is None:
-                self._end(request, "error")
-                error = BadRequest(why).rejected(request.submit.parent)
-                deltas.append(Delta(rid=request.rid, finish="error", error=error))
-        return deltas
-
-    def _first(self, request: Request, delta: Delta) -> None:
-        request.first_token = self._now
-        delta.cached_tokens = request.cached
-        delta.prompt_logprobs = request.prompt_logprobs
-        request.prompt_logprobs = None
+        outcome = commit(step, result, now)
+        self._ledger.counts.output_tokens += outcome.outputs
+        self._ledger.counts.jumped_tokens += outcome.jumped
+        self._conclude(outcome.ended, step.number)
+        return outcome.deltas
 
     def _conclude(self, ended: list[Request], number: int) -> None:
         """Requests of this result that have ended leave; those that no step contains any more are released."""

@@ -1,8 +1,17 @@
-"""What the scheduler may use."""
+"""What the scheduler may use, and what a request may want of it."""
 
 from __future__ import annotations
 
 import msgspec
+
+from sgla.errors import ContextTooLong, InvalidField
+from sgla.messages import RowSampling, Submit
+
+# Plans travel through a ring of 8 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
+# bring at most this many bytes, or there is only one; and one request has at most so many beside its tokens.
+BROUGHT, BAGGAGE = 1 << 20, 3 << 19
+ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Limits(msgspec.Struct, kw_only=True, frozen=True):
@@ -39,3 +48,38 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         if self.encoder:
             return self.context_len
         return (self.pages - 1) * self.page_size
+
+    def outputs(self, submit: Submit) -> int:
+        """Outputs the request can have: with the last one, whose KV is never stored, it must fit context and pool.
+
+        Raises ContextTooLong, or InvalidField (empty prompt, huge answers).
+        """
+        prompt = len(submit.tokens)
+        if not prompt:
+            raise InvalidField("The prompt is empty.", param="prompt")
+        if self._answer(submit.sampling) > ANSWER:
+            message = "The request wants more logprobs of a token than a step can bring; ask for fewer."
+            raise InvalidField(message, param="logprobs")
+        longest = min(self.context_len, self.pool_tokens)
+        if submit.max_new == 0 and prompt <= longest:
+            return 0
+        most = min(self.context_len, self.pool_tokens + 1) - prompt
+        if most < 1:
+            raise ContextTooLong.of(longest, prompt, 0)
+        return min(submit.max_new, most)
+
+    def _answer(self, sampling: RowSampling) -> int:
+        """Bytes of logprobs and scores in a step full of such requests."""
+        tokens = self.step_tokens if sampling.prompt_logprobs >= 0 else self.rows
+        named = max(sampling.logprobs, sampling.prompt_logprobs) + len(sampling.logprob_ids)
+        return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ()))
+
+
+def baggage_of(sampling: RowSampling) -> int:
+    """Bytes of what the workers must know of a request beside its tokens. Raises InvalidField if that is too much."""
+    size = len(_encode(sampling))
+    if size > BAGGAGE:
+        raise InvalidField(
+            f"The parameters of the request take {size} bytes; at most {BAGGAGE} are possible."
+        )
+    return size

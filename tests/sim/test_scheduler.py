@@ -15,8 +15,8 @@ from simulation import Simulation, make_limits, make_submit, random_submits
 from sgla.errors import ContextTooLong, InvalidField, Overloaded
 from sgla.executor.fake import ints
 from sgla.messages import SAMPLE, RowSampling, StepResult
-from sgla.sched.core import BAGGAGE, BROUGHT, Core
-from sgla.sched.limits import Limits
+from sgla.sched.core import Core
+from sgla.sched.limits import BAGGAGE, BROUGHT, Limits
 
 PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
 
