@@ -261,6 +261,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "sink_limit_bytes": (1, math.inf),
     "drain_timeout": (0, math.inf),
     "sse_keepalive": (0, math.inf),
+    "response_store": (0, math.inf),
+    "response_ttl": (0, math.inf),
+    "step_log": (0, math.inf),
 }
 
 

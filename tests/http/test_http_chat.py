@@ -114,11 +114,12 @@ async def test_token_ids(site: Site) -> None:
     _, whole = await site.post("/v1/chat/completions", body)
     choice = whole["choices"][0]
     prompt = site.ingress.prompt(site.ingress.jobs[-1])
-    assert choice["prompt_token_ids"] == prompt
+    assert whole["prompt_token_ids"] == prompt
     assert site.ingress.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
     payloads = await site.sse("/v1/chat/completions", body | {"stream": True})
-    choices = [json.loads(payload)["choices"][0] for payload in payloads[:-1]]
-    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [prompt]
+    chunks = [json.loads(payload) for payload in payloads[:-1]]
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [prompt]
+    choices = [chunk["choices"][0] for chunk in chunks]
     assert [token for c in choices for token in c.get("token_ids", [])] == choice["token_ids"]
 
 

@@ -108,6 +108,7 @@ async def test_sessions_end(site: Site, monkeypatch: Any) -> None:
     assert (await site.post("/close_session", {"session_id": "mine"}))[0] == 200
     assert (await site.post("/close_session", {"session_id": "mine"}))[0] == 404
     assert await refused(site, "mine") == (404, "session_not_found")
+    assert (await site.post("/open_session", {"capacity_of_str_len": 9, "session_id": "x" * 201}))[0] == 400
     await opened(site, session_id="old", timeout=5)
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now + 6)
@@ -121,6 +122,20 @@ async def test_sessions_are_bounded(serve: Serve) -> None:
     assert await refused(site, small, rid="1") == (400, "invalid_value")
     await opened(site)
     assert (await site.post("/open_session", {"capacity_of_str_len": 9}))[0] == 429
+
+
+async def test_what_sessions_hold_is_bounded(site: Site, monkeypatch: Any) -> None:
+    """A turn costs what it adds, however long the conversation is."""
+    session = await opened(site)
+    whole = await turn(site, session, "x" * 400, "0")
+    monkeypatch.setattr("sgla.http.native.session_store.MAX_TOKENS", 3200)
+    for i in range(20):
+        longer = await turn(site, session, "y", str(i + 1), after=str(i))
+        assert longer[: len(whole)] == whole
+        whole = longer
+    assert await refused(site, session, rid="20") == (429, "overloaded")
+    await turn(site, session, "z", "new", replace=True)
+    await turn(site, session, "z", "newer", after="new")
 
 
 async def test_a_session_takes_one_prompt_at_a_time(site: Site) -> None:

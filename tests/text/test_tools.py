@@ -265,6 +265,11 @@ def test_what_only_looks_like_a_call_is_content(text: str) -> None:
     assert check_cuts("hermes", text) == [Piece("content", text)]
 
 
+def test_a_call_without_a_name_is_content() -> None:
+    text = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}"
+    assert check_cuts("kimi_k2", text) == [Piece("content", text)]
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [

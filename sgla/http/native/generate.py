@@ -64,8 +64,7 @@ async def answer(
 
 
 async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work, many: bool) -> Turn:
-    """Put what the session has in front of the prompt. Raises BadRequest kinds and SessionNotFound."""
-    session = server.sessions.get(params.id)
+    """Put what the session has in front of the prompt. Raises BadRequest kinds, SessionNotFound, Overloaded."""
     if many or work.n > 1:
         raise InvalidField("session_params is for one prompt with n=1", param="session_params")
     (job,) = work.jobs
@@ -76,9 +75,9 @@ async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work
         return ids
 
     added = await maybe_threaded(len(text), encoded) if job.token_ids is None else job.token_ids
-    turn = session.begin(params, rid, added)
+    turn = server.sessions.begin(params, rid, added)
     job.text = None
-    job.token_ids = turn.prompt
+    job.token_ids = turn.prompt()
     return turn
 
 

@@ -1,10 +1,12 @@
 """SGLang's sessions: a tree of turns, of which each goes on from an earlier one. The prefix cache makes that cheap; kept
-here are token ids alone."""
+here are token ids alone, of each turn those that it added."""
 
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,6 +14,10 @@ from sgla import clock
 from sgla.errors import InvalidField, NotFound, Overloaded
 from sgla.http.errors import Busy
 from sgla.http.request.schema import SessionParams
+
+MAX_TOKENS = 16 << 20  # in all sessions, of 4 bytes each
+TURN = 128  # tokens that would take the memory of an empty turn
+MAX_NAME = 200
 
 
 class OpenSessionRequest(msgspec.Struct, kw_only=True):
@@ -32,17 +38,40 @@ class SessionNotFound(NotFound):
 
 
 class Turn:
-    """A prompt and its answer, which is None until it is complete. ``before``: the turn that it goes on from."""
+    """A prompt and its answer, which is None until it is complete.
 
-    def __init__(self, session: Session, rid: str, prompt: list[int], before: Turn | None) -> None:
-        self.prompt = prompt
-        self.output: list[int] | None = None
+    ``before``: the turn that it goes on from, with the first ``kept`` ids of that conversation. ``added``: what its prompt
+    has behind them.
+    """
+
+    def __init__(
+        self, session: Session, rid: str, added: Sequence[int], before: Turn | None, kept: int
+    ) -> None:
+        self.added = array("i", added)
+        self.output: array[int] | None = None
         self.before = before
+        self.kept = kept
         self._session = session
         self._rid = rid
 
+    def prompt(self) -> list[int]:
+        parts, kept, turn = [self.added], self.kept, self.before
+        while turn is not None:
+            assert turn.output is not None
+            own = turn.added + turn.output
+            parts.append(own[: max(0, kept - turn.kept)])
+            kept, turn = min(kept, turn.kept), turn.before
+        return [token for part in reversed(parts) for token in part]
+
+    def length(self, with_output: bool) -> int:
+        """Of the conversation up to here, in tokens."""
+        return self.kept + len(self.added) + (len(self.output or ()) if with_output else 0)
+
+    def size(self) -> int:
+        return TURN + len(self.added) + len(self.output or ())
+
     def end(self, output: list[int]) -> None:
-        self.output = output
+        self.output = array("i", output)
 
     def close(self) -> None:
         """Its request is over; one that was never answered is forgotten."""
@@ -66,21 +95,24 @@ class Session:
     def touch(self) -> None:
         self.expires = clock.now() + self._ttl
 
+    def size(self) -> int:
+        return sum(turn.size() for turn in self.turns.values())
+
     def begin(self, params: SessionParams, rid: str, added: list[int]) -> Turn:
         """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds."""
         self.touch()
         before = None if params.rid is None else self._ended(params.rid)
-        prompt = [*context(before, params), *added]
+        turn = Turn(self, rid, added, before, kept_of(before, params))
         if rid in self.turns:
             raise InvalidField(f"the session has a turn {rid!r} already", param="rid")
-        if len(prompt) > self._capacity:
+        if (length := turn.length(False)) > self._capacity:
             raise InvalidField(
-                f"the turn has {len(prompt)} tokens, the session was opened for {self._capacity}",
+                f"the turn has {length} tokens, the session was opened for {self._capacity}",
                 param="session_params",
             )
         if params.replace:
             self._forget_after(before)
-        turn = self.turns[rid] = Turn(self, rid, prompt, before)
+        self.turns[rid] = turn
         return turn
 
     def _ended(self, rid: str) -> Turn:
@@ -100,22 +132,21 @@ class Session:
         }
 
 
-def context(before: Turn | None, params: SessionParams) -> list[int]:
-    """The ids that a turn goes on from."""
+def kept_of(before: Turn | None, params: SessionParams) -> int:
+    """How many ids of the conversation before it a turn goes on from."""
     if before is None:
         if params.offset is not None or params.drop_previous_output:
             raise InvalidField("offset and drop_previous_output need a rid", param="session_params")
-        return []
-    assert before.output is not None
-    ids = before.prompt if params.drop_previous_output else [*before.prompt, *before.output]
+        return 0
+    length = before.length(not params.drop_previous_output)
     if params.offset is None:
-        return ids
-    if not 0 <= params.offset <= len(ids):
+        return length
+    if not 0 <= params.offset <= length:
         raise InvalidField(
-            f"session_params: offset must be between 0 and {len(ids)}, got {params.offset}",
+            f"session_params: offset must be between 0 and {length}, got {params.offset}",
             param="session_params",
         )
-    return ids[: params.offset]
+    return params.offset
 
 
 class Sessions:
@@ -129,6 +160,8 @@ class Sessions:
     def open(self, request: OpenSessionRequest) -> str:
         self._expire()
         name = request.session_id or uuid.uuid4().hex
+        if len(name) > MAX_NAME:
+            raise InvalidField(f"session_id may have at most {MAX_NAME} characters", param="session_id")
         if name in self._sessions:
             raise InvalidField(f"session {name!r} is open already", param="session_id")
         if len(self._sessions) >= self._limit:
@@ -136,7 +169,17 @@ class Sessions:
         self._sessions[name] = Session(request.capacity_of_str_len, request.timeout or self._ttl)
         return name
 
-    def get(self, name: str) -> Session:
+    def begin(self, params: SessionParams, rid: str, added: list[int]) -> Turn:
+        """``Session.begin``, where there is room for it. Raises Overloaded."""
+        turn = self._get(params.id).begin(params, rid, added)
+        if sum(session.size() for session in self._sessions.values()) > MAX_TOKENS:
+            turn.close()
+            raise Overloaded(
+                f"the sessions hold {MAX_TOKENS} tokens, which is the limit; close some", retry_after=5.0
+            )
+        return turn
+
+    def _get(self, name: str) -> Session:
         self._expire()
         session = self._sessions.get(name)
         if session is None:
@@ -144,7 +187,7 @@ class Sessions:
         return session
 
     def close(self, name: str) -> None:
-        self.get(name)
+        self._get(name)
         del self._sessions[name]
 
     def _expire(self) -> None:

@@ -167,7 +167,7 @@ class Shapes:
             "finish_reason": finish_reason(choice.finish, called, self.functions),
             **self.stops(choice),
         }
-        return result | self.token_ids(choice.prompt_tokens, choice.tokens)
+        return result | self.token_ids(choice.tokens)
 
     def stops(self, event: Event | Choice) -> dict[str, Any]:
         return stop_fields(event.finish, event.matched, self._sampling.stop_token_ids)
@@ -177,16 +177,17 @@ class Shapes:
             return None
         return {"content": chat_logprobs(self._tokenizer, entries, self._as_ids), "refusal": None}
 
-    def prompt(self, choice: Choice) -> dict[str, Any]:
-        """vLLM's logprobs of the prompt, if they are asked for."""
-        if self._sampling.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": shown_prompt(self._tokenizer, choice, self._sampling.prompt_logprobs)}
+    def prompt(self, choice: Choice | Event) -> dict[str, Any]:
+        """vLLM's logprobs and ids of the prompt, if they are asked for; they stand beside the choices."""
+        shown: dict[str, Any] = {}
+        if self._sampling.prompt_logprobs is not None:
+            shown["prompt_logprobs"] = shown_prompt(self._tokenizer, choice, self._sampling.prompt_logprobs)
+        if self._token_ids and choice.prompt_tokens is not None:
+            shown["prompt_token_ids"] = choice.prompt_tokens
+        return shown
 
-    def token_ids(self, prompt: list[int] | None, tokens: list[int]) -> dict[str, Any]:
-        if not self._token_ids:
-            return {}
-        return {"token_ids": tokens} | ({"prompt_token_ids": prompt} if prompt is not None else {})
+    def token_ids(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens} if self._token_ids else {}
 
 
 class ChoiceStream:
@@ -262,14 +263,14 @@ class ChatStream(ChunkStream):
 
     def _role(self, event: Event) -> bytes:
         self._text_heads[event.index] = b'%b{"index":%d,"delta":{"content":' % (self._head, event.index)
-        extra = self._shapes.token_ids(event.prompt_tokens, []) if event.prompt_tokens is not None else {}
-        return self._chunk(event, ROLE, None, None, extra)
+        beside = self._shapes.prompt(event) if len(self._choices) == 1 else None
+        return self._chunk(event, ROLE, None, beside=beside)
 
     def _delta(self, event: Event, choice: ChoiceStream, delta: dict[str, Any]) -> bytes:
         tokens, logprobs = choice.release()
         if self._shapes.functions:
             delta = old_delta(delta)
-        extra = self._shapes.token_ids(None, tokens)
+        extra = self._shapes.token_ids(tokens)
         return self._chunk(event, delta, self._shapes.logprobs(logprobs), extra=extra)
 
     def _finish(self, event: Event, choice: ChoiceStream) -> bytes:
@@ -285,6 +286,7 @@ class ChatStream(ChunkStream):
         logprobs: dict[str, Any] | None,
         finish: str | None = None,
         extra: dict[str, Any] | None = None,
+        beside: dict[str, Any] | None = None,
     ) -> bytes:
         choice = {"index": event.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return self.chunk(choice | (extra or {}), event.usage)
+        return self.chunk(choice | (extra or {}), event.usage, beside)

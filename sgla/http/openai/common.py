@@ -95,12 +95,13 @@ class ChunkStream(Encoder):
         """The usage object of choice ``index``, or of all of them."""
         return usage_object(usage)
 
-    def chunk(self, choice: dict[str, Any], usage: Usage) -> bytes:
-        """A block with one choice; ``usage`` is that choice's so far."""
+    def chunk(self, choice: dict[str, Any], usage: Usage, beside: dict[str, Any] | None = None) -> bytes:
+        """A block with one choice; ``usage`` is that choice's so far, ``beside`` stands next to the choices."""
         tail = self._tail
         if self._continuous:
             tail = b',"usage":%b}\n\n' % encode(self.usage(usage, choice["index"]))
-        return b"%b%b]%b" % (self._head, encode(choice), tail)
+        more = b"," + encode(beside)[1:-1] if beside else b""
+        return b"%b%b]%b%b" % (self._head, encode(choice), more, tail)
 
     def end(self, usage: Usage) -> bytes:
         if not self._include_usage:

@@ -252,7 +252,7 @@ def named_call(
 
     def read(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
         name, call_id = identity((yield from word(cur, NAME)))
-        if known is not None and name not in known:
+        if not name or (known is not None and name not in known):
             raise Mismatch
         if id_tag and (yield from cur.follow(tags(id_tag))):
             call_id = yield from word(cur, IDENTIFIER)
