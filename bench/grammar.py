@@ -1,6 +1,7 @@
 """Throughput of one batch with and without a grammar: the same prompts, the same number of output tokens.
 
     python bench/grammar.py --model demo [--batch 32] [--tokens 128] [--repeat 3] [--schema names]
+    python bench/grammar.py --model bench/models/qwen3-8b --extra '{"device": "cuda", "load_format": "dummy", "tokenizer": "FOLDER"}'
 
 The schema is a list of records that is longer than any output here, so that every request runs to ``--tokens``. The records of
 ``--schema names`` have long names and short values: most tokens are forced. Both kinds are measured in turn. Prints one
@@ -70,12 +71,14 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--schema", choices=RECORDS, default="records")
+    parser.add_argument("--extra", type=json.loads, default={}, help="settings of the engine")
     args = parser.parse_args()
     schema = {"type": "array", "items": RECORDS[args.schema], "minItems": 100}
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     found: dict[str, list[float]] = {"free": [], "grammar": []}
     steps = jumped = 0
-    with Engine(args.model) as engine:
+    with Engine(args.model, **args.extra) as engine:
+        facts = engine._ready().ingress.facts
         for kind in (None, grammar):
             run(engine, args.batch, 8, args.temperature, kind)
         for _ in range(args.repeat):
@@ -90,6 +93,7 @@ def main() -> None:
                 "bench": "grammar",
                 "version": sgla.__version__,
                 "machine": platform.processor() or platform.machine(),
+                "device": facts.device if facts else None,
                 "model": args.model,
                 "batch": args.batch,
                 "tokens": args.tokens,
@@ -101,6 +105,8 @@ def main() -> None:
                 "ratio": round(median(g / f for f, g in zip(found["free"], found["grammar"])), 3),
                 "grammar_steps": steps,
                 "jumped_tokens": jumped,
+                "step_ms": round(1e3 * (after.step_seconds - before.step_seconds) / steps, 2),
+                "gap_ms": round(1e3 * (after.gap_seconds - before.gap_seconds) / steps, 2),
             }
         )
     )

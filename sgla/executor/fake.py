@@ -328,6 +328,7 @@ class FakeFlight(msgspec.Struct):
     step: int
     result: StepResult
     due: float
+    held: bool = False
 
     @property
     def done(self) -> bool:
@@ -361,6 +362,9 @@ class FakeRunner:
         result.gap, result.seconds = max(0.0, clock.now() - self._end), self._step_seconds
         self._end += result.gap + self._step_seconds
         return FakeFlight(plan.step, result, self._end)
+
+    def release(self, flight: FakeFlight) -> None:
+        raise AssertionError("no step is held")
 
     def finish(self, flight: FakeFlight) -> StepResult:
         return flight.result

@@ -16,6 +16,7 @@ from sgla.grammar.protocol import Vocabulary
 from sgla.messages import RowSampling
 
 KEPT = 256  # compiled grammars; copies of them are cheap
+Words = NDArray[np.uint32]  # a mask of tokens: bit i % 32 of word i // 32 says whether token i may come
 RUN = 64  # forced tokens of a row that one step's result brings at most: it has to fit its ring
 
 
@@ -104,11 +105,11 @@ class FreePart:
         """Anything may come. Else the opener, or the rest of it, decides."""
         return not self._opener
 
-    def allow(self, allowed: NDArray[np.bool_]) -> None:
+    def allow(self, words: Words) -> None:
         """While it is not open: what opens it, beside what the grammar wants at its beginning."""
         if self._begun:
-            allowed[:] = False
-        allowed[self._matchers.beginning(self._opener)] = True
+            words[:] = 0
+        set_bits(words, self._matchers.beginning(self._opener))
 
     def take(self, token: int) -> bytes | None:
         """The text after the free part, ``b""`` mostly, where ``token`` ends it; None where it does not."""
@@ -147,7 +148,7 @@ class Constraint:
         self._tokens = tokens
         self._seen = prompt_len  # tokens taken in
         self._size = len(matchers.tokens)
-        self._stops = [token for token in sampling.stop_ids if token < self._size]
+        self._stops = np.array([token for token in sampling.stop_ids if token < self._size], np.intp)
         self._ended = False
         self._words = np.empty((self._size + 31) // 32, np.uint32)
 
@@ -158,12 +159,14 @@ class Constraint:
 
         All tokens before ``position`` are known. Raises MatchFailed.
         """
-        for token in self._tokens[self._seen : position].tolist():
-            self._take(token)
-        self._seen = position
-        if self._free is not None and self._free.open:
+        self.catch_up(position)
+        if self.open:
             return logits, None
-        allowed = self._allowed()
+        if self.matcher is not None:
+            self.matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self.complete(self._words)
+        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little", count=self._size)
+        allowed = bits.view(bool)
         ids: NDArray[np.intp] | None = None
         if 4 * int(np.count_nonzero(allowed)) < len(allowed):
             ids = np.flatnonzero(allowed)
@@ -174,20 +177,48 @@ class Constraint:
             logits[:] = 0 if ids is not None else np.where(allowed, 0, -np.inf)
         return logits, ids
 
-    def jump(self, position: int, token: int) -> list[int]:
-        """``token`` has been chosen for ``position``. Returns the tokens that must follow it, RUN at most, and goes past
-        them: the next position to ask for is the one behind them. Raises MatchFailed.
+    def catch_up(self, position: int) -> None:
+        """Take in the tokens before ``position``, from the token table. Raises MatchFailed."""
+        for token in self._tokens[self._seen : position].tolist():
+            self._take(token)
+        self._seen = position
 
-        Without it they would be the same ones: where tokens are forced, the mask leaves the first of them only.
-        """
-        self._take(token)
-        self._seen = position + 1
+    @property
+    def open(self) -> bool:
+        """Any token may come next: there is no mask."""
+        return self._free is not None and self._free.open
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """Whose mask ``complete`` wants; None at the end of the grammar."""
+        return None if self._ended else self._matcher
+
+    def complete(self, words: Words) -> None:
+        """Make of the ``matcher``'s mask (without one, of anything) the mask of the next token. Raises MatchFailed."""
+        if self._ended:
+            words[:] = 0
+        elif self._matcher.is_error():
+            raise MatchFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
+        if self._ended or self._matcher.is_accepting():
+            set_bits(words, self._stops)
+        if self._free is not None:
+            self._free.allow(words)
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, RUN at most. Without asking they would be the same ones: where tokens are forced,
+        the mask leaves the first of them only."""
         if self._ended or self._free is not None:
             return []
-        run = self._matcher.compute_ff_tokens()[:RUN]
+        return self._matcher.compute_ff_tokens()[:RUN]
+
+    def jump(self, position: int, token: int) -> list[int]:
+        """``token`` has been chosen for ``position``. Returns the tokens that are then forced, and goes past them: the next
+        position to ask for is the one behind them. Raises MatchFailed."""
+        self._take(token)
+        run = self.forced()
         for forced in run:
             self._take(forced)
-        self._seen += len(run)
+        self._seen = position + 1 + len(run)
         return run
 
     def _take(self, token: int) -> None:
@@ -207,17 +238,6 @@ class Constraint:
             raise MatchFailed(f"the grammar cannot go on: {self._matcher.get_error() or 'unexpected token'}")
         self._ended = True
 
-    def _allowed(self) -> NDArray[np.bool_]:
-        if self._ended:
-            allowed = np.zeros(self._size, bool)
-        else:
-            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-            if self._matcher.is_error():
-                raise MatchFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
-            bits = np.unpackbits(self._words.view(np.uint8), bitorder="little", count=self._size)
-            allowed = bits.view(bool)
-        if self._ended or self._matcher.is_accepting():
-            allowed[self._stops] = True
-        if self._free is not None:
-            self._free.allow(allowed)
-        return allowed
+
+def set_bits(words: Words, ids: NDArray[np.intp]) -> None:
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))

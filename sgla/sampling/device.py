@@ -17,6 +17,7 @@ from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.messages import LogprobBlock, NewRow, RowSampling, ThinkLimit
+from sgla.sampling.constraints import Masks
 from sgla.sampling.logprobs import Scores
 from sgla.sampling.sampler import COLD
 
@@ -42,6 +43,19 @@ class Scored(NamedTuple):
         return scores.block(self.row, self.prompt, self.start, self.asked)
 
 
+class Undrawn(NamedTuple):
+    """Rows of a step that get a token. ``logits`` float32[S, this rank's part of V], ``slots`` and ``positions`` int32[S] are on
+    the GPU, as are their places, the first of ``out`` int32[at least S]; ``on_host``: slots and positions again; ``rows``: the
+    numbers that logprobs carry."""
+
+    logits: Tensor
+    slots: Tensor
+    positions: Tensor
+    out: Tensor
+    rows: Int32s
+    on_host: tuple[Int32s, Int32s]
+
+
 class DeviceSampler:
     """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU. The last slot is the padding rows'.
 
@@ -60,6 +74,7 @@ class DeviceSampler:
         self._rows: list[RowSampling] = [RowSampling()] * slots
         self._prompt_len = np.zeros(slots, np.int32)
         self._plain = np.ones(slots, bool)  # a draw by temperature is all
+        self._cut = np.zeros(slots, bool)
         self._allowed: dict[int, Tensor] = {}  # slot -> the only tokens it may have
 
     def admit(self, new: NewRow) -> None:
@@ -76,7 +91,8 @@ class DeviceSampler:
             self._allowed[new.slot] = torch.tensor(ids, device=self._tokens.device)
         self._rows[new.slot] = s
         self._prompt_len[new.slot] = new.prompt_len
-        self._plain[new.slot] = not (cut or rules or narrow or s.logprobs >= 0)
+        self._cut[new.slot] = cut
+        self._plain[new.slot] = not (cut or rules or narrow or s.grammar or s.logprobs >= 0)
 
     def logprob_ids(self, slot: int) -> list[int]:
         """Tokens whose logprobs the request in ``slot`` asks for."""
@@ -113,29 +129,24 @@ class DeviceSampler:
         keys = torch.full(slots.shape, sampling.WORST, dtype=torch.int64, device=slots.device)
         sampling.follow(keys, slots, positions, self._tokens, out, self._shard.max)
 
-    def sample(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        out: Tensor,
-        rows: Int32s,
-        on_host: tuple[Int32s, Int32s],
-    ) -> list[Scored]:
-        """``draw`` with everything requests may ask for. ``logits`` are changed. ``on_host``: slots and positions again;
-        ``rows``: the numbers that logprobs carry."""
+    def sample(self, undrawn: Undrawn, masks: Masks | None = None) -> list[Scored]:
+        """``draw`` with everything requests may ask for; ``masks`` are those of grammars. The logits are changed."""
+        logits, slots, positions, out, rows, (host_slots, host_positions) = undrawn
         if self._shard.size > 1:
             logits = self._gather(logits)
         if self._shard.rank > 0:
             self._follow(slots, positions, out)
             return []
-        host_slots, host_positions = on_host
         wanted = [i for i, slot in enumerate(host_slots.tolist()) if self._rows[slot].logprobs >= 0]
         raw = logits[wanted] if wanted else None
         self._penalize(logits, host_slots, host_positions)
         self._bias(logits, host_slots, host_positions)
         self._narrow(logits, host_slots, host_positions)
-        cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
+        if masks is not None:
+            sampling.mask(logits, *masks)
+        cuts = None
+        if self._cut[host_slots].any():
+            cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
         self._race(logits, slots, positions, out, 0, cuts)
         if raw is None:
             return []

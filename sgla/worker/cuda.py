@@ -7,7 +7,6 @@ A step is launched without waiting for the one before it: plans carry no token i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.config import Config
 from sgla.dist.gpus import join_gpus
 from sgla.errors import ConfigError, UnsupportedField
+from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
@@ -37,11 +37,14 @@ from sgla.messages import (
     RowSampling,
     StepPlan,
     StepResult,
+    ThinkLimit,
 )
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
-from sgla.sampling.device import DeviceSampler, Scored, score, to_host
+from sgla.sampling.constraints import Constraints, Masks
+from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
 from sgla.worker.device_state import DeviceTables
+from sgla.worker.flights import Flight, Flights
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
@@ -56,8 +59,20 @@ E4M3_MAX = 448.0
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
-EVERYTHING = RowSampling(  # that a request can ask of the sampler
-    temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, logprobs=20, frequency=0.1, logit_bias=[(0, 0.1)]
+EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for grammars
+    temperature=0.8,
+    top_k=9,
+    top_p=0.9,
+    min_p=0.01,
+    logprobs=20,
+    logprob_ids=[0],
+    frequency=0.1,
+    logit_bias=[(0, 0.1)],
+    min_tokens=1,
+    stop_ids=[0],
+    bad_words=[[0], [0, 1]],
+    allowed=[0, 1],
+    thinking=ThinkLimit(1, 0, 1, False),
 )
 WARM_UP = (
     600,
@@ -66,23 +81,6 @@ WARM_UP = (
     4000,
     8000,
 )  # tokens of steps that are run at start: the libraries have kernels for each size
-
-
-@dataclass(slots=True)
-class Flight:
-    """A launched step; ``tokens`` is pinned and holds ``count`` ids once ``end`` has passed."""
-
-    step: int
-    tokens: Tensor
-    count: int
-    scored: list[Scored]
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    due: float = 0.0  # when it will end is not known
-
-    @property
-    def done(self) -> bool:
-        return self.end.query()
 
 
 class CudaRunner:
@@ -121,7 +119,6 @@ class CudaRunner:
                 "memory: " + ", ".join(f"{name} {mib(size)}" for name, size in self.ledger.items())
             )
             captured = clock.now()
-            self._last_end: torch.cuda.Event | None = None
             self._warm_up()
         self.facts.timings |= {
             "ranks": begun - joining,
@@ -201,6 +198,17 @@ class CudaRunner:
         self.kv = self._allocate(1, config.page_size, self._kv_dtype)
         peak = self._activations()
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
+        self.matchers, self.constraints = None, None
+        if self.shard.rank == 0:
+            self.matchers = Matchers()
+            self.constraints = Constraints(
+                self.tables.host.tokens,
+                self.model.spec.vocab,
+                self.matchers,
+                jumps=self.shard.size == 1,  # other ranks are told one token a row
+                pin=True,
+            )
+        self.flights = Flights(self.tables, self.sampler, self.constraints)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] - peak - RESERVE
         budget = min(free, config.kv_cache_bytes or free)
@@ -226,6 +234,7 @@ class CudaRunner:
             device=torch.cuda.get_device_name(),
             ledger=self.ledger,
             notes=self.notes,
+            grammars=True,
         )
 
     def _measure_scales(self) -> list[tuple[float, float]]:
@@ -270,7 +279,9 @@ class CudaRunner:
             most = self._logits(hidden[torch.zeros(self.slots, dtype=torch.long, device="cuda")])
             out = torch.zeros(self.slots, dtype=torch.int32, device="cuda")
             d_slots, d_ends = upload(np.stack([slots, ends]))
-            self.sampler.sample(most, d_slots, d_ends, out, slots, (slots, ends))
+            words = torch.zeros(self.slots, -(-self.model.spec.vocab // 32), dtype=torch.int32, device="cuda")
+            undrawn = Undrawn(most, d_slots, d_ends, out, slots, (slots, ends))
+            self.sampler.sample(undrawn, Masks(d_slots, words))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -292,7 +303,8 @@ class CudaRunner:
         one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
         append = msgspec.structs.replace(_lone_row(3, 1), page_slots=zero, page_counts=one, page_ids=zero)
         self.execute(append)
-        self._last_end = None
+        self.tables.put(np.full((3, 1), self.slots))
+        self.flights.forget()
 
     # --- steps
 
@@ -302,51 +314,54 @@ class CudaRunner:
         begin = torch.cuda.Event(enable_timing=True)
         begin.record()
         self.tables.apply(plan, self.sampler)
+        if self.constraints is not None:
+            for new in plan.new:
+                self.constraints.admit(new)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
-        if (
+        scored: list[Scored] = []
+        if self._decodes(plan, rows):
+            count = rows
+            out, undrawn = self.graphs.run(slots, starts)
+        else:
+            out, count, scored, undrawn = self._extend(plan, slots, starts)
+        return self.flights.begin(plan, begin, out, count, undrawn, scored)
+
+    def _decodes(self, plan: StepPlan, rows: int) -> bool:
+        """It is a step of decode rows alone, and there is a graph for it."""
+        return (
             self._captures
             and rows <= self.graphs.limit
             and plan.flags == DECODE_FLAGS * rows
             and len(plan.q_lens) == 4 * rows
-        ):
-            q_lens = column(plan.q_lens)
-            if int(q_lens.max()) == 1:
-                tokens, scored = self.graphs.run(slots, starts)
-                return self._flight(plan, begin, tokens, rows, scored)
-        tokens, count, scored = self._extend(plan, slots, starts)
-        return self._flight(plan, begin, tokens, count, scored)
-
-    def _flight(
-        self, plan: StepPlan, begin: torch.cuda.Event, tokens: Tensor, count: int, scored: list[Scored]
-    ) -> Flight:
-        host = to_host(tokens[:count])
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        return Flight(plan.step, host, count, scored, begin, end)
-
-    def finish(self, flight: Flight) -> StepResult:
-        """The result of a launched step, in order; blocks until it is there."""
-        flight.end.synchronize()
-        gap = self._last_end.elapsed_time(flight.begin) / 1e3 if self._last_end is not None else 0.0
-        self._last_end = flight.end
-        return StepResult(
-            step=flight.step,
-            tokens=flight.tokens.numpy().tobytes(),
-            logprobs=[scored.block() for scored in flight.scored],
-            seconds=flight.begin.elapsed_time(flight.end) / 1e3,
-            gap=max(0.0, gap),
+            and int(column(plan.q_lens).max()) == 1
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.finish(self.launch(plan))
+    @torch.inference_mode()
+    def release(self, flight: Flight) -> None:
+        """Queue the rest of a step that is held. The steps before have been finished."""
+        self.flights.release(flight)
 
-    def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> tuple[Tensor, int, list[Scored]]:
+    @torch.inference_mode()
+    def finish(self, flight: Flight) -> StepResult:
+        """The result of a launched step, in order; blocks until it is there."""
+        return self.flights.finish(flight)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        flight = self.launch(plan)
+        if flight.held:
+            self.release(flight)
+        return self.finish(flight)
+
+    def _extend(
+        self, plan: StepPlan, slots: Any, starts: Any
+    ) -> tuple[Tensor, int, list[Scored], Undrawn | None]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         graphs = self._captures and not self._deterministic and self.prompts.takes(q_lens, flags)
         if graphs and not self._share_much(slots[q_lens == 1], starts[q_lens == 1]):
-            return self.prompts.run(slots, starts, q_lens, flags)
+            out, count, undrawn = self.prompts.run(slots, starts, q_lens, flags)
+            return out, count, [], undrawn
         order = np.argsort(q_lens > 1, kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
         batch = self._extend_batch(slots, starts, q_lens)
@@ -356,7 +371,7 @@ class CudaRunner:
         picked = np.flatnonzero(flags[order] & SAMPLE)
         count = len(picked)
         if not count:
-            return batch.ids, 0, scored
+            return batch.ids, 0, scored, None
         picked = picked[np.argsort(order[picked])]  # in the plan's row order
         ends = np.cumsum(q_lens, dtype=np.int32)
         host = np.stack([ends[picked] - 1, slots[picked], starts[picked] + q_lens[picked]]).astype(np.int32)
@@ -365,9 +380,8 @@ class CudaRunner:
         out = torch.empty(count, dtype=torch.int32, device="cuda")
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)
-        else:
-            scored += self.sampler.sample(logits, where, positions, out, order[picked], (host[1], host[2]))
-        return out, count, scored
+            return out, count, scored, None
+        return out, count, scored, Undrawn(logits, where, positions, out, order[picked], (host[1], host[2]))
 
     def _extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
         """Rows with any number of tokens; those with one come first."""
@@ -474,6 +488,8 @@ class CudaRunner:
                 return self._profiler.start(str(command.args.get("folder", "profile")))
             case "profile_stop":
                 return self._profiler.stop()
+            case "vocabulary" | "grammar":
+                return self.matchers.control(command.verb, command.args) if self.matchers else {}
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
 
 

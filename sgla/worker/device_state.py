@@ -58,6 +58,11 @@ class DeviceTables:
             sampler.temperatures, sampler.top_ps, sampler.min_ps, sampler.top_ks, sampler.seeds,
         )  # fmt: skip
 
+    def put(self, tokens: Int32s) -> None:
+        """Change the token table: int32[3, n] of slots, positions and tokens."""
+        slots, positions, values = _upload(tokens)
+        self.tokens[slots.long(), positions.long()] = values
+
     def prepare_extend(
         self,
         slots: Tensor,

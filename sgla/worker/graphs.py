@@ -15,7 +15,7 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.attention.native import NativeDecode
 from sgla.kernels.triton import step
-from sgla.sampling.device import Scored
+from sgla.sampling.device import Undrawn
 
 if TYPE_CHECKING:
     from sgla.worker.cuda import CudaRunner
@@ -153,8 +153,9 @@ class DecodeGraphs:
         tables = self._runner.tables
         return cascade.plan(slots, starts, tables.host.page_table, tables.admissions, size)
 
-    def run(self, slots: Any, starts: Any) -> tuple[Tensor, list[Scored]]:
-        """Decode one token of each row: int32[rows, at least] on the GPU, and the logprobs that rows want."""
+    def run(self, slots: Any, starts: Any) -> tuple[Tensor, Undrawn | None]:
+        """Decode one token of each row: int32[rows, at least] on the GPU. ``Undrawn`` if a draw by temperature is not all that
+        rows need."""
         rows = len(slots)
         plan = self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
@@ -171,10 +172,10 @@ class DecodeGraphs:
         np.add(starts, 1, out=host[2, :rows])
         self.columns.copy_(pinned, non_blocking=True)
         graphs[size].replay()
-        sampler = self._runner.sampler
-        if sampler.plain(slots):
-            return self.out, []
+        if self._runner.sampler.plain(slots):
+            return self.out, None
         on_host = (slots, host[2, :rows].copy())
         d_slots, _, d_ends = (c[:rows] for c in self.columns)
-        numbers = np.arange(rows, dtype=np.int32)
-        return self.out, sampler.sample(self._logits[:rows], d_slots, d_ends, self.out, numbers, on_host)
+        return self.out, Undrawn(
+            self._logits[:rows], d_slots, d_ends, self.out, np.arange(rows, dtype=np.int32), on_host
+        )

@@ -41,10 +41,12 @@ class Runs(Protocol):
 
 
 class Flight(Protocol):
-    """A step on its way. ``due``: its end on ``clock.now()`` where that is known, 0.0 where one has to look."""
+    """A step on its way. ``due``: its end on ``clock.now()`` where that is known, 0.0 where one has to look. One that is
+    ``held`` cannot end, and none can be launched behind it, before it is released: when it is the oldest."""
 
     step: int
     due: float
+    held: bool
 
     @property
     def done(self) -> bool: ...
@@ -60,6 +62,7 @@ class Launches(Protocol):
     facts: Facts
 
     def launch(self, plan: StepPlan) -> Any: ...
+    def release(self, flight: Any) -> None: ...
     def finish(self, flight: Any) -> StepResult: ...
     def control(self, command: Control) -> dict[str, Any]: ...
 
@@ -70,6 +73,7 @@ class Computed(msgspec.Struct):
     step: int
     result: StepResult
     due: float = 0.0
+    held: bool = False
     done: bool = True
 
 
@@ -88,6 +92,9 @@ class AtOnce:
         result.gap, result.seconds = started - self._free, ended - started
         self._free = ended
         return Computed(plan.step, result)
+
+    def release(self, flight: Computed) -> None:
+        raise AssertionError("no step is held")
 
     def finish(self, flight: Computed) -> StepResult:
         return flight.result
@@ -114,11 +121,14 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
     step = 0
     try:
         while True:
-            record = plans.pop()
+            record = None if flights and flights[-1].held else plans.pop()
             if record is not None:
                 plan = decode(record)
                 step = plan.step
                 flights.append(device.launch(plan))
+            if flights and flights[0].held:
+                step = flights[0].step
+                device.release(flights[0])
             if flights and flights[0].done:
                 step = flights[0].step
                 publish(device.finish(flights.popleft()))

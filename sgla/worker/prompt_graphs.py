@@ -20,7 +20,7 @@ from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention as extension
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
-from sgla.sampling.device import Scored
+from sgla.sampling.device import Undrawn
 from sgla.worker.graphs import STAGES, Capture
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class PromptGraphs:
             logits.copy_(found)
         runner.sampler.draw(logits, where, ends, out)
 
-    def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, list[Scored]]:
-        """The tokens of the rows that sample, in their order, how many they are, and the logprobs they want."""
+    def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, Undrawn | None]:
+        """The tokens of the rows that sample, in their order, how many they are, and ``Undrawn`` as ``DecodeGraphs.run``."""
         decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
         count, new = int(decodes.sum()), len(sampled)
         tokens = int(q_lens.sum()) - count
@@ -172,15 +172,17 @@ class PromptGraphs:
         )
         self._fill(slots, starts, q_lens, decodes, sampled, sizes)
         self._graphs[sizes].replay()
-        sampler = self._runner.sampler
-        if sampler.plain(slots[sampled]):
-            return self._out, new, []
+        if self._runner.sampler.plain(slots[sampled]):
+            return self._out, new, None
         on_host = (slots[sampled], (starts + q_lens)[sampled])
         lengths = self._lengths(sizes[0])
         where, ends = self._columns[: sum(lengths)].split(lengths)[4:6]
         numbers = np.asarray(sampled, np.int32)
-        scored = sampler.sample(self._logits[:new], where[:new], ends[:new], self._out, numbers, on_host)
-        return self._out, new, scored
+        return (
+            self._out,
+            new,
+            Undrawn(self._logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
+        )
 
 
 def _decodes(q_lens: Any, flags: Any) -> Any:

@@ -197,6 +197,25 @@ def test_cuts_keep_what_the_host_sampler_keeps(top_k: int, top_p: float, min_p: 
     assert set((logits[0] >= cuts[0]).nonzero()[:, 0].tolist()) == set(keep.tolist())
 
 
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_masks_leave_what_is_allowed(vocab: int) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(6, vocab, device=DEVICE)
+    logits[2] = float("-inf")
+    allowed = torch.rand(4, 32 * -(-vocab // 32), device=DEVICE) < 0.3
+    rows = torch.tensor([5, 0, 2, 3], dtype=torch.int32, device=DEVICE)
+    logits[5, allowed[0, :vocab]] = float("-inf")
+    expected = logits.clone()
+    for n, row in enumerate(rows.tolist()):
+        kept = allowed[n, :vocab]
+        expected[row, ~kept] = float("-inf")
+        if n in (0, 2):
+            expected[row, kept] = 0.0
+    bits = allowed.view(4, -1, 32).long() << torch.arange(32, device=DEVICE)
+    sampling.mask(logits, rows, bits.sum(-1).to(torch.int32))
+    assert torch.equal(logits, expected)
+
+
 def test_ranks_draw_what_one_would() -> None:
     """Each from its part of the vocabulary; ties go to the lower id, wherever that is."""
     rows, vocab, split = 16, 10_000, 4_500

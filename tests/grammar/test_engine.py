@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -47,7 +47,7 @@ def params(engine: Engine, grammar: Grammar | None, **changes: Any) -> SamplingP
     return SamplingParams(**settings | changes)
 
 
-def outputs(engine: Engine, grammars: list[Grammar], **changes: Any) -> list[Output]:
+def outputs(engine: Engine, grammars: Sequence[Grammar | None], **changes: Any) -> list[Output]:
     return engine.generate(
         [f"prompt {i}" for i in range(len(grammars))],
         [params(engine, g, seed=i, **changes) for i, g in enumerate(grammars)],

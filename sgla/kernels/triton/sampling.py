@@ -172,6 +172,46 @@ def _find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps, cuts, vocab,
     tl.store(cuts + row, cut)
 
 
+@triton.jit
+def _allowed(words, width, i, vocab):
+    word = tl.load(words + tl.program_id(0).to(tl.int64) * width + i // 32, mask=i < vocab, other=0)
+    return ((word >> (i % 32)) & 1) == 1
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "words"])
+def _mask(logits, rows, words, left, vocab, width, chunks, BLOCK: tl.constexpr):
+    n, chunk = tl.program_id(0), tl.program_id(1)
+    i = chunk * BLOCK + tl.arange(0, BLOCK)
+    at = logits + tl.load(rows + n).to(tl.int64) * vocab + i
+    x = tl.load(at, mask=i < vocab, other=float("-inf"))
+    x = tl.where(_allowed(words, width, i, vocab), x, float("-inf"))
+    tl.store(at, x, mask=i < vocab)
+    tl.store(left + n * chunks + chunk, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "words"])
+def _level(logits, rows, words, left, vocab, width, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    n, chunk = tl.program_id(0), tl.program_id(1)
+    c = tl.arange(0, CHUNKS)
+    top = tl.max(tl.load(left + n * chunks + c, mask=c < chunks, other=float("-inf")), 0)
+    if top == float("-inf"):
+        i = chunk * BLOCK + tl.arange(0, BLOCK)
+        at = logits + tl.load(rows + n).to(tl.int64) * vocab + i
+        tl.store(at, 0.0, mask=(i < vocab) & _allowed(words, width, i, vocab))
+
+
+def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Leave in ``logits[rows[n]]``, float32[S, V], the tokens whose bits are set in ``words[n]``, int32[n, ceil(V / 32)]. Where
+    they are all -inf, each becomes as likely as the next."""
+    vocab, width = logits.shape[1], words.shape[1]
+    chunks = triton.cdiv(vocab, CHUNK)
+    left = logits.new_empty(len(rows), chunks)
+    grid = (len(rows), chunks)
+    _mask[grid](logits, rows, words, left, vocab, width, chunks, BLOCK=CHUNK, num_warps=8)
+    block = triton.next_power_of_2(chunks)
+    _level[grid](logits, rows, words, left, vocab, width, chunks, CHUNKS=block, BLOCK=CHUNK, num_warps=8)
+
+
 def find_cuts(
     logits: Tensor, slots: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
 ) -> Tensor:

@@ -1,0 +1,158 @@
+"""Grammars of rows that a device samples. The device is a step ahead: tokens are taken in when a step's result is read, and the
+masks of the next step are made while its forward pass runs."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgla.grammar.matcher import Constraint, Matchers, MatchFailed, Words, set_bits
+from sgla.messages import NewRow
+
+Int32s = NDArray[np.int32]
+THREADS = 8  # that make masks
+JUMP_ROWS = 8  # rows of the largest steps after which forced tokens are told at once
+
+
+class Masks(NamedTuple):
+    """``words`` int32[n, ceil(V / 32)], see ``grammar/matcher.py: Words``; ``rows`` int32[n]: the logits they belong to."""
+
+    rows: Tensor
+    words: Tensor
+
+
+class Taken(NamedTuple):
+    """See StepResult."""
+
+    failed: list[tuple[int, str]]
+    forced: list[tuple[int, bytes]]
+
+
+class Constraints:
+    """``tokens`` int32[slots + 1, context + 1] is the token table on the host; here it holds the tokens of rows with a grammar
+    alone. ``jumps`` as in ``Sampler``."""
+
+    def __init__(self, tokens: Int32s, vocab_size: int, matchers: Matchers, jumps: bool, pin: bool) -> None:
+        slots = len(tokens)
+        self._tokens, self._matchers, self._jumps = tokens, matchers, jumps
+        self._new: dict[int, NewRow] = {}  # whose constraint has not been made
+        self._constraints: dict[int, Constraint] = {}
+        self._has = np.zeros(slots, bool)
+        self._scored = np.zeros(slots, bool)  # wants logprobs
+        self._known = np.zeros(
+            slots, np.int32
+        )  # positions before are not sampled: a grammar has forced their tokens
+        self._executor = LLExecutor(max(1, min(THREADS, len(os.sched_getaffinity(0)) // 2)))
+        self._rows = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
+        self._words = torch.zeros(slots, -(-vocab_size // 32), dtype=torch.int32, pin_memory=pin)
+
+    def admit(self, new: NewRow) -> None:
+        """A request takes a slot; whatever the slot had is forgotten. ``tokens`` has what is known of it."""
+        slot = new.slot
+        self._constraints.pop(slot, None)
+        self._new.pop(slot, None)
+        self._has[slot] = bool(new.sampling.grammar)
+        self._scored[slot] = new.sampling.logprobs >= 0
+        self._known[slot] = 0
+        if new.sampling.grammar:
+            self._new[slot] = new
+
+    def any(self, slots: Int32s) -> bool:
+        return bool(self._has[slots].any())
+
+    def masks(
+        self, slots: Int32s, positions: Int32s, device: torch.device
+    ) -> tuple[Masks | None, list[tuple[int, str]]]:
+        """Of the rows that sample ``positions`` of ``slots``, whose earlier tokens have all been taken; and the rows that
+        cannot go on. The step before the last one must be done: its masks are overwritten."""
+        words: Words = self._words.numpy().view(np.uint32)
+        rows: list[int] = []
+        wanted: list[tuple[LLMatcher, int]] = []
+        begun: list[Constraint | None] = []
+        failed: list[tuple[int, str]] = []
+        for i in np.flatnonzero(self._has[slots]).tolist():
+            slot, position, place = int(slots[i]), int(positions[i]), len(rows)
+            constraint = None
+            if position < self._known[slot]:
+                words[place] = 0
+                set_bits(words[place], self._tokens[slot, position : position + 1].astype(np.intp))
+            else:
+                try:
+                    constraint = self._constraint(slot)
+                    constraint.catch_up(position)
+                except MatchFailed as error:
+                    failed.append((i, str(error)))
+                    continue
+                if constraint.open:
+                    continue
+                if constraint.matcher is not None:
+                    wanted.append((constraint.matcher, place))
+            rows.append(i)
+            begun.append(constraint)
+        if wanted:
+            self._executor.unsafe_compute_mask_ptr(wanted, words.ctypes.data, words.strides[0], len(words))
+        for place, constraint in enumerate(begun):
+            try:
+                if constraint is not None:
+                    constraint.complete(words[place])
+            except MatchFailed as error:
+                failed.append((rows[place], str(error)))
+        if not rows:
+            return None, failed
+        count = len(rows)
+        self._rows.numpy()[:count] = rows
+        return Masks(*(x[:count].to(device, non_blocking=True) for x in (self._rows, self._words))), failed
+
+    def take(self, slots: Int32s, positions: Int32s, tokens: Int32s) -> Taken:
+        """``tokens`` have been sampled for ``positions`` of ``slots``. What is forced behind them is in the host's token table,
+        and the next samples planned of these rows will be that."""
+        failed: list[tuple[int, str]] = []
+        runs: dict[int, list[int]] = {}
+        few = self._jumps and len(slots) <= JUMP_ROWS
+        for i in np.flatnonzero(self._has[slots] & (positions >= self._known[slots])).tolist():
+            slot, position = int(slots[i]), int(positions[i])
+            self._tokens[slot, position] = tokens[i]
+            try:
+                constraint = self._constraint(slot)
+                constraint.catch_up(position + 1)
+            except MatchFailed as error:
+                failed.append((i, str(error)))
+                continue
+            if few and not self._scored[slot]:
+                runs[i] = constraint.forced()
+        # A step that reads several tokens of a row takes longer for all rows than one that reads one of each.
+        if sum(len(run) - 1 for run in runs.values() if run) < len(slots):
+            return Taken(failed, [])
+        return Taken(failed, self._jump(slots, positions, runs, failed))
+
+    def _jump(
+        self, slots: Int32s, positions: Int32s, runs: dict[int, list[int]], failed: list[tuple[int, str]]
+    ) -> list[tuple[int, bytes]]:
+        forced: list[tuple[int, bytes]] = []
+        for i, run in runs.items():
+            slot, first = int(slots[i]), int(positions[i]) + 1
+            places = self._tokens[slot, first : first + len(run)]
+            places[:] = run[: len(places)]
+            try:
+                self._constraint(slot).catch_up(first + len(places))
+            except MatchFailed as error:
+                failed.append((i, str(error)))
+                continue
+            self._known[slot] = first + len(places)
+            if len(places):
+                forced.append((i, places.tobytes()))
+        return forced
+
+    def _constraint(self, slot: int) -> Constraint:
+        """Made when it is first asked for, while the row's prompt is computed: compiling can take long."""
+        new = self._new.pop(slot, None)
+        if new is not None:
+            tokens = self._tokens[slot]
+            self._constraints[slot] = self._matchers.constraint(tokens, new.prompt_len, new.sampling)
+        return self._constraints[slot]

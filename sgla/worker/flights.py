@@ -1,0 +1,116 @@
+"""The end of a step on a GPU: its samples, beside what a graph draws, and their way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla.messages import StepPlan, StepResult
+from sgla.sampling.constraints import Constraints, Masks
+from sgla.sampling.device import DeviceSampler, Scored, Undrawn, to_host
+from sgla.worker.device_state import DeviceTables
+from sgla.worker.state import column
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``undrawn``: its rows, if a draw by temperature
+    is not all that they want. A step that is ``held`` waits with these for the result of the step before, since grammars do.
+    Once ``end`` has passed, ``tokens``, pinned, holds the ids."""
+
+    step: int
+    out: Tensor
+    count: int
+    undrawn: Undrawn | None
+    scored: list[Scored]
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    due: float = 0.0  # when it will end is not known
+    held: bool = False
+    tokens: Tensor | None = None
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return not self.held and self.end.query()
+
+
+class Flights:
+    """``constraints`` is None on ranks that do not sample, where no step is held."""
+
+    def __init__(self, tables: DeviceTables, sampler: DeviceSampler, constraints: Constraints | None) -> None:
+        self._tables, self._sampler, self._constraints = tables, sampler, constraints
+        self._last_end: torch.cuda.Event | None = None
+
+    def begin(
+        self,
+        plan: StepPlan,
+        begin: torch.cuda.Event,
+        out: Tensor,
+        count: int,
+        undrawn: Undrawn | None,
+        scored: list[Scored],
+    ) -> Flight:
+        """The forward pass of ``plan`` has been queued."""
+        flight = Flight(plan.step, out, count, undrawn, scored, begin, torch.cuda.Event(enable_timing=True))
+        constraints = self._constraints
+        flight.held = undrawn is not None and constraints is not None and constraints.any(undrawn.on_host[0])
+        if not flight.held:
+            self._sample(flight, None)
+        return flight
+
+    def release(self, flight: Flight) -> None:
+        """Queue the rest of a step that is held, while the GPU computes it. The step before has been finished."""
+        assert flight.held
+        assert flight.undrawn is not None
+        assert self._constraints is not None
+        slots, positions = flight.undrawn.on_host
+        masks, flight.failed = self._constraints.masks(slots, positions, flight.out.device)
+        self._sample(flight, masks)
+
+    def _sample(self, flight: Flight, masks: Masks | None) -> None:
+        if flight.undrawn is not None:
+            flight.scored += self._sampler.sample(flight.undrawn, masks)
+        flight.tokens = to_host(flight.out[: flight.count])
+        flight.end.record()
+        flight.held = False
+
+    def finish(self, flight: Flight) -> StepResult:
+        """The result, in order; blocks until it is there."""
+        assert flight.tokens is not None, "the step is held"
+        flight.end.synchronize()
+        gap = self._last_end.elapsed_time(flight.begin) / 1e3 if self._last_end is not None else 0.0
+        self._last_end = flight.end
+        tokens = flight.tokens.numpy()
+        result = StepResult(
+            step=flight.step,
+            tokens=tokens.tobytes(),
+            logprobs=[scored.block() for scored in flight.scored],
+            seconds=flight.begin.elapsed_time(flight.end) / 1e3,
+            gap=max(0.0, gap),
+        )
+        if flight.undrawn is not None and self._constraints is not None:
+            taken = self._constraints.take(*flight.undrawn.on_host, tokens)
+            result.failed, result.forced = flight.failed + taken.failed, taken.forced
+            self._put(*flight.undrawn.on_host, taken.forced)
+        return result
+
+    def _put(self, slots: Any, positions: Any, forced: list[tuple[int, bytes]]) -> None:
+        """Bring forced tokens into the token table. Queued behind the next step, which may be on its way; it returns the
+        first of them."""
+        if not forced:
+            return
+        parts = []
+        for i, run in forced:
+            tokens = column(run)
+            place = positions[i] + 1 + np.arange(len(tokens))
+            parts.append(np.stack([np.full(len(tokens), slots[i]), place, tokens]))
+        self._tables.put(np.concatenate(parts, axis=1))
+
+    def forget(self) -> None:
+        """What comes next is not behind the last step."""
+        self._last_end = None

@@ -1,0 +1,120 @@
+"""A worker whose forward pass is the CPU's and whose samples are made as on a GPU: behind it, from masks that are made when the
+result before has been read, with a token table of its own."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla.kernels.triton import sampling
+from sgla.messages import StepPlan, StepResult
+from sgla.sampling.constraints import Constraints
+from sgla.sampling.device import DeviceSampler, Undrawn
+from sgla.worker.batch import build, read
+from sgla.worker.flights import Flight, Flights
+from sgla.worker.runner import Runner
+from sgla.worker.state import column
+
+
+class Event:
+    """Passes a while after it was recorded, so that the next step is launched before."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter() + 0.001
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self._at
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+def choose(logits: Tensor, slots: Tensor, positions: Tensor, *tables: Any) -> None:
+    """For the kernel of this name: the same choice if greedy, else another one."""
+    seeds, temperatures, tokens, out = tables[:4]
+    for n, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
+        temperature = float(temperatures[slot])
+        if temperature:
+            noise = torch.Generator().manual_seed(1000 * int(seeds[slot] % 1000) + position)
+            out[n] = (logits[n] / temperature).softmax(-1).multinomial(1, generator=noise)
+        else:
+            out[n] = logits[n].argmax()
+        tokens[slot, position] = out[n]
+
+
+def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    for row, mask in zip(rows.tolist(), words.numpy().view(np.uint8)):
+        allowed = torch.from_numpy(np.unpackbits(mask, bitorder="little", count=logits.shape[1]).view(bool))
+        logits[row, ~allowed] = float("-inf")
+        if logits[row].max() == float("-inf"):
+            logits[row, allowed] = 0.0
+
+
+# This process is the worker's own. Triton's interpreter would take most of the time.
+torch.cuda.Event = Event  # type: ignore[misc, assignment]
+sampling.sample, sampling.mask = choose, mask  # type: ignore[assignment]
+
+
+class DeviceLike(Runner):
+    def _load(self, *args: Any) -> None:
+        super()._load(*args)
+        tables, vocab = self.tables, self.model.spec.vocab
+        on_device = torch.from_numpy(tables.tokens)
+        self._host = np.zeros_like(tables.tokens)
+        self._device = DeviceSampler(on_device, vocab)
+        assert self.matchers is not None
+        self._constraints = Constraints(self._host, vocab, self.matchers, jumps=True, pin=False)
+
+        def put(columns: np.ndarray) -> None:
+            slots, positions, values = torch.from_numpy(columns).long()
+            on_device[slots, positions] = values.int()
+
+        self._flights = Flights(SimpleNamespace(put=put), self._device, self._constraints)  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Flight:
+        self.tables.apply(plan)
+        for new in plan.new:
+            known = column(new.tokens)
+            self._host[new.slot, : len(known)] = known
+            self._device.admit(new)
+            self._device.temperatures[new.slot] = new.sampling.temperature
+            self._device.seeds[new.slot] = new.sampling.seed
+            self._constraints.admit(new)
+        columns, wanted = read(plan, self.tables)
+        logits = self._forward(build(columns, self.tables)).clone()
+        count = len(wanted.rows)
+        out = torch.zeros(count, dtype=torch.int32)
+        where, positions = torch.from_numpy(wanted.slots), torch.from_numpy(wanted.positions)
+        undrawn = None
+        if count:
+            if self._device.plain(wanted.slots):
+                self._device.draw(logits, where, positions, out)
+            else:  # graphs have drawn something by then
+                self.tables.tokens[wanted.slots, wanted.positions] = 1
+                undrawn = Undrawn(
+                    logits, where, positions, out, wanted.rows, (wanted.slots, wanted.positions)
+                )
+        return self._flights.begin(plan, Event(), out, count, undrawn, [])
+
+    @torch.inference_mode()
+    def release(self, flight: Flight) -> None:
+        self._flights.release(flight)
+
+    @torch.inference_mode()
+    def finish(self, flight: Flight) -> StepResult:
+        return self._flights.finish(flight)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.finish(self.launch(plan))
