@@ -265,6 +265,14 @@ def test_what_only_looks_like_a_call_is_content(text: str) -> None:
     assert check_cuts("hermes", text) == [Piece("content", text)]
 
 
+def test_what_does_not_belong_to_a_call_is_content() -> None:
+    call = '<tool_call>{"id": "1", "name": "find", "arguments": {"x": 1}, "more": [2]'
+    pieces = [Piece("call", "find"), Piece("arguments", '{"x": 1}')]
+    assert check_cuts("hermes", call + ", 'half") == [*pieces, Piece("content", " 'half")]
+    assert check_cuts("hermes", call + ', "k": α}') == [*pieces, Piece("content", ' "k": α}')]
+    assert check_cuts("hermes", call + "}</tool_call>") == pieces
+
+
 def test_a_call_without_a_name_is_content() -> None:
     text = "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}"
     assert check_cuts("kimi_k2", text) == [Piece("content", text)]

@@ -161,6 +161,8 @@ def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> St
     name, begun, early = None, False, ""
     yield from cur.expect("{")
     while not (closed := bool((yield from cur.follow(tags("}"))))):
+        if begun:
+            cur.mark(cur.position)
         key = yield from text_value(cur)
         yield from cur.expect(":")
         if key in NAME_KEYS and name is None:
@@ -179,6 +181,8 @@ def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> St
             early = "".join(held)
         else:
             yield from value(cur, LITERALS, limited([], HELD))
+        if begun:
+            cur.unmark()
         if not (yield from cur.follow(tags(","))):
             closed = bool((yield from cur.follow(tags("}"))))
             break
