@@ -10,6 +10,7 @@ from aiohttp import web
 
 from sgla import __version__
 from sgla.http import admin, control, ollama, page
+from sgla.http import answers as to
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.anthropic.input import CountTokensRequest, MessagesRequest
 from sgla.http.middleware import ADMIN, OPEN
@@ -42,68 +43,105 @@ from sgla.http.responses.input import ResponsesRequest
 from sgla.http.wire import json_response
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
+LINES = "application/x-ndjson"
 BINARY = "application/octet-stream"
 REF = "#/components/schemas/{name}"
 OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """What one handler does. ``stream``: with ``stream: true`` it answers in events. ``query``: names of parameters."""
+    """What one handler does. ``answer``: the type of what it answers with, or a tuple of types. ``stream``: the media type that it answers in
+    instead where the body has ``stream: true``. ``query``: names of parameters."""
 
     summary: str
     body: type[msgspec.Struct] | None = None
-    stream: bool = False
+    answer: Any = Any
+    stream: str = ""
     query: tuple[str, ...] = ()
     media: str = JSON
 
 
 OPERATIONS: dict[Any, Operation] = {
-    openai_chat.chat_completions: Operation("OpenAI: answer a chat", ChatRequest, stream=True),
-    openai_text.completions: Operation("OpenAI: continue a text", CompletionRequest, stream=True),
-    responses.create: Operation("OpenAI: answer items, and keep the response", ResponsesRequest, stream=True),
-    responses.retrieve: Operation("OpenAI: a response that is kept", query=("stream", "starting_after")),
-    responses.delete: Operation("OpenAI: forget a response"),
-    responses.cancel: Operation("OpenAI: end a response in progress"),
-    responses.input_list: Operation("OpenAI: what a response was asked", query=("order",)),
-    anthropic.messages: Operation("Anthropic: answer messages", MessagesRequest, stream=True),
-    anthropic.count_tokens: Operation("Anthropic: the size of a prompt", CountTokensRequest),
-    admin.models: Operation("OpenAI: the names of the model"),
-    admin.model: Operation("OpenAI: one name of the model"),
-    native.generate: Operation("SGLang: continue texts or token ids", GenerateRequest, stream=True),
-    embeddings.embeddings: Operation("OpenAI: vectors of texts", EmbeddingRequest),
-    embeddings.encode: Operation("SGLang: vectors of texts or token ids", EncodeRequest),
-    rerank.rerank: Operation("Cohere, Jina: documents by relevance", RerankRequest),
-    score.score: Operation("vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest),
-    classify.classify: Operation("vLLM, SGLang: classes of texts", ClassifyRequest),
-    moderations.moderations: Operation("OpenAI: what of a text is harmful", ModerationRequest),
-    ollama.chat: Operation("Ollama: answer a chat", OllamaChatRequest),
-    ollama.generate: Operation("Ollama: answer or continue a text", OllamaGenerateRequest),
-    ollama.tags: Operation("Ollama: the names of the model"),
-    ollama.show: Operation("Ollama: facts of the model", OllamaShowRequest),
-    ollama.version: Operation("Ollama: the server's version"),
-    sessions.open_session: Operation("SGLang: begin a session of turns", OpenSessionRequest),
-    sessions.close_session: Operation("SGLang: end a session", CloseSessionRequest),
-    tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest),
-    tokens.apply_template: Operation("llama.cpp: messages to the prompt's text", TokenizeRequest),
-    tokens.detokenize: Operation("vLLM: token ids to text", DetokenizeRequest),
-    parsing.parse_function_call: Operation("SGLang: the tool calls in a text", ParseCallRequest),
-    parsing.separate_reasoning: Operation("SGLang: the reasoning in a text", SeparateRequest),
-    admin.tokenizer_info: Operation("vLLM: special tokens and chat template"),
-    admin.live: Operation("Whether the process should be left alone"),
-    admin.ready: Operation("Whether requests are accepted"),
-    admin.health_generate: Operation("SGLang: whether a token comes out of the engine"),
+    openai_chat.chat_completions: Operation(
+        "OpenAI: answer a chat", ChatRequest, to.ChatCompletion, stream=EVENTS
+    ),
+    openai_text.completions: Operation(
+        "OpenAI: continue a text", CompletionRequest, to.TextCompletion, stream=EVENTS
+    ),
+    responses.create: Operation(
+        "OpenAI: answer items, and keep the response", ResponsesRequest, to.Response, stream=EVENTS
+    ),
+    responses.retrieve: Operation(
+        "OpenAI: a response that is kept",
+        answer=to.Response,
+        stream=EVENTS,
+        query=("stream", "starting_after"),
+    ),
+    responses.delete: Operation("OpenAI: forget a response", answer=to.DeletedResponse),
+    responses.cancel: Operation("OpenAI: end a response in progress", answer=to.Response),
+    responses.input_list: Operation(
+        "OpenAI: what a response was asked", answer=to.InputItems, query=("order",)
+    ),
+    anthropic.messages: Operation("Anthropic: answer messages", MessagesRequest, to.Message, stream=EVENTS),
+    anthropic.count_tokens: Operation("Anthropic: the size of a prompt", CountTokensRequest, to.TokenCount),
+    admin.models: Operation("OpenAI: the names of the model", answer=to.Models),
+    admin.model: Operation("OpenAI: one name of the model", answer=to.Model),
+    native.generate: Operation(
+        "SGLang: continue texts or token ids",
+        GenerateRequest,
+        to.Generated | list[to.Generated],
+        stream=EVENTS,
+    ),
+    embeddings.embeddings: Operation("OpenAI: vectors of texts", EmbeddingRequest, to.Embeddings),
+    embeddings.encode: Operation(
+        "SGLang: vectors of texts or token ids", EncodeRequest, to.Encoded | list[to.Encoded]
+    ),
+    rerank.rerank: Operation("Cohere, Jina: documents by relevance", RerankRequest, to.Ranking),
+    score.score: Operation(
+        "vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest, to.Scores
+    ),
+    classify.classify: Operation(
+        "vLLM, SGLang: classes of texts", ClassifyRequest, (to.Classes, to.Encoded, list[to.Encoded])
+    ),
+    moderations.moderations: Operation(
+        "OpenAI: what of a text is harmful", ModerationRequest, to.Moderations
+    ),
+    ollama.chat: Operation("Ollama: answer a chat", OllamaChatRequest, to.OllamaAnswer, stream=LINES),
+    ollama.generate: Operation(
+        "Ollama: answer or continue a text", OllamaGenerateRequest, to.OllamaAnswer, stream=LINES
+    ),
+    ollama.tags: Operation("Ollama: the names of the model", answer=to.OllamaModels),
+    ollama.show: Operation("Ollama: facts of the model", OllamaShowRequest, to.OllamaModel),
+    ollama.version: Operation("Ollama: the server's version", answer=to.Version),
+    sessions.open_session: Operation("SGLang: begin a session of turns", OpenSessionRequest, str),
+    sessions.close_session: Operation("SGLang: end a session", CloseSessionRequest, to.Done),
+    tokens.tokenize: Operation("vLLM: text or messages to token ids", TokenizeRequest, to.Tokens),
+    tokens.apply_template: Operation("llama.cpp: messages to the prompt's text", TokenizeRequest, to.Prompt),
+    tokens.detokenize: Operation("vLLM: token ids to text", DetokenizeRequest, to.Text),
+    parsing.parse_function_call: Operation(
+        "SGLang: the tool calls in a text", ParseCallRequest, to.ParsedCalls
+    ),
+    parsing.separate_reasoning: Operation(
+        "SGLang: the reasoning in a text", SeparateRequest, to.SeparatedReasoning
+    ),
+    admin.tokenizer_info: Operation("vLLM: special tokens and chat template", answer=to.TokenizerInfo),
+    admin.live: Operation("Whether the process should be left alone", answer=to.Status),
+    admin.ready: Operation("Whether requests are accepted", answer=to.Status),
+    admin.health_generate: Operation("SGLang: whether a token comes out of the engine", answer=to.Status),
     page.page: Operation("A page to chat with the model and to watch the server", media=HTML),
-    admin.version: Operation("The server's version"),
-    admin.model_info: Operation("SGLang: facts of the model"),
-    admin.server_info: Operation("SGLang: settings, facts and the scheduler's counters"),
+    admin.version: Operation("The server's version", answer=to.Version),
+    admin.model_info: Operation("SGLang: facts of the model", answer=to.ModelInfo),
+    admin.server_info: Operation(
+        "SGLang: settings, facts and the scheduler's counters", answer=dict[str, Any]
+    ),
     admin.metrics: Operation("Prometheus metrics", media=TEXT),
-    admin.load: Operation("vLLM: how busy the server is"),
-    admin.get_load: Operation("SGLang: how busy the server is"),
-    control.flush_cache: Operation("SGLang, vLLM: empty the prefix cache"),
-    control.abort_request: Operation("SGLang: end requests", AbortRequest),
-    control.pause: Operation("SGLang, vLLM: stop generating", PauseRequest, query=("mode",)),
-    control.resume: Operation("SGLang, vLLM: go on generating"),
-    control.is_paused: Operation("vLLM: whether generating is stopped"),
+    admin.load: Operation("vLLM: how busy the server is", answer=to.Load),
+    admin.get_load: Operation("SGLang: how busy the server is", answer=list[to.RankLoad]),
+    control.flush_cache: Operation("SGLang, vLLM: empty the prefix cache", answer=to.Done),
+    control.abort_request: Operation("SGLang: end requests", AbortRequest, to.Aborted),
+    control.pause: Operation("SGLang, vLLM: stop generating", PauseRequest, to.Aborted, query=("mode",)),
+    control.resume: Operation("SGLang, vLLM: go on generating", answer=to.Done),
+    control.is_paused: Operation("vLLM: whether generating is stopped", answer=to.Paused),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
     control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),
     control.stop_profile: Operation("SGLang, vLLM: write the recording"),
@@ -165,7 +203,7 @@ def document(routes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for route, methods in routes.items()
         },
         "components": {
-            "schemas": schemas(entry.body for entry in OPERATIONS.values() if entry.body is not None),
+            "schemas": schemas(OPERATIONS.values()),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -194,10 +232,13 @@ def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
 
 
 def answers(route: str, entry: Operation) -> dict[str, Any]:
-    shape = {"type": "string"} if entry.media != JSON else {}
+    shape: dict[str, Any] = {"type": "string"}
+    if entry.media == JSON:
+        first, *others = shapes(kinds(entry))[0]
+        shape = {"anyOf": [first, *others]} if others else first
     content: dict[str, Any] = {entry.media: {"schema": shape}}
     if entry.stream:
-        content[EVENTS] = {"schema": {"type": "string"}}
+        content[entry.stream] = {"schema": {}}
     errors: dict[str, type[msgspec.Struct]] = {
         anthropic.PREFIX: AnthropicError,
         f"{ollama.PREFIX}/": OllamaError,
@@ -225,18 +266,28 @@ def reference(struct: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": REF.format(name=struct.__name__)}
 
 
-def schemas(bodies: Iterable[type[msgspec.Struct]]) -> dict[str, Any]:
-    """JSON schemas of the structs, with the ranges that numbers are checked for."""
-    kinds = {body.__name__: body for body in bodies}
-    _, components = msgspec.json.schema_components(
-        [*kinds.values(), Error, AnthropicError, OllamaError], ref_template=REF
+def kinds(entry: Operation) -> tuple[Any, ...]:
+    return entry.answer if isinstance(entry.answer, tuple) else (entry.answer,)
+
+
+def shapes(types: Iterable[Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """The JSON schema of each type, and the components that they refer to."""
+    return msgspec.json.schema_components(types, ref_template=REF)
+
+
+def schemas(entries: Iterable[Operation]) -> dict[str, Any]:
+    """What all operations refer to. Numbers of requests have the ranges that they are checked for."""
+    entries = list(entries)
+    _, components = shapes(
+        [*(kind for entry in entries for kind in kinds(entry)), Error, AnthropicError, OllamaError]
     )
-    for component in components.values():
+    _, bodies = shapes(entry.body for entry in entries if entry.body is not None)
+    for component in bodies.values():
         for name, shape in component.get("properties", {}).items():
             if name in RANGES:
                 for branch in shape.get("anyOf", [shape]):
                     limit(branch, name)
-    return components
+    return components | bodies
 
 
 def limit(shape: dict[str, Any], name: str) -> None:

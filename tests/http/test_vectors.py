@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 from openai import AsyncOpenAI
+from test_openapi import fits
 from vector_models import serving, tokenizer, write_model
+
+from sgla.http.app import ROUTES
+from sgla.http.openapi import document
 
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10 w11", "w1 w2 w3 w4"]
 
@@ -118,6 +122,32 @@ async def test_shape_of_an_answer(embedder: tuple[Path, Any]) -> None:
             text = await response.text()
         assert 'sgla:num_requests_total{finish_reason="stop",model_name="tiny"} 3.0' in text
         assert 'sgla:max_total_num_tokens{model_name="tiny"} 0.0' in text
+
+
+async def test_answers_are_as_described(
+    embedder: tuple[Path, Any], classifier: tuple[Path, Any], generator: tuple[Path, Any]
+) -> None:
+    described = document(ROUTES)
+    asked: list[tuple[Path, dict[str, Any]]] = [
+        (embedder[0], {"/v1/embeddings": {"input": ["w1"]}, "/encode": {"text": ["w1", "w2"]}}),
+        (
+            embedder[0],
+            {"/v1/embeddings": {"input": "w1", "encoding_format": "base64"}, "/encode": {"text": "w1"}},
+        ),
+        (embedder[0], {"/v1/score": {"text_1": "w1", "text_2": ["w2"]}}),
+        (embedder[0], {"/v1/rerank": {"query": "w1", "documents": ["w2", "w3"]}}),
+        (classifier[0], {"/v1/classify": {"input": "w1"}, "/v1/moderations": {"input": ["w1", "w2"]}}),
+        (classifier[0], {"/classify": {"text": "w1"}}),
+        (classifier[0], {"/classify": {"text": ["w1", "w2"]}}),
+        (generator[0], {"/v1/score": {"query": "w1", "items": ["w2"], "label_token_ids": [3, 4]}}),
+    ]
+    for folder, bodies in asked:
+        async with serving(folder, moderation_labels=["toxic=harassment"]) as (site, _):
+            for path, body in bodies.items():
+                status, answer = await site.post(path, body)
+                assert status == 200, answer
+                content = described["paths"][path]["post"]["responses"]["200"]["content"]
+                fits(described, content["application/json"]["schema"], answer)
 
 
 async def test_bad_inputs_are_refused_by_name(embedder: tuple[Path, Any]) -> None:
