@@ -15,7 +15,7 @@ import msgspec
 
 from sgla.bench.workloads import Prompt, Session
 from sgla.clock import now
-from sgla.streams import decode_event
+from sgla.streams import Choice, Usage, decode_event
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 
@@ -132,28 +132,25 @@ def read_stream(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:
             if message is None:
                 record.error = f"malformed event: {data[:300]!r}"
                 continue
-            if message.get("error"):
-                record.error = str(message["error"])
+            if message.error:
+                record.error = str(message.error)
                 continue
-            if isinstance(message.get("usage"), dict):
-                _read_usage(record, message["usage"])
-            choices = [choice for choice in message.get("choices") or [] if isinstance(choice, dict)]
+            if message.usage is not None:
+                _read_usage(record, message.usage)
+            choices = message.choices or []
             if any(map(_has_output, choices)):
                 record.chunks.append(when)
-                record.text += "".join(map(_text, choices))
+                record.text += "".join(choice.output for choice in choices)
     record.completion_tokens = record.completion_tokens or len(record.chunks)
 
 
-def _read_usage(record: Record, usage: dict[str, Any]) -> None:
-    record.prompt_tokens = usage.get("prompt_tokens") or 0
-    record.completion_tokens = usage.get("completion_tokens") or 0
-    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+def _read_usage(record: Record, usage: Usage) -> None:
+    details = usage.prompt_tokens_details
+    record.prompt_tokens = usage.prompt_tokens or 0
+    record.completion_tokens = usage.completion_tokens or 0
+    record.cached_tokens = (details.cached_tokens if details is not None else None) or 0
 
 
-def _text(choice: dict[str, Any]) -> str:
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-
-
-def _has_output(choice: dict[str, Any]) -> bool:
+def _has_output(choice: Choice) -> bool:
     """False for the chunk that only announces the role, and for a last chunk that only has the finish reason."""
-    return bool(_text(choice)) or ("text" in choice and choice.get("finish_reason") is None)
+    return bool(choice.output) or (choice.text is not None and choice.finish_reason is None)

@@ -71,16 +71,10 @@ class Remote:
                 if data == b"[DONE]" or not line.startswith(b"data:"):
                     continue
                 message = decode_event(data)
-                if message is None or message.get("error"):
+                if message is None or message.error:
                     raise SglaError(error_text(data))
-                for choice in message.get("choices") or []:
-                    yield content_of(choice)
-
-
-def content_of(choice: Any) -> str:
-    delta = choice.get("delta") if isinstance(choice, dict) else None
-    content = delta.get("content") if isinstance(delta, dict) else None
-    return content if isinstance(content, str) else ""
+                for choice in message.choices or []:
+                    yield choice.output
 
 
 def error_text(body: bytes) -> str:

@@ -84,7 +84,10 @@ def test_what_is_no_stream_is_an_error(lines: list[bytes]) -> None:
         assert isinstance(text, str)
 
 
-@pytest.mark.parametrize("wrong", [b"data: {", b"data: 3", b'data: {"choices": 4}', b"data: \xff"])
+@pytest.mark.parametrize(
+    "wrong",
+    [b"data: {", b"data: 3", b'data: {"choices": 4}', b'data: {"choices": [{"delta": true}]}', b"data: \xff"],
+)
 def test_a_malformed_event_is_told(wrong: bytes) -> None:
     raw = chunk("a") + b"\n\n" + wrong + b"\n\n" + chunk("b") + b"\n\n"
     record = measured(raw, [])
