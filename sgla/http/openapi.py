@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from sgla.http.pooling.embeddings import EmbeddingRequest, EncodeRequest
 from sgla.http.pooling.moderations import ModerationRequest
 from sgla.http.pooling.rerank import RerankRequest
 from sgla.http.pooling.score import ScoreRequest
+from sgla.http.request.chat import ROLES
 from sgla.http.request.schema import (
     RANGES,
     AbortRequest,
@@ -40,12 +41,25 @@ from sgla.http.request.schema import (
 )
 from sgla.http.responses import routes as responses
 from sgla.http.responses.input import ResponsesRequest
+from sgla.http.server import SERVER
 from sgla.http.wire import json_response
+from sgla.text.template import TEXT_PARTS
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 LINES = "application/x-ndjson"
 BINARY = "application/octet-stream"
 REF = "#/components/schemas/{name}"
+# Structs whose ``model`` may be any name, or one in another form.
+ANY_MODEL = frozenset(
+    kind.__name__
+    for kind in (
+        MessagesRequest,
+        CountTokensRequest,
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaShowRequest,
+    )
+)
 OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
 
 
@@ -152,7 +166,7 @@ TABLE: web.AppKey[Any] = web.AppKey("routes", dict)
 
 
 async def openapi_json(request: web.Request) -> web.Response:
-    return json_response(document(request.app[TABLE]))
+    return json_response(document(request.app[TABLE], request.app[SERVER].ingress.model_names))
 
 
 OPERATIONS[openapi_json] = Operation("The description of the API")
@@ -186,8 +200,44 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
-def document(routes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document. A handler of ``routes`` that ``OPERATIONS`` does not describe raises KeyError."""
+PART = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": list(TEXT_PARTS)},
+        **{name: {"type": "string"} for name in TEXT_PARTS.values()},
+    },
+    "required": ["type"],
+}
+# What the lists of plain objects hold, where their struct does not say it.
+ITEMS: dict[str, dict[str, Any]] = {
+    "messages": {
+        "type": "object",
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}, {"type": "null"}]},
+        },
+        "required": ["role"],
+    },
+    "tools": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "minLength": 1},
+                    "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+                "required": ["name"],
+            },
+        },
+        "required": ["function"],
+    },
+}
+
+
+def document(routes: Mapping[str, Mapping[str, Any]], models: Sequence[str] = ()) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server of ``models``. A handler of ``routes`` that ``OPERATIONS`` does not describe raises KeyError."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -203,7 +253,7 @@ def document(routes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for route, methods in routes.items()
         },
         "components": {
-            "schemas": schemas(OPERATIONS.values()),
+            "schemas": schemas(OPERATIONS.values(), models),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -275,19 +325,28 @@ def shapes(types: Iterable[Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, 
     return msgspec.json.schema_components(types, ref_template=REF)
 
 
-def schemas(entries: Iterable[Operation]) -> dict[str, Any]:
-    """What all operations refer to. Numbers of requests have the ranges that they are checked for."""
+def schemas(entries: Iterable[Operation], models: Sequence[str]) -> dict[str, Any]:
+    """What all operations refer to."""
     entries = list(entries)
     _, components = shapes(
         [*(kind for entry in entries for kind in kinds(entry)), Error, AnthropicError, OllamaError]
     )
     _, bodies = shapes(entry.body for entry in entries if entry.body is not None)
-    for component in bodies.values():
+    for owner, component in bodies.items():
         for name, shape in component.get("properties", {}).items():
-            if name in RANGES:
-                for branch in shape.get("anyOf", [shape]):
-                    limit(branch, name)
+            for branch in shape.get("anyOf", [shape]):
+                narrow(branch, owner, name, models)
     return components | bodies
+
+
+def narrow(shape: dict[str, Any], owner: str, name: str, models: Sequence[str]) -> None:
+    """Write what is checked beside its type into the schema of the field ``name`` of the struct ``owner``."""
+    if name in RANGES:
+        limit(shape, name)
+    if name in ITEMS and shape.get("items") == {"type": "object"} and owner != ResponsesRequest.__name__:
+        shape["items"] = ITEMS[name]
+    if name == "model" and models and shape.get("type") == "string" and owner not in ANY_MODEL:
+        shape["enum"] = [*models, ""]
 
 
 def limit(shape: dict[str, Any], name: str) -> None:

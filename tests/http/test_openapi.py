@@ -156,3 +156,18 @@ async def test_the_description_is_served(site: Site, described: dict[str, Any]) 
     status, reply = await site.get("/openapi.json")
     assert status == 200
     assert reply["paths"].keys() == described["paths"].keys()
+    model = reply["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+    assert {"type": "string", "enum": ["fake", "fake-alias", ""]} in model["anyOf"]
+
+
+async def test_messages_and_tools_are_refused_as_described(site: Site, described: dict[str, Any]) -> None:
+    shape = described["components"]["schemas"]["ChatRequest"]["properties"]
+    valid = {name: jsonschema_rs.validator_for(shape[name]).is_valid for name in ("messages", "tools")}
+    message = CHAT["messages"][0]
+    for wrong in ({}, {"role": "nobody"}, {**message, "content": 3}, {**message, "content": [{"text": "x"}]}):
+        assert not valid["messages"]([wrong])
+        assert (await site.post("/v1/chat/completions", {"messages": [wrong]}))[0] == 400
+    for tool in ({}, {"type": "x"}, {"function": {"name": ""}}, {"function": {"name": "f", "parameters": 3}}):
+        assert not valid["tools"]([tool])
+        assert (await site.post("/v1/chat/completions", {**CHAT, "tools": [tool]}))[0] == 400
+    assert valid["messages"]([{**message, "content": [{"type": "text", "text": "x"}]}])
