@@ -16,6 +16,7 @@ from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.answer.reading import Reading, server_dialect
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.openai.chat import chat_work
+from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
 from sgla.http.request.schema import ChatRequest, RequestFields, SamplingFields, Schema, unsupported
@@ -87,6 +88,7 @@ SHOW = Schema(OllamaShowRequest)
 async def chat(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, CHAT)
+    check_tool_list(fields.tools)
     if not fields.messages:
         return json_response(loaded(server, fields, {"message": {"role": "assistant", "content": ""}}))
     messages = [chat_message(message, i) for i, message in enumerate(fields.messages)]

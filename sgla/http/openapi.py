@@ -201,12 +201,14 @@ class OllamaError(msgspec.Struct):
 
 
 PART = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": list(TEXT_PARTS)},
-        **{name: {"type": "string"} for name in TEXT_PARTS.values()},
-    },
-    "required": ["type"],
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, name: {"type": "string"}},
+            "required": ["type", name],
+        }
+        for kind, name in TEXT_PARTS.items()
+    ]
 }
 # What the lists of plain objects hold, where their struct does not say it.
 ITEMS: dict[str, dict[str, Any]] = {

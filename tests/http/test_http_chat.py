@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -180,6 +181,24 @@ async def test_request_reaches_the_engine(site: Site) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.6, 50, 0.5)
     assert (sampling.logit_bias, sampling.seed, sampling.min_tokens) == ({7: -100}, -3, 1)
     assert sampling.stop_token_ids == [5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"thinking": True}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True),
+        ({"thinking": True, "reasoning_effort": "none"}, True),
+        ({"thinking": False, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}, True),
+    ],
+)
+async def test_thinking_is_told_to_the_template(site: Site, fields: dict[str, Any], wanted: bool) -> None:
+    status, _ = await site.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **fields})
+    assert status == 200
+    kwargs = site.ingress.jobs[-1].template_kwargs
+    assert (kwargs["enable_thinking"], kwargs["thinking"]) == (wanted, wanted)
 
 
 async def test_openai_sampling_defaults(serve) -> None:  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.http.request.schema import ChatRequest, TokenizeRequest, unsupported
+from sgla.http.request.schema import ChatRequest, ThinkingSwitch, TokenizeRequest, unsupported
 from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
 
 Message = dict[str, Any]
@@ -155,6 +155,9 @@ def template_kwargs(request: ChatRequest | TokenizeRequest, trusted: bool) -> di
     if isinstance(request, ChatRequest):
         if request.documents:
             kwargs.setdefault("documents", request.documents)
+        thinking = wants_thinking(request)
+        if thinking is not None:
+            kwargs = {"enable_thinking": thinking, "thinking": thinking, **kwargs}
         if request.reasoning_effort is not None:
             if request.reasoning_effort not in EFFORTS:
                 raise InvalidField(
@@ -163,6 +166,12 @@ def template_kwargs(request: ChatRequest | TokenizeRequest, trusted: bool) -> di
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
     return kwargs
+
+
+def wants_thinking(request: ChatRequest) -> bool | None:
+    """None: as the model does by itself."""
+    asked = request.thinking if request.enable_thinking is None else request.enable_thinking
+    return asked.type != "disabled" if isinstance(asked, ThinkingSwitch) else asked
 
 
 def prompt_flags(request: ChatRequest | TokenizeRequest) -> tuple[bool, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -30,6 +30,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": _EMPTY,
     "function_call": (None, "none"),
     "suffix": (None, ""),
+    "input_ids": (None, []),
+    "echo": _OFF,
+    "watermark": _OFF,
+    "watermarking": _OFF,
+    "dry_multiplier": (None, 0),
     "use_beam_search": _OFF,
     "beam_width": (None, 1),
     "length_penalty": (None, 1.0),
@@ -235,7 +240,13 @@ class OpenAIFields(SamplingFields, kw_only=True):
     truncation_side: str | None = None
 
 
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class ChatRequest(OpenAIFields, kw_only=True):
+    """``enable_thinking`` (LMDeploy, DashScope) and ``thinking`` (SGLang; with a type: DeepSeek, GLM) tell the template."""
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -255,6 +266,8 @@ class ChatRequest(OpenAIFields, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):
