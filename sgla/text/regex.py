@@ -15,6 +15,7 @@ from re import _parser  # type: ignore[attr-defined]  # private, but the only pa
 from typing import Any, NamedTuple
 
 POSITIONS = 256  # characters of all expressions of a request together, repetitions written out
+LENGTH = 4096  # of all expressions of a request together, as they are written
 DEPTH = 50
 KEPT = 16384  # groups in the steps, and masks of characters, that an automaton keeps
 
@@ -115,6 +116,8 @@ class Automaton:
         self._ends: list[int] = []  # the first position behind each expression
         self._size = 0
         self._asserts = False
+        if sum(map(len, expressions)) > LENGTH:
+            raise RegexError(f"the expressions have more than {LENGTH} characters together")
         patterns = [*expressions, *map(re.escape, literals)]
         self._root = Alt(tuple(self._expression(pattern) for pattern in patterns))
         self._known: dict[tuple[int, int], Tables] = {}

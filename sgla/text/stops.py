@@ -1,6 +1,7 @@
 """Stop strings and expressions in a stream: cut at the first match, hold back only what may still become one.
 
 The match is the one that ends first, and among those the longest, so it does not depend on how the text was cut into pieces.
+Where an expression ends with an assertion about the character behind it, that character must have come.
 Source of the automaton for strings: A. Aho and M. Corasick, "Efficient string matching", 1975.
 """
 
