@@ -61,25 +61,23 @@ INLINE vf fused(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m51
 // In assembly, for GCC 12 spills the sums around the intrinsic.
 INLINE void multiply_add(__m512i& sum, __m512i a, __m512i b) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 
-// Integer sums of x times ``rows`` rows of dwords to sums[MR][32]. x and w are moved on.
+// Integer sums of x times ``rows`` rows of dwords to sums[MR][32]. x, w and ahead are moved on.
 template <Kind K, int MR>
-INLINE void sum_products(const int32_t*& x, int64_t ldx, const uint8_t*& w, int64_t rows, int32_t* sums) {
+INLINE void sum_products(const int32_t*& x, const uint8_t*& w, int64_t rows, int32_t* sums, Ahead& ahead) {
   constexpr int PAIRS = per_dword(K) / 2;
   __m512i acc[MR][NV];
   UNROLL for (int m = 0; m < MR; m++)
     UNROLL for (int j = 0; j < NV; j++) acc[m][j] = _mm512_setzero_si512();
 #pragma GCC unroll 1
   for (int64_t r = 0; r < rows; r++, x += PAIRS, w += ROW_BYTES) {
-    prefetch(w + PREFETCH);
-    prefetch(w + PREFETCH + 64);
+    fetch(ahead);
     __m512i raw[NV];
     UNROLL for (int j = 0; j < NV; j++) raw[j] = _mm512_loadu_si512(w + j * 64);
     UNROLL for (int s = 0; s < PAIRS; s++) {
       __m512i b[NV];
       UNROLL for (int j = 0; j < NV; j++) b[j] = take_pair<K>(raw[j], s);
       UNROLL for (int m = 0; m < MR; m++) {
-        const int32_t* p = x + m / 3 * 3 * ldx;
-        __m512i a = _mm512_set1_epi32(p[m % 3 * ldx + s]);
+        __m512i a = _mm512_set1_epi32(x[m * FIXED_X_STRIDE + s]);
         UNROLL for (int j = 0; j < NV; j++) multiply_add(acc[m][j], a, b[j]);
       }
     }
@@ -90,7 +88,7 @@ INLINE void sum_products(const int32_t*& x, int64_t ldx, const uint8_t*& w, int6
 }
 
 template <Kind K, int MR>
-__attribute__((noinline)) void fixed_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first) {
+__attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
   constexpr int64_t GROUP = K == INT4 ? 32 : FIXED_GROUP;
   const int32_t* x = (const int32_t*)x_;
   const float *scales = x_ + BLOCK_K / 2, *x_sums = scales + BLOCK_K / FIXED_GROUP;
@@ -99,7 +97,7 @@ __attribute__((noinline)) void fixed_kernel(const float* x_, int64_t ldx, const 
     const uint8_t* head = w;
     int64_t count = K == INT8 && k - at < GROUP ? k - at : GROUP;
     w += K == INT4 ? INT4_HEAD : K == FIXED ? FIXED_HEAD : 0;
-    sum_products<K, MR>(x, ldx, w, (count + per_dword(K) - 1) / per_dword(K), sums);
+    sum_products<K, MR>(x, w, (count + per_dword(K) - 1) / per_dword(K), sums, ahead);
     vf scale[NV] = {}, low[NV] = {};
     UNROLL for (int j = 0; j < NV; j++) {
       if (K == INT4) scale[j] = load_f16((const uint16_t*)head + j * LANES);
@@ -107,15 +105,16 @@ __attribute__((noinline)) void fixed_kernel(const float* x_, int64_t ldx, const 
       if (K == FIXED) scale[j] = load_bf16((const uint16_t*)head + j * LANES);
     }
     for (int m = 0; m < MR; m++) {
-      vf step = splat(scales[m * ldx + at / FIXED_GROUP]);
+      vf step = splat(scales[m * FIXED_X_STRIDE + at / FIXED_GROUP]);
       UNROLL for (int j = 0; j < NV; j++) {
         float* t = tile + m * PANEL + j * LANES;
         vf total = first && at == 0 ? vf{} : load(t);
-        if (K == INT4) total = fused(low[j], splat(x_sums[m * ldx + at / 32]), total);
+        if (K == INT4) total = fused(low[j], splat(x_sums[m * FIXED_X_STRIDE + at / 32]), total);
         store(t, fused(to_float(load_int(sums + m * PANEL + j * LANES)), K == INT8 ? step : step * scale[j], total));
       }
     }
   }
+  return ahead;
 }
 
 template <Kind K, int MR>

@@ -19,7 +19,7 @@ constexpr int64_t ROW_BYTES = PANEL * 4;
 constexpr int64_t INT4_HEAD = PANEL * 4;  // scales and minima of a group
 constexpr int64_t FIXED_GROUP = 64;        // channels of k with one scale
 constexpr int64_t FIXED_HEAD = PANEL * 2;  // scales of a group
-constexpr int64_t PREFETCH = 4096;        // bytes ahead of the reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
+constexpr int64_t PREFETCH = 4096;        // bytes ahead of a single reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
 
 // k values in a dword
 constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == INT8 ? 4 : kind == INT4 ? 8 : 2; }
@@ -32,6 +32,21 @@ constexpr int64_t panel_bytes(Kind kind, int64_t k) {
 }
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Memory that is needed soon and is fetched while a product is computed, so that memory and arithmetic units work at the same
+// time: ``pace`` bytes for each row of dwords that is read once by all rows of x, two cache lines at most.
+struct Ahead {
+  const uint8_t* at = nullptr;
+  int32_t pace = 0;
+};
+
+constexpr int32_t pace_of(Kind kind) { return panel_bytes(kind, 64) * per_dword(kind) / 64; }
+
+INLINE void fetch(Ahead& ahead) {
+  prefetch(ahead.at);
+  prefetch(ahead.at + 64);
+  ahead.at += ahead.pace;
+}
 
 // A weight reader turns one row of dwords into float vectors, one k after the other.
 template <Kind K>
@@ -121,7 +136,7 @@ INLINE void dword_row_tail(Tile<MR>& acc, const Reader<K>& reader, const uint8_t
 }
 
 template <Kind K, int MR>
-__attribute__((noinline)) void rows_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first) {
+__attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
   constexpr int PER = Reader<K>::PER;
   Tile<MR> acc;
   Reader<K> reader;
@@ -129,12 +144,9 @@ __attribute__((noinline)) void rows_kernel(const float* x, int64_t ldx, const ui
   if constexpr (K == INT4) {
     for (; k >= 32; k -= 32, x += 32) {
       reader.group(w);
-      prefetch(w + PREFETCH);
-      prefetch(w + PREFETCH + 64);
       w += INT4_HEAD;
       for (int r = 0; r < 4; r++, w += ROW_BYTES) {
-        prefetch(w + PREFETCH);
-        prefetch(w + PREFETCH + 64);
+        fetch(ahead);
         dword_row<K, MR>(acc, reader, w, x + r * PER, ldx);
       }
     }
@@ -144,24 +156,23 @@ __attribute__((noinline)) void rows_kernel(const float* x, int64_t ldx, const ui
     }
   }
   for (; k >= PER; k -= PER, x += PER, w += ROW_BYTES) {
-    prefetch(w + PREFETCH);
-    prefetch(w + PREFETCH + 64);
+    fetch(ahead);
     dword_row<K, MR>(acc, reader, w, x, ldx);
   }
   if (k > 0) dword_row_tail<K, MR>(acc, reader, w, x, ldx, k);
   acc.store_to(tile);
+  return ahead;
 }
 
 #if defined(__AVX512BF16__)
 // bfloat16 times bfloat16: x has rows of k / 2 dwords (pairs along k), zero-padded.
 template <int MR>
-__attribute__((noinline)) void pairs_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first) {
+__attribute__((noinline)) Ahead pairs_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
   const int32_t* x = (const int32_t*)x_;
   Tile<MR> acc;
   acc.load_from(tile, first);
   for (int64_t i = 0; i < (k + 1) / 2; i++, x++, w += ROW_BYTES) {
-    prefetch(w + PREFETCH);
-    prefetch(w + PREFETCH + 64);
+    fetch(ahead);
     __m512i b[NV];
     UNROLL for (int j = 0; j < NV; j++) b[j] = _mm512_loadu_si512(w + j * 64);
     UNROLL for (int m = 0; m < MR; m++) {
@@ -172,10 +183,11 @@ __attribute__((noinline)) void pairs_kernel(const float* x_, int64_t ldx, const 
     }
   }
   acc.store_to(tile);
+  return ahead;
 }
 #endif
 
-using RowsKernel = void (*)(const float*, int64_t, const uint8_t*, int64_t, float*, bool);
+using RowsKernel = Ahead (*)(const float*, int64_t, const uint8_t*, int64_t, float*, bool, Ahead);  // returns ``ahead``, moved on
 
 template <Kind K, int MR>
 struct Kernels {
@@ -197,12 +209,16 @@ struct PairKernels<0> {
 };
 #endif
 
-// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs).
+// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs). What is ``ahead`` is shared out
+// among the blocks.
 template <RowsKernel (*PICK)(int)>
-inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first) {
-  for (int64_t m = 0; m < rows;) {
-    int64_t left = rows - m, parts = (left + MAX_MR - 1) / MAX_MR, mr = (left + parts - 1) / parts;
-    PICK((int)mr)(x + m * ldx, ldx, w, k, tile + m * PANEL, first);
-    m += mr;
+inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int32_t rows, float* tile, bool first, Ahead ahead = {}) {
+  if (!ahead.at) ahead.at = w;
+  int32_t pace = ahead.pace, left = rows;  // 32 bits, for these divisions are quick
+  for (int32_t m = 0; m < rows;) {
+    int32_t parts = (left + MAX_MR - 1) / MAX_MR, mr = (left + parts - 1) / parts;
+    ahead.pace = pace * mr / rows;
+    ahead = PICK(mr)(x + m * ldx, ldx, w, k, tile + m * PANEL, first, ahead);
+    m += mr, left -= mr;
   }
 }

@@ -68,23 +68,23 @@ struct Scratch {
   }
 };
 
-void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first) {
+void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first, Ahead ahead) {
 #if defined(__AMX_BF16__)
   if (x_bf16) return tiles_times_panel(x, ldx, w, k, rows, tile, first);
 #elif defined(__AVX512BF16__)
-  if (x_bf16) return rows_times_panel<PairKernels<MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+  if (x_bf16) return rows_times_panel<PairKernels<MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #endif
   (void)x_bf16;
   switch (kind) {
-    case F32: return rows_times_panel<Kernels<F32, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
-    case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+    case F32: return rows_times_panel<Kernels<F32, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
+    case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #if defined(__AVX512VNNI__)
-    case INT8: return rows_times_panel<FixedKernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
-    case INT4: return rows_times_panel<FixedKernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
-    case FIXED: return rows_times_panel<FixedKernels<FIXED, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+    case INT8: return rows_times_panel<FixedKernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT4: return rows_times_panel<FixedKernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
+    case FIXED: return rows_times_panel<FixedKernels<FIXED, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #else
-    case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
-    case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first);
+    case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case FIXED: return;  // such panels are made for AVX512_VNNI alone
 #endif
   }
@@ -138,10 +138,14 @@ void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
 // Few rows: weights straight from memory. ``packed`` is x after pack_x, or null.
 void compute_direct(const Linear& l, int64_t panel, const float* packed, float* tile) {
   const uint8_t* w = l.panel(panel);
-  if (!packed) return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true);
+  int32_t pace = pace_of(l.kind);
+  if (!packed) return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true, {w + PREFETCH, pace});
+  // One register block of rows reads a block of the panel once; more of them read it again, and the next block comes meanwhile.
+  int64_t distance = l.rows > MAX_MR ? panel_bytes(l.kind, BLOCK_K) : PREFETCH;
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * l.x_stride) {
     int64_t count = std::min(BLOCK_K, l.i.k - k);
-    multiply(l.kind, l.x_bf16, packed, l.x_stride, w + panel_bytes(l.kind, k), count, l.rows, tile, k == 0);
+    multiply(l.kind, l.x_bf16, packed, l.x_stride, w, count, l.rows, tile, k == 0, {w + distance, pace});
+    w += panel_bytes(l.kind, count);
   }
 }
 
@@ -187,7 +191,7 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
       if (k0 == 0) out.fetch(m, some);
       for (int64_t p = 0; p < count; p++)
         multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, some,
-                 s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0);
+                 s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0, {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
     }
   }
 }
