@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from sgla.errors import BadRequest, SglaError
+from sgla.errors import BadRequest, DeadlineExceeded, SglaError
 from sgla.http.wire import json_response
 from sgla.messages import Rejected
 
@@ -51,7 +51,8 @@ def error_response(error: SglaError) -> web.Response:
 
 def error_headers(error: SglaError) -> dict[str, str]:
     headers = {}
-    if 400 <= error.status < 500 and error.status not in RETRYABLE:
+    hopeless = error.status not in RETRYABLE or error.code == DeadlineExceeded.code  # its time is up
+    if 400 <= error.status < 500 and hopeless:
         headers["x-should-retry"] = "false"
     if error.status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1.0)))

@@ -50,6 +50,9 @@ def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
         names = VLLM.get(ours, ()) if server == "vllm" else ours
         if server == "vllm" and ours == "http_responses":
             yield instrumented(family)
+        if server == "vllm" and ours == "num_queue_reqs":  # nothing else is waited for here
+            reason = LABELS[server] | {"reason": "capacity"}
+            yield renamed(family, "vllm:num_requests_waiting_by_reason", reason, {})
         for name in (names,) if isinstance(names, str) else names:
             yield renamed(family, f"{server}:{name}", LABELS[server], RELABELLED[server])
 

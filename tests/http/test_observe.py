@@ -184,6 +184,8 @@ def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) 
         assert 'http_requests_total{handler="/x",method="GET",status="2xx"} 1.0' in metrics.text().decode()
         assert (values["vllm:num_requests_running"], values["vllm:prefix_cache_hits_total"]) == (2, 4)
         assert values["vllm:request_time_per_output_token_seconds_sum"] == 0.5
+        (waiting,) = [s for s in found if s.name == "vllm:num_requests_waiting_by_reason"]
+        assert (waiting.value, waiting.labels["reason"]) == (3, "capacity")
         success = [sample for sample in found if sample.name == "vllm:request_success_total"]
         assert {sample.labels["finished_reason"]: sample.value for sample in success}["stop"] == 1
 

@@ -31,6 +31,8 @@ async def test_a_request_that_takes_too_long(tiny_model: Path) -> None:
         status, body = await late
         assert (status, json.loads(body)["error"]["code"]) == (408, "deadline_exceeded")
         status, body = await stream
+        async with local.client.post("/generate", json={"text": "x", "timeout": 0.1}) as response:
+            assert (response.status, response.headers["x-should-retry"]) == (408, "false")
         assert status in (200, 408)  # the headers may be out already
         assert "deadline_exceeded" in body
         local.system.ingress.pause(False)
