@@ -14,6 +14,7 @@ from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import is_encoder
 from sgla.model.spec import checkpoint_quantization
 from sgla.observe.machine import Machine, detect
+from sgla.sched.limits import LONGEST
 from sgla.text.tools.families import choose
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -245,7 +246,7 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
 
 
 RANGES: dict[str, tuple[float, float]] = {
-    "context_length": (1, math.inf),
+    "context_length": (1, LONGEST),
     "tp": (1, 1024),
     "threads": (1, 4096),
     "fake_step_ms": (0, math.inf),
@@ -274,7 +275,7 @@ def check(config: Config) -> None:
         if value is None:
             continue
         if not (low <= value <= high and math.isfinite(value)):
-            span = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            span = f"at least {low:g}" if math.isinf(high) else f"from {low} to {high}"
             raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)
     if "" in config.served_model_name or not config.model:
         raise ConfigError("--model and --served-model-name cannot be empty", param="model")

@@ -16,7 +16,7 @@ from sgla.errors import DeadlineExceeded, Overloaded, SglaError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel
 from sgla.sched.commit import commit
-from sgla.sched.limits import BROUGHT, Limits, baggage_of
+from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, baggage_of
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import Request, State
@@ -308,8 +308,12 @@ class Core:
         ordered = order(
             self.limits.policy, self._waiting, self._memory.cache, self._now, self.limits.patience
         )
+        flying = sum(flight.brought for flight in self._flights)
         for i, request in enumerate(ordered):
-            if budget.tokens <= 0 or (step.brought and step.brought + request.weight > BROUGHT):
+            brought = step.brought + request.weight
+            if budget.tokens <= 0 or (step.brought and brought > BROUGHT):
+                return
+            if flying and flying + brought > IN_FLIGHT:
                 return
             if not self._memory.slots:
                 if not may_displace:

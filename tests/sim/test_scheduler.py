@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 from typing import Any
 
@@ -14,9 +15,9 @@ from simulation import Simulation, make_limits, make_submit, random_submits
 
 from sgla.errors import ContextTooLong, InvalidField, Overloaded
 from sgla.executor.fake import ints
-from sgla.messages import SAMPLE, RowSampling, StepResult
+from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult
 from sgla.sched.core import Core
-from sgla.sched.limits import BAGGAGE, BROUGHT, Limits
+from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits
 
 PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
 
@@ -81,6 +82,22 @@ def test_plans_stay_small_enough_for_the_ring() -> None:
     sampling = RowSampling(grammar="x" * BAGGAGE)
     with pytest.raises(InvalidField, match="parameters"):
         core.offer(replace(make_submit("huge", prompt), sampling=sampling), 0.0)
+
+
+def test_long_contexts_wait_for_each_other_at_the_ring() -> None:
+    limits = make_limits(slots=8, pages=40_000, page_size=128, context_len=LONGEST, step_tokens=8192, depth=3)
+    core = Core(limits)
+    for i in range(4):
+        core.offer(make_submit(f"r{i}", [i] * (LONGEST - 200), max_new=1), 0.0)
+    flying: deque[StepPlan] = deque()
+    most = began = 0
+    while began < 4:
+        while (plan := core.plan(0.0)) is not None:
+            flying.append(plan)
+            began += len(plan.new)
+        most = max(most, sum(len(msgspec.msgpack.encode(plan)) for plan in flying))
+        core.retire(StepResult(step=flying.popleft().step, tokens=b""), 0.0)
+    assert 4 * LONGEST < most < 7 << 20
 
 
 @pytest.mark.parametrize(
