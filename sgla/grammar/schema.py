@@ -76,7 +76,17 @@ RELATIVE = rf"^{_PATH}(\?({_CHAR}|[/?])*)?(#({_CHAR}|[/?])*)?$"
 _LITERAL = r"([!#$&(-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})"
 _VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})(\.?([A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*(:[1-9][0-9]{0,3}|\*)?"
 TEMPLATE = rf"^({_LITERAL}|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*$"
+# RFC 3339, of which the matcher's dates have a 29 February in every year, and its times a leap second in every minute.
+_DATE = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    "|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
+)
+_HOUR = "([01][0-9]|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR}:[0-5][0-9])"
 PATTERNS: dict[str, Json] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
     "json-pointer": {"pattern": "^(/([^/~]|~[01])*)*$"},
     "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},
     "uri-template": {"pattern": TEMPLATE},

@@ -125,6 +125,9 @@ def test_the_rewritten_schema_means_the_same(schema: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "date",
+        "time",
+        "date-time",
         "iri",
         "idn-email",
         "json-pointer",
@@ -166,6 +169,13 @@ def test_a_format_is_replaced_by_one_that_says_no_less(name: str) -> None:
         "{a:0}",
         "{a..b}",
         "x{/y}'",
+        *(f"{year}-02-29" for year in ("2024", "2023", "1900", "2000", "0004")),
+        "2023-11-31",
+        "12:30:60Z",
+        "23:59:59.5+01:00",
+        "24:00:00Z",
+        "2023-12-31t23:59:59z",
+        "2023-02-29T00:00:00Z",
     ]
     wrong = [text for text in texts if after.is_valid(text) and not before.is_valid(text)]
     assert not wrong
