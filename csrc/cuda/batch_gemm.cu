@@ -1,20 +1,26 @@
-// out[m, n] = act(x[m, k] w[n, k]^T) for the rows of a decode batch: bound by reading the weights once.
+// out[m, n] = act(x[m, k] w[n, k]^T) for the rows of a decode batch.
 //
-// Weights are the wide side (M) of the tensor-core instruction and the batch the narrow one (N), so a batch of 16 wastes
-// nothing. The blocks of a cluster share one output tile and split k; they add up their sums through each other's shared
-// memory. One thread feeds the ring with the copy engine; the first stages of weights are requested before the wait for
-// the previous kernel, and two blocks fit on a multiprocessor, so the memory stays busy across kernel boundaries.
-// GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them.
+// Weights are the wide side (M) of the tensor-core instruction and the batch the narrow one (N), so a small batch wastes
+// little. One thread feeds the ring with the copy engine; the first stages of weights are requested before the wait for the
+// kernel before. Blocks that split k exchange their sums, through each other's shared memory as a cluster or, GLOBAL, through
+// the L2 cache (then all blocks must fit on the GPU at once), and each finishes a share of the rows.
+// GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a thread has both.
 #include "common.cuh"
 
-#ifndef BM  // weight rows of a tile: 64 or 128
+#ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
 #define BM 128
 #endif
-#ifndef BN  // rows of x in a tile: 16, 32, 64 or 128
+#ifndef BN  // rows of x in a tile: 32, 64, 128, 192 or 256
 #define BN 64
 #endif
-#ifndef SPLIT  // blocks of a cluster
+#ifndef SPLIT  // blocks that share a sum over k; at most BN / 8
 #define SPLIT 1
+#endif
+#ifndef GLOBAL
+#define GLOBAL 0
+#endif
+#ifndef PER_SM  // blocks on a multiprocessor
+#define PER_SM 2
 #endif
 #ifndef STAGES
 #define STAGES 4
@@ -26,18 +32,22 @@
 typedef unsigned long long u64;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
-constexpr int W_BYTES = BM * BK * 2, X_BYTES = BN * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 32;
-constexpr int WIDTH = BN < 64 ? 16 : 64, PARTS = BN / WIDTH, ACC = WIDTH / 2;  // instructions side by side
-constexpr int PITCH = BM + 4;  // floats of a row of sums in shared memory
-constexpr int COLS = GATED ? BM / 2 : BM, SHARE = BN / SPLIT;  // output columns of a tile; rows a block finishes
+constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
+constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128;
+constexpr bool TIGHT = GROUPS == 3 && BN == 256;  // 160 registers a consumer, for which the loading group gives up its own
+constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32);
+constexpr int WIDTH = TIGHT ? 128 : BN, ACC = BN / 2, SHARE = ACC / SPLIT;  // of an instruction; sums of a thread
+constexpr int BAND = 16;  // tiles of x that are worked on together
+constexpr int COLS = GATED ? BM / 2 : BM;  // output columns of a tile
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Params {
   TensorMap w, x;
   const float* bias;  // [n] or null
   void* out;          // [m, n]
-  int m, n, k, row_tiles;
+  float4* sums;       // GLOBAL: [tile][to][from][SHARE / 4][CONSUMERS]
+  u32* counts;        // GLOBAL: [tile], arrivals since ever
+  int m, n, k, tiles, row_tiles, x_rows;  // tiles: of weight rows; x_rows: of one load
 };
 
 __device__ __forceinline__ void barrier_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
@@ -68,62 +78,176 @@ __device__ __forceinline__ u64 tile_at(u32 addr) {
   return u64((addr & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-__device__ __forceinline__ void wgmma(float (&d)[8], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, 0, 0;"
-               : D4(0), D4(4) : "l"(a), "l"(b));
-}
-__device__ __forceinline__ void wgmma(float (&d)[32], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;"
-               : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "l"(a), "l"(b));
-}
+#define D32(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12), D4(i + 16), D4(i + 20), D4(i + 24), D4(i + 28)
+#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R1 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R2 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define R3 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA(N, SUMS, A, B, ...) \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", " B ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(a), "l"(b)); \
+  }
+WGMMA(32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", D4(0), D4(4), D4(8), D4(12))
+WGMMA(64, R0, "%32", "%33", D32(0))
+WGMMA(128, R0 "," R1, "%64", "%65", D32(0), D32(32))
+WGMMA(192, R0 "," R1 "," R2, "%96", "%97", D32(0), D32(32), D32(64))
+WGMMA(256, R0 "," R1 "," R2 "," R3, "%128", "%129", D32(0), D32(32), D32(64), D32(96))
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
-__device__ __forceinline__ void wgmma_wait(float (&acc)[PARTS][ACC]) {
+__device__ __forceinline__ void wgmma_wait(float (&acc)[ACC]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 #pragma unroll
-  for (int i = 0; i < PARTS; ++i)
-#pragma unroll
-    for (int j = 0; j < ACC; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
+  for (int j = 0; j < ACC; ++j) asm volatile("" : "+f"(acc[j])::"memory");
+}
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ float gate(float x, float up) {
+  const float u = EPILOGUE == 4 ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
+  return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  if (SPLIT == 1) {
-    __syncthreads();
+// A place in the ring of stages.
+struct Slot {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// A tile of x, of BN rows from `row` on, and of w. Those that are worked on at the same time share rows in the L2 cache.
+struct Tile {
+  int w, row;
+  __device__ __forceinline__ Tile(const Params& p, int i) {
+    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND), j = i - band * BAND * p.tiles;
+    w = j / rows, row = (band * BAND + j % rows) * BN;
+  }
+};
+
+// What a block works on: tiles begin, begin + step, ... and `count` steps of k, from `first` on.
+struct Work {
+  int rank, first, count, begin, step, total;
+  __device__ __forceinline__ Work(const Params& p) {
+    const int steps = p.k / BK;
+    rank = blockIdx.x % SPLIT, first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
+    begin = blockIdx.x / SPLIT, step = gridDim.x / SPLIT, total = p.tiles * p.row_tiles;
+  }
+};
+
+__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
+  const u64 policy = policy_once();
+  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * (BK * 2);
+  const Tile one(p, work.begin);
+  for (int i = 0; i < ahead; ++i) {
+    barrier_expect(full + i * 8, bytes);
+    copy_w(ring + i * STAGE_BYTES, p.w, full + i * 8, (work.first + i) * BK, one.w, policy);
+  }
+  pdl_wait();
+  pdl_launch();
+  for (int i = 0; i < ahead; ++i) copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
+  Slot slot;
+  if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
+  for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
+    const Tile tile(p, at);
+    for (; i < work.count; ++i, slot.next()) {
+      const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
+      barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
+      barrier_expect(bar, bytes);
+      copy_w(stage, p.w, bar, (work.first + i) * BK, tile.w, policy);
+      copy_x(stage + W_BYTES, p.x, bar, (work.first + i) * BK, tile.row);
+    }
+  }
+}
+
+// A warp writes N rows of x from `row` on, of its 16 rows of w: lane (g, t) has rows g and g + 8 of w, and rows 2t and 2t + 1 of
+// every 8 of x. Transposed, four lanes write 16 bytes.
+template <int N>
+__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int tile, int row) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n = tile * COLS + threadIdx.x / 32 * (GATED ? 8 : 16);
+  float bias[2] = {};
+  if (!GATED && p.bias) {
+    if (n + g < p.n) bias[0] = p.bias[n + g];
+    if (n + g + 8 < p.n) bias[1] = p.bias[n + g + 8];
+  }
+#pragma unroll
+  for (int j = 0; j < N; j += 4, row += 8) {
+    const float* d = sum + j;
+    if (EPILOGUE == 3) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = row + t * 2 + (i & 1), col = n + g + (i & 2) * 4;
+        if (at < p.m && col < p.n) static_cast<float*>(p.out)[(long long)at * p.n + col] = d[i] + bias[i / 2];
+      }
+      continue;
+    }
+    u32* to = reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + (long long)(row + g) * p.n + n) + t;
+    const bool here = row + g < p.m;
+    if (GATED) {
+      const u32 y = movmatrix(pack2(gate(d[0], d[2]), gate(d[1], d[3])));
+      if (here && n < p.n) *to = y;
+    } else {
+      const u32 y0 = movmatrix(pack2(d[0] + bias[0], d[1] + bias[0])), y1 = movmatrix(pack2(d[2] + bias[1], d[3] + bias[1]));
+      if (here && n < p.n) *to = y0;
+      if (here && n + 8 < p.n) to[4] = y1;
+    }
+  }
+}
+
+// Blocks that split k: each gives the others the sums of their rows and finishes its own, adding in a fixed order.
+__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], const Tile& tile, const Work& work, u32 ring) {
+  float4* sums = p.sums + (long long)tile.w * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
+  const u32 mine = ring + threadIdx.x * 16;
+  float sum[SHARE];
+  if (!GLOBAL) consumers_sync();  // the ring is free
+#pragma unroll
+  for (int to = 0; to < SPLIT; ++to)
+#pragma unroll
+    for (int j = 0; j < SHARE; j += 4) {
+      const float* d = acc + to * SHARE + j;
+      if (to == work.rank) {
+        sum[j] = d[0], sum[j + 1] = d[1], sum[j + 2] = d[2], sum[j + 3] = d[3];
+      } else if (GLOBAL) {
+        __stcg(sums + ((to * SPLIT + work.rank) * (SHARE / 4) + j / 4) * CONSUMERS, make_float4(d[0], d[1], d[2], d[3]));
+      } else {
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + (to * SHARE + j) * (CONSUMERS * 4)), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]) : "memory");
+      }
+    }
+  if (GLOBAL) {
+    consumers_sync();
+    if (threadIdx.x == 0) {
+      u32 old, now;
+      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counts + tile.w) : "memory");
+      const u32 goal = (old / SPLIT + 1) * SPLIT;
+      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + tile.w) : "memory");
+      while (int(now - goal) < 0);
+    }
+    consumers_sync();
   } else {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
-}
-__device__ __forceinline__ float4 load_from(u32 addr, int rank) {
-  float4 v;
-  if (SPLIT == 1) {
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
-  } else {
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(addr), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
-  }
-  return v;
-}
-__device__ __forceinline__ float4 sum_of_cluster(u32 addr) {
-  float4 sum = load_from(addr, 0);
 #pragma unroll
   for (int i = 1; i < SPLIT; ++i) {
-    const float4 v = load_from(addr, i);
-    sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
+    const int from = (work.rank + i) % SPLIT;
+#pragma unroll
+    for (int j = 0; j < SHARE; j += 4) {
+      float4 v;
+      if (GLOBAL) {
+        v = __ldcg(sums + ((work.rank * SPLIT + from) * (SHARE / 4) + j / 4) * CONSUMERS);
+      } else {
+        u32 theirs;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine + (work.rank * SHARE + j) * (CONSUMERS * 4)), "r"(from));
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(theirs) : "memory");
+      }
+      sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
+    }
   }
-  return sum;
-}
-__device__ __forceinline__ float gate(float x, float up) {
-  const float u = EPILOGUE == 4 ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
-  return x / (1.f + exp2_fast(-1.442695041f * u)) * up;
+  if (!GLOBAL) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // the others' memory has been read
+  store(p, sum, tile.w, tile.row + work.rank * (BN / SPLIT));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) batch_gemm(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
-  const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT / p.row_tiles, row0 = blockIdx.x / SPLIT % p.row_tiles * BN;
-  const int chunks = p.k / BK, first = chunks * rank / SPLIT, count = chunks * (rank + 1) / SPLIT - first;
+  const Work work(p);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, 1);
@@ -132,82 +256,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) batch_gemm(const __grid
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  float acc[PARTS][ACC] = {};
-  const int group = threadIdx.x / 128;  // of consumers; the last warp loads
+  const int group = threadIdx.x / 128;  // of consumers; the last one loads
   if (group == GROUPS) {
-    if (threadIdx.x == CONSUMERS) {
-      const u64 policy = policy_once();
-      auto expect_w = [&](int i) {
-        const int s = i % STAGES;
-        barrier_expect(full + s * 8, STAGE_BYTES);
-        copy_w(ring + s * STAGE_BYTES, p.w, full + s * 8, (first + i) * BK, tile, policy);
-      };
-      auto load_x = [&](int i) {
-        const int s = i % STAGES;
-        copy_x(ring + s * STAGE_BYTES + W_BYTES, p.x, full + s * 8, (first + i) * BK, row0);
-      };
-      const int ahead = min(STAGES, count);
-      for (int i = 0; i < ahead; ++i) expect_w(i);
-      pdl_wait();
-      pdl_launch();
-      for (int i = 0; i < ahead; ++i) load_x(i);
-      for (int i = ahead; i < count; ++i) {
-        barrier_wait(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
-        expect_w(i);
-        load_x(i);
-      }
-    }
-    __syncwarp();
-  } else {
-    for (int i = 0; i < count; ++i) {
-      const int s = i % STAGES;
-      barrier_wait(full + s * 8, (i / STAGES) & 1);
-      const u64 w = tile_at(ring + s * STAGE_BYTES + group * (64 * BK * 2)), x = tile_at(ring + s * STAGE_BYTES + W_BYTES);
+    if (TIGHT) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
+    return;
+  }
+  if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  const bool leads = threadIdx.x % 128 == 0;
+  Slot slot;
+  for (int at = work.begin; at < work.total; at += work.step) {
+    float acc[ACC] = {};
+    u32 used = 0;  // the barrier of the stage before
+    for (int i = 0; i < work.count; ++i, slot.next()) {
+      const u32 stage = ring + slot.stage * STAGE_BYTES;
+      barrier_wait(full + slot.stage * 8, slot.parity);
+      const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int k = 0; k < BK / 16; ++k)
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) wgmma(acc[part], w + k * 2, x + part * (WIDTH * BK * 2 / 16) + k * 2);
+        for (int part = 0; part < BN; part += WIDTH)
+          wgmma(*reinterpret_cast<float(*)[WIDTH / 2]>(acc + part / 2), w + k * 2, x + part * (BK * 2 / 16) + k * 2);
       wgmma_commit();
       if (i > 0) {
         wgmma_wait<1>(acc);
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + (i - 1) % STAGES * 8);
+        if (leads) barrier_arrive(used);
       }
+      used = empty + slot.stage * 8;
     }
     wgmma_wait<0>(acc);
+    if (leads) barrier_arrive(used);
     pdl_wait();
-  }
-  __syncthreads();  // the ring is free
-
-  if (group < GROUPS) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row = group * 64 + threadIdx.x % 128 / 32 * 16 + g;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-      for (int j = 0; j < ACC; ++j) {
-        const int col = part * WIDTH + j / 4 * 8 + t * 2 + (j & 1), at = col * PITCH + row + (j & 2 ? 8 : 0);
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(ring + at * 4), "f"(acc[part][j]) : "memory");
-      }
-  }
-  cluster_sync();
-  for (int e = threadIdx.x; e < SHARE * (COLS / 4); e += THREADS) {
-    const int col = e % (COLS / 4) * 4, r = rank * SHARE + e / (COLS / 4), row = row0 + r, n = tile * COLS + col;
-    if (row >= p.m || n >= p.n) continue;
-    const u32 from = ring + (r * PITCH + (GATED ? col / 8 * 16 + col % 8 : col)) * 4;
-    float4 y = sum_of_cluster(from);
-    if (GATED) {
-      const float4 up = sum_of_cluster(from + 32);
-      y = {gate(y.x, up.x), gate(y.y, up.y), gate(y.z, up.z), gate(y.w, up.w)};
-    } else if (p.bias) {
-      const float4 b = *reinterpret_cast<const float4*>(p.bias + n);
-      y.x += b.x; y.y += b.y; y.z += b.z; y.w += b.w;
-    }
-    const long long at = (long long)row * p.n + n;
-    if (EPILOGUE == 3) {
-      *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = y;
+    const Tile tile(p, at);
+    if constexpr (SPLIT == 1) {
+      store(p, acc, tile.w, tile.row);
     } else {
-      *reinterpret_cast<uint2*>(static_cast<bf16*>(p.out) + at) = {pack2(y.x, y.y), pack2(y.z, y.w)};
+      exchange(p, acc, tile, work, ring);
     }
   }
-  if (SPLIT > 1) cluster_sync();  // others still read from this block
+  if (SPLIT > 1 && !GLOBAL) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // others may still read from this block
 }

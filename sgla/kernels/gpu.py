@@ -6,8 +6,8 @@
     add into the residual -> RMSNorm -> linear -> gate activation
 
 become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects that only
-these operations look into; the residual stream is then updated in place. With more rows, up to
-``batch_gemm.MAX_GAIN``, only the activation behind a linear layer is.
+these operations look into; the residual stream is then updated in place. With more rows only the activation behind a
+linear layer is.
 """
 
 from __future__ import annotations
@@ -106,17 +106,26 @@ class LazyLinear:
 
 @dataclass(slots=True)
 class LazyBatch:
-    """A linear layer of a larger batch, whose epilogue is not known yet."""
+    """A linear layer of more rows, whose epilogue is not known yet."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
 
-    def run(self, epilogue: int, out: Tensor | None = None) -> Tensor:
-        return batch_gemm.linear(self.x, self.weight, bias=self.bias, epilogue=epilogue, out=out)
+    def run(self, epilogue: int, out: Tensor | None = None) -> Tensor | None:
+        """None: the kernel does not gain."""
+        gated = epilogue in (batch_gemm.SILU, batch_gemm.GELU)
+        n, k = self.weight.shape
+        config = batch_gemm.choose(self.x.shape[0], n, k, gated)
+        if config is None:
+            return None
+        return batch_gemm.linear(self.x, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
 
     def force(self) -> Tensor:
-        return self.run(batch_gemm.STORE)
+        y = self.run(batch_gemm.STORE)
+        if y is not None:
+            return y
+        return F.linear(self.x, self.weight, None if self.bias is None else self.bias.to(self.x.dtype))
 
 
 @dataclass(slots=True)
@@ -210,7 +219,7 @@ class GpuOps:
         takes q, k and v from the projection."""
         able = torch.cuda.get_device_capability()[0] >= 9 and not self._deterministic
         self._fuse = able and tokens <= skinny_gemm.MAX_ROWS
-        self._batched = able and batch_gemm.MIN_GAIN <= tokens <= batch_gemm.MAX_GAIN
+        self._batched = able and tokens >= batch_gemm.MIN_ROWS
         self._decode = decode
         try:
             yield
@@ -273,7 +282,9 @@ class GpuOps:
         x = force(x) if isinstance(x, LazySum) else x
         if self._batched and dense and batch_gemm.supported(w.n, w.k):
             batch = LazyBatch(force(x).contiguous(), w.data, bias)
-            return batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
+            y = batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
+            if y is not None:
+                return y
         if self._fuse and (dense or e4m3) and w.k % (128 if e4m3 else 64) == 0 and w.n >= 64:
             x = x if isinstance(x, LazyNorm) else force(x)
             if isinstance(x, LazyNorm) or x.dtype == torch.bfloat16:
@@ -327,7 +338,9 @@ class GpuOps:
         if isinstance(x, LazyLinear) and x.bias is None and x.fusable:
             return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
         if isinstance(x, LazyBatch) and x.bias is None and x.weight.shape[0] % 16 == 0:
-            return x.run(batch_gemm.SILU if kind == "silu" else batch_gemm.GELU)
+            y = x.run(batch_gemm.SILU if kind == "silu" else batch_gemm.GELU)
+            if y is not None:
+                return y
         return LazyActivation(force(x), kind)
 
     def moe(

@@ -187,24 +187,60 @@ def test_skinny_gemm(m: int, n: int, k: int, norm: bool) -> None:
         assert relative(skinny_gemm.linear(x, w, epilogue=epilogue, **options), ops.act_mul(y, kind)) < 1e-2
 
 
-@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1000, 3072), (151936, 1024), (6144, 4096)])
-@pytest.mark.parametrize("m", [1, 16, 17, 64, 100, 128, 200, 256])
-def test_batch_gemm(m: int, n: int, k: int) -> None:
+CUTS = {  # of batch_gemm: tile, split, blocks a multiprocessor, whether these are apart; and rows
+    (64, 1, 2, False): (1, 16, 33, 64),
+    (64, 2, 2, False): (16, 17, 64),
+    (64, 8, 2, False): (9, 64),
+    (128, 4, 1, True): (16, 40, 64, 192),
+    (64, 1, 1, False): (100, 128, 200, 256),
+    (64, 4, 1, False): (65, 128),
+    (256, 1, 1, False): (64, 128),
+    (192, 1, 1, False): (16, 64, 100, 192, 250, 600),
+    (128, 1, 1, False): (129, 256),
+}
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1000, 3072), (6144, 4096)])
+@pytest.mark.parametrize("cut", CUTS)
+def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
     from sgla.kernels.cuda import batch_gemm
 
-    x = torch.randn(m, k, dtype=BF16, device="cuda")
+    config = batch_gemm.Config(*cut)
+    if config.apart and -(-n // config.tile) * config.split > 132:
+        pytest.skip("blocks that wait for each other must fit on the GPU")
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
-    y = x.double() @ w.double().t()
-    for tile, split in ((64, 1), (64, 8), (128, 1), (128, 2), (128, 4)):
-        config = batch_gemm.Config(tile, split)
-        assert relative(batch_gemm.linear(x, w, config=config), y) < 5e-3
-        assert relative(batch_gemm.linear(x, w, epilogue=batch_gemm.FLOAT32, config=config), y) < 1e-5
-        bias = torch.randn(n, device="cuda")
-        assert relative(batch_gemm.linear(x, w, bias=bias, config=config), y + bias) < 5e-3
+    bias = torch.randn(n, device="cuda")
+    for m in CUTS[cut]:
+        x = torch.randn(m, k, dtype=BF16, device="cuda")
+        y = x.double() @ w.double().t()
+        for _ in range(3):  # blocks that are apart count on from launch to launch
+            assert relative(batch_gemm.linear(x, w, config), y) < 5e-3
+        assert relative(batch_gemm.linear(x, w, config, bias=bias), y + bias) < 5e-3
         if n % 16 == 0:
-            for epilogue, kind in ((batch_gemm.SILU, "silu"), (batch_gemm.GELU, "gelu_tanh")):
-                out = batch_gemm.linear(x, w, epilogue=epilogue, config=config)
-                assert relative(out, ops.act_mul(y, kind)) < 5e-3
+            out = batch_gemm.linear(x, w, config, epilogue=batch_gemm.SILU)
+            assert relative(out, ops.act_mul(y, "silu")) < 5e-3
+    assert relative(batch_gemm.linear(x, w, config, epilogue=batch_gemm.FLOAT32), y) < 1e-5
+    if n % 16 == 0:
+        out = batch_gemm.linear(x, w, config, epilogue=batch_gemm.GELU)
+        assert relative(out, ops.act_mul(y, "gelu_tanh")) < 5e-3
+
+
+@pytest.mark.parametrize("m", [16, 64, 128, 192, 256])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)])
+def test_rows_that_batch_gemm_does_not_have(m: int, n: int, k: int) -> None:
+    """What lies behind the last row of x changes nothing, and nothing is written behind the last row of the result."""
+    from sgla.kernels.cuda import batch_gemm
+
+    config = batch_gemm.choose(m, n, k)
+    if config is None:
+        return
+    w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
+    x = torch.full((m, k), torch.nan, dtype=BF16, device="cuda")
+    out = torch.zeros(m, n, dtype=BF16, device="cuda")
+    x[: m - 3] = torch.randn(m - 3, k, dtype=BF16, device="cuda")
+    batch_gemm.linear(x[: m - 3], w, config, out=out[: m - 3])
+    assert relative(out[: m - 3], x[: m - 3].double() @ w.double().t()) < 5e-3
+    assert not out[m - 3 :].any()
 
 
 @pytest.mark.parametrize("spread", [0.2, 3.0, 12.0])

@@ -1,4 +1,4 @@
-"""Launcher of ``batch_gemm.cu``: linear layers for the rows of a decode batch, with the gated activation behind them."""
+"""Launcher of ``batch_gemm.cu``: linear layers of decode batches, and with the gated activation behind them of prompts too."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from sgla.kernels.cuda import build
 from sgla.kernels.cuda.build import Kernel
 
-MAX_ROWS = 256
-MIN_GAIN, MAX_GAIN = 9, 64  # rows for which it beats ``skinny_gemm`` and cuBLAS
+MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
+ROWS = 32, 64, 128, 192, 256  # of x in a tile
+MAX_ROWS = ROWS[-1]
 STORE, SILU, FLOAT32, GELU = 0, 2, 3, 4  # EPILOGUE, numbered as in skinny_gemm
-SHARED = 112 << 10  # bytes of a block, so that two fit on a multiprocessor
+SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
+VOCABULARY = 100_000  # rows of a weight that is an output layer
 
 
 _Map = ctypes.c_uint64 * 16  # CUtensorMap
@@ -25,18 +27,20 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("w", _Map),
         ("x", _Map),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "row_tiles")),
-        ("pad", ctypes.c_int * 8),  # tensor maps are aligned to 64 bytes
+        *((name, ctypes.c_void_p) for name in ("bias", "out", "sums", "counts")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows")),
+        ("pad", ctypes.c_int * 2),  # tensor maps are aligned to 64 bytes
     )
 
 
 class Config(NamedTuple):
-    """A block takes ``tile`` weight rows (64 or 128); ``split`` blocks share the sum over k."""
+    """A block takes ``tile`` weight rows (64 to 256); ``split`` blocks share the sum over k, as a cluster or, ``apart``,
+    through global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor."""
 
     tile: int
     split: int
+    per_sm: int = 2
+    apart: bool = False
 
 
 def supported(n: int, k: int) -> bool:
@@ -45,32 +49,69 @@ def supported(n: int, k: int) -> bool:
 
 
 @cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
+    """For ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is faster."""
+    processors = _processors()
+
+    def busy(tile: int, blocks: int = 1) -> float:
+        """The share of the multiprocessors that work, on average, if each takes one of the ``blocks`` of a tile at a time."""
+        blocks *= -(-n // tile)
+        return blocks / (-(-blocks // processors) * processors)
+
+    if m > MAX_ROWS:
+        row_tiles = -(-m // MAX_ROWS)
+        full = busy(192, row_tiles) * m / (row_tiles * MAX_ROWS) > 0.9
+        return Config(192, 1, 1) if gated and full else None
+    if n >= VOCABULARY:
+        return Config(64, 1) if m <= 64 else None
+    wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
+    if busy(wide) > 0.8:
+        return Config(wide, 1, 1)
+    apart = Config(128, 4, 1, True) if n <= 32 * processors and busy(128, 4) > 0.8 else None
+    if m <= 64:
+        if apart and k >= 4096:
+            return apart
+        return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
+    if m <= 128 and n <= 64 * processors:
+        return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
+    if m <= 192 and apart and k >= 8192:
+        return apart
+    if k <= 3072 and n <= 64 * processors and (m <= 192 or gated):
+        return Config(64, 1 if n > 2048 else 4, 1)
+    return None
+
+
+@cache
 def _kernel(config: Config, rows: int, epilogue: int) -> Kernel:
     stage = (config.tile + rows) * 128
-    stages = min(8, (SHARED - 1280) // stage)
-    defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "STAGES": stages, "EPILOGUE": epilogue}
-    return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + 1024, config.split)
+    stages = min(8, (SHARED[config.per_sm - 1] - 1280) // stage)
+    defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
+    defines |= {"PER_SM": config.per_sm, "STAGES": stages, "EPILOGUE": epilogue}
+    cluster = 1 if config.apart else config.split
+    return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + 1024, cluster)
 
 
-def choose(m: int, n: int) -> Config:
-    """For a weight with ``n`` rows, from measurements on an H200."""
-    if n >= 100_000:
-        return Config(64, 1)
-    if n > 2048:
-        return Config(64, 2)
-    return Config(64, 8 if m <= 16 else 4)
+@cache
+def _exchange(tiles: int, config: Config, rows: int) -> tuple[Tensor, Tensor]:
+    """Where blocks that are ``apart`` leave sums, and how often they came. Kept: it belongs to no graph's memory."""
+    sums = torch.empty(tiles * config.split * config.tile * rows, device="cuda")
+    return sums, torch.zeros(tiles, dtype=torch.int32, device="cuda")
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
+    config: Config,
     *,
     bias: Tensor | None = None,
     epilogue: int = STORE,
     out: Tensor | None = None,
-    config: Config | None = None,
 ) -> Tensor:
-    """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous with m <= 256, weight bf16 ``[n, k]``, see ``supported``.
+    """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``supported``.
 
     Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
     """
@@ -81,18 +122,26 @@ def linear(
     if out is None:
         out = x.new_empty(m, columns, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype)
     assert x.is_contiguous(), "the tensor map knows no padding"
-    config = config or choose(m, n)
-    rows = next(size for size in (16, 32, 64, 128) if size >= min(m, 128))
-    row_tiles = -(-m // rows)
+    rows = next(size for size in ROWS if size >= min(m, MAX_ROWS) and size >= 8 * config.split)
+    tiles, row_tiles = -(-n // config.tile), -(-m // rows)
+    x_rows = min(rows, -(-m // 8) * 8)
+    blocks = tiles * row_tiles * config.split
+    sums = counts = None
+    if config.split == 1:
+        blocks = min(blocks, _processors() * config.per_sm)
+    elif config.apart:
+        assert row_tiles == 1, "tiles are counted by their weight rows"
+        assert blocks <= _processors() * config.per_sm, "blocks wait for each other"
+        sums, counts = (t.data_ptr() for t in _exchange(tiles, config, rows))
     params = _Params(
         _weight_map(weight.data_ptr(), n, k, config.tile, gated),
-        _map(x.data_ptr(), (k, m), (2 * k,), (64, rows)),
+        _map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
         bias.data_ptr() if bias is not None else None,
-        out.data_ptr(), m, columns, k, row_tiles,
+        out.data_ptr(), sums, counts, m, columns, k, tiles, row_tiles, x_rows,
     )  # fmt: skip
-    tiles = -(-n // config.tile) * row_tiles
     kernel = _kernel(config, rows, epilogue)
-    kernel.launch(tiles * config.split, (config.tile // 64) * 128 + 32, params)
+    loaders = 128 if config.tile == 192 and rows == 256 else 32
+    kernel.launch(blocks, 2 * config.tile + loaders, params)
     return out
 
 
