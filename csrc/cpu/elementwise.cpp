@@ -208,7 +208,9 @@ float largest(const float* x, int64_t n) {
   return best;
 }
 
-// The first of equals. Maxima of chunks first, so that only one chunk is searched value by value.
+}  // namespace
+
+// Maxima of chunks first, so that only one chunk is searched value by value.
 int32_t argmax_row(const float* x, int64_t n) {
   constexpr int64_t CHUNK = 1024;
   float best = -INFINITY;
@@ -221,15 +223,9 @@ int32_t argmax_row(const float* x, int64_t n) {
   return place < n ? (int32_t)place : 0;
 }
 
-}  // namespace
-
 // in: 0 x [rows, k]; out: 0 int32[rows]
 void run_argmax(Context& c, const Instr& i) {
   spread_rows(c, c.rows(i), 1, [&](int64_t t) {
     ((int32_t*)c.at(i.out[0]))[t] = argmax_row(c.at(i.in[0]) + t * i.k, i.k);
   });
-}
-
-extern "C" void sgla_argmax(const float* x, int64_t rows, int64_t n, int32_t* out) {
-  for (int64_t r = 0; r < rows; r++) out[r] = argmax_row(x + r * n, n);
 }

@@ -113,6 +113,7 @@ void execute(Context& c, const Instr& i) {
     case SELF_ATTENTION: return run_self_attention(c, i);
     case LAYER_NORM: return run_layer_norm(c, i);
     case ACTIVATE: return run_activate(c, i);
+    case DRAW: return run_draw(c, i);
   }
 }
 

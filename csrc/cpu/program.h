@@ -1,5 +1,5 @@
 // A program is a list of instructions over an arena; a step runs it for T tokens of R rows, S of them sampled.
-// The layouts of Instr and Step are mirrored in sgla/kernels/native.py.
+// The layouts of Instr, Step and Draw are mirrored in sgla/kernels/native.py.
 #pragma once
 
 #include <atomic>
@@ -21,6 +21,7 @@ enum Op : int32_t {
   SELF_ATTENTION,
   LAYER_NORM,
   ACTIVATE,
+  DRAW,
 };
 
 enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED };
@@ -40,6 +41,15 @@ struct Instr {
 struct Step {
   int64_t tokens, rows, sampled, page_size, max_pages;
   const int32_t *ids, *positions, *slots, *q_start, *kv_len, *out_loc, *page_table, *sample_rows;
+};
+
+// One random token wanted of a row of logits, or the best one at temperature 0: see sgla/sampling/draw.py.
+struct Draw {
+  int64_t row, position;  // position: of the token in its request
+  uint64_t seed;
+  int64_t top_k;  // <= 0, top_p >= 1 and min_p <= 0 are off
+  double temperature, top_p, min_p;
+  int64_t token;  // the answer; -1 if the logits are not numbers
 };
 
 // Query tokens [first, first + count) of a row, whose token ``first`` stands at ``position``.
@@ -117,6 +127,9 @@ void run_layer_norm(Context& c, const Instr& i);
 void run_activate(Context& c, const Instr& i);
 void run_linear(Context& c, const Instr& i);
 void run_attention(Context& c, const Instr& i);
+void run_draw(Context& c, const Instr& i);
+
+int32_t argmax_row(const float* x, int64_t n);  // the first of equals
 
 int query_block(const Instr& attention);  // tokens of a row that one task takes
 std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock>& blocks);

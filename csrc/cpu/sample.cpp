@@ -1,4 +1,4 @@
-// One random token from a row of logits: see sgla/sampling/draw.py, whose rules these are.
+// Random tokens from rows of logits: see sgla/sampling/draw.py, whose rules these are.
 
 #include <algorithm>
 #include <cmath>
@@ -132,6 +132,16 @@ int32_t draw_sorted(Row row, double temperature, int64_t top_k, double top_p, do
   return found[search(sums.data(), count, u * sums[count - 1])].id;
 }
 
+// The finaliser of splitmix64.
+uint64_t mix(uint64_t z) {
+  z += 0x9E3779B97F4A7C15;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+  z = (z ^ z >> 27) * 0x94D049BB133111EB;
+  return z ^ z >> 31;
+}
+
+double uniform(uint64_t seed, uint64_t position) { return (double)(mix(mix(seed) ^ position) >> 24) / (double)(1ULL << 40); }
+
 }  // namespace
 
 // The token at ``u`` of the CDF, or -1 if the logits are not numbers. Off: top_k <= 0, top_p >= 1, min_p <= 0.
@@ -150,4 +160,15 @@ extern "C" int32_t sgla_draw(const float* x, int64_t n, double temperature, int6
   Row row{x, n, top, (float)(1 / temperature), floor};
   if (top_k > 0 || top_p < 1) return draw_sorted(row, temperature, std::min(top_k, n), top_p, min_p, u);
   return draw_in_order(row, u);
+}
+
+// in: 0 logits [S, k]; p: 0 Draw[a0]
+void run_draw(Context& c, const Instr& i) {
+  spread_rows(c, i.a[0], 1, [&](int64_t n) {
+    Draw& d = ((Draw*)i.p[0])[n];
+    const float* x = c.at(i.in[0]) + d.row * i.k;
+    d.token = d.temperature > 0
+                  ? sgla_draw(x, i.k, d.temperature, d.top_k, d.top_p, d.min_p, uniform(d.seed, d.position))
+                  : argmax_row(x, i.k);
+  });
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -27,3 +29,4 @@ class ForwardBatch:
     page_table: torch.Tensor  # [slots, max_pages], the whole table
     page_size: int
     sample_rows: torch.Tensor  # [S], index of the token whose successor is wanted
+    draws: NDArray[Any] | None = None  # ``native.DRAW`` [at most S]: a native program fills in their tokens

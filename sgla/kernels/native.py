@@ -10,6 +10,7 @@ from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_voi
 from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class Op(IntEnum):
     SELF_ATTENTION = 11
     LAYER_NORM = 12
     ACTIVATE = 13
+    DRAW = 14
     PYTHON = -1  # not an instruction: a call between native segments
 
 
@@ -67,6 +69,20 @@ class Step(ctypes.Structure):
     )
 
 
+DRAW = np.dtype(
+    [
+        ("row", np.int64),
+        ("position", np.int64),
+        ("seed", np.uint64),
+        ("top_k", np.int64),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("token", np.int64),
+    ]
+)
+
+
 class Library:
     """The loaded kernels of one instruction-set level."""
 
@@ -79,7 +95,6 @@ class Library:
         dll.sgla_run.argtypes = (c_void_p, POINTER(Instr), c_int64, POINTER(Step), c_void_p)
         dll.sgla_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p)
         dll.sgla_pack_fixed.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-        dll.sgla_argmax.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
         dll.sgla_draw.argtypes = (c_void_p, c_int64, c_double, c_int64, c_double, c_double, c_double)
         self.dll = dll
         self.isa: str = dll.sgla_isa().decode()

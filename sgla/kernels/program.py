@@ -20,13 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.fuse import Body, Buffer, Node, fuse, place
-from sgla.kernels.native import Instr, Library, Step, Team, library, memory
+from sgla.kernels.native import DRAW, Instr, Library, Op, Step, Team, library, memory
 from sgla.kernels.record import INPUTS, Recorder
 
 
@@ -85,7 +86,8 @@ class Program:
         self.arena = memory.take(place(nodes, outputs, rows))
         self._base = self.arena.data_ptr()
         self._outputs = [(_view(self.arena, b, rows), b.sampled) for b in outputs]
-        self._segments = self._assemble(rows)
+        self._draw: Instr | None = None
+        self._segments = self._assemble(rows, outputs[0])
         calls = [segment for segment in self._segments if isinstance(segment, _Call)]
         needed = [routine.nbytes for call in calls for bodies in call.bodies for routine in bodies]
         self.scratch = memory.take(max(needed, default=0))
@@ -107,8 +109,13 @@ class Program:
         return cls(fuse(recorder.nodes, outputs, lib.isa), outputs, limits, threads, lib)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded."""
+        """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded, and so are the
+        tokens of ``batch.draws`` where the output is rows of logits."""
         step = self._fill(batch)
+        if self._draw is not None:
+            draws = np.empty(0, DRAW) if batch.draws is None else batch.draws
+            assert draws.dtype == DRAW
+            self._draw.a[0], self._draw.p[0] = len(draws), draws.ctypes.data
         for segment in self._segments:
             if isinstance(segment, _Native):
                 self.execute(segment.code, step, self._base)
@@ -135,7 +142,7 @@ class Program:
         """Run instructions with this program's threads; addresses are relative to ``base``."""
         self._lib.dll.sgla_run(self._team.handle, code, len(code), step, base)
 
-    def _assemble(self, rows: dict[bool, int]) -> list[_Native | _Call]:
+    def _assemble(self, rows: dict[bool, int], output: Buffer) -> list[_Native | _Call]:
         segments: list[_Native | _Call] = []
         pending: list[Instr] = []
 
@@ -153,7 +160,12 @@ class Program:
             views = [_view(self.arena, b, rows) for b in buffers]
             routines = [Routine(self, body, rows) for body in node.bodies]
             segments.append(_Call(node.fn, views, node.sampled, (routines,) if routines else ()))
+        if output.sampled and output.dtype == torch.float32:
+            pending.append(_encode(Node(Op.DRAW, True, [output, None], [], k=output.stride)))
         flush()
+        last = segments[-1]
+        if isinstance(last, _Native) and last.code[-1].op == Op.DRAW:
+            self._draw = last.code[-1]
         return segments
 
 

@@ -48,7 +48,7 @@ class Recorder:
         tensors = {
             name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()
         }
-        self._batch = ForwardBatch(rows=rows, tokens=tokens, page_size=1, **tensors)
+        self._batch = ForwardBatch(rows=rows, tokens=tokens, page_size=1, draws=None, **tensors)
         return self._batch
 
     def buffer(self, x: Tensor) -> Buffer:

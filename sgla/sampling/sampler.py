@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
+from sgla.kernels.native import DRAW
 from sgla.messages import LogprobBlock, RowSampling
 from sgla.sampling.draw import Draw, Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
@@ -54,7 +55,8 @@ class Sampler:
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._choices: list[Choice | None] = [None] * len(tokens)
-        self._plain = np.zeros(len(tokens), bool)  # greedy and nothing else
+        self._draws = np.zeros(len(tokens), DRAW)
+        self._plain = np.zeros(len(tokens), bool)  # the draw is all that is to be done
         self._known = [0] * len(tokens)  # positions before are not sampled: a grammar has forced their tokens
 
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
@@ -70,7 +72,9 @@ class Sampler:
         self._choices[slot] = Choice(
             shape, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids
         )
-        self._plain[slot] = shape is None and not (rules or constraint) and sampling.logprobs < 0
+        self._plain[slot] = not (rules or constraint) and sampling.logprobs < 0
+        cuts = (shape.temperature, shape.top_p, shape.min_p) if shape else (0.0, 1.0, 0.0)
+        self._draws[slot] = (0, 0, sampling.seed, sampling.top_k, *cuts, -1)
 
     def logprob_ids(self, slot: int) -> list[int]:
         """Tokens whose logprobs the request in ``slot`` asks for."""
@@ -78,35 +82,48 @@ class Sampler:
         return choice.logprob_ids if choice else []
 
     def plain(self, slots: NDArray[np.int32]) -> bool:
-        """True if the argmax of the logits is all that these slots need."""
+        """True if a draw from the logits is all that these slots need."""
         return bool(self._plain[slots].all())
 
+    def draws(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[Any]:
+        """``DRAW`` [at most S]: what may be drawn as soon as there are logits, of rows that need nothing else."""
+        rows = np.flatnonzero(self._plain[slots])
+        draws = self._draws[slots[rows]]
+        draws["row"], draws["position"] = rows, positions[rows]
+        return draws
+
     def sample(
-        self, logits: Floats, rows: NDArray[np.int32], slots: NDArray[np.int32], positions: NDArray[np.int32]
+        self,
+        logits: Floats,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        draws: NDArray[Any] | None = None,
     ) -> Samples:
         """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token table, followed by
         those that its grammar then forces. A position that is known already keeps its token.
 
-        ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry.
+        ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry. ``draws``: those of
+        ``self.draws``; tokens that they have already are taken from there.
         """
         blocks: list[LogprobBlock] = []
         failed: list[tuple[int, str]] = []
         forced: list[tuple[int, bytes]] = []
-        if self.plain(slots):
-            chosen = logits.argmax(-1).astype(np.int32)
-        else:
-            chosen = np.empty(len(slots), np.int32)
-            for i, (row, slot, position) in enumerate(zip(rows.tolist(), slots.tolist(), positions.tolist())):
-                if position < self._known[slot]:
-                    chosen[i] = self._tokens[slot, position]
-                    continue
-                try:
-                    chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
-                    if run := self._jump(slot, position, int(chosen[i])):
-                        forced.append((i, run))
-                except MatchFailed as error:
-                    chosen[i] = 0
-                    failed.append((i, str(error)))
+        chosen = np.full(len(slots), -1, np.int32)
+        if draws is not None:
+            chosen[draws["row"]] = draws["token"]
+        for i in np.flatnonzero(chosen < 0).tolist():
+            row, slot, position = int(rows[i]), int(slots[i]), int(positions[i])
+            if position < self._known[slot]:
+                chosen[i] = self._tokens[slot, position]
+                continue
+            try:
+                chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
+                if run := self._jump(slot, position, int(chosen[i])):
+                    forced.append((i, run))
+            except MatchFailed as error:
+                chosen[i] = 0
+                failed.append((i, str(error)))
         self._tokens[slots, positions] = chosen
         return Samples(chosen, blocks, failed, forced)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
@@ -141,7 +142,10 @@ class Runner:
         parts = cut(columns, self._most_logits)
         vectors: list[bytes] = []
         if len(parts) == 1 and not wanted.prompt_spans and not wanted.pooled:
-            samples = self._sample(self._forward(build(columns, self.tables)), wanted)
+            batch = build(columns, self.tables)
+            if self.shard.rank == 0:
+                batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
+            samples = self._sample(self._forward(batch), wanted, batch.draws)
         else:
             samples = self._score_and_sample(parts, wanted, vectors)
         return StepResult(
@@ -153,11 +157,11 @@ class Runner:
             forced=samples.forced,
         )
 
-    def _sample(self, logits: torch.Tensor, wanted: Wanted) -> Samples:
+    def _sample(self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None) -> Samples:
         """The next token of each sampled row, in the token table of every rank."""
         samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], [])
         if self.shard.rank == 0 and len(samples.tokens):
-            samples = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions)
+            samples = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions, draws)
         if len(samples.tokens):
             self.shard.broadcast(torch.from_numpy(samples.tokens))
             self.tables.tokens[wanted.slots, wanted.positions] = samples.tokens

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from sgla.kernels.panels import KINDS, Kind
 from sgla.kernels.program import Limits, Program
 from sgla.kernels.record import Recorder
 from sgla.quant import Weight, pack
+from sgla.sampling.draw import Shape, draw, uniform
 
 pytestmark = pytest.mark.skipif(isinstance(native._found(), build.BuildError), reason=native.note())
 
@@ -115,6 +117,34 @@ def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
     for rows in STEPS:
         want = eager(step(rows))
         torch.testing.assert_close(program.run(step(rows)), want, rtol=0, atol=tolerance)
+
+
+SHAPES = [None, Shape(0.8, 0, 1.0, 0.0), Shape(1.5, 20, 0.9, 0.0), Shape(0.3, 0, 0.8, 0.1)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_draws_behind_the_logits_are_those_of_the_sampler(threads: int) -> None:
+    program = Program.record(Tiny("f32"), Limits(40, 5), threads)
+    for position in range(30):
+        data = step(STEPS[0])
+        asked = [(2, 2**63 - 1, SHAPES[position % 4]), (0, position, SHAPES[position // 4 % 4])]
+        data.draws = np.array(
+            [
+                (row, position, seed, shape.top_k, shape.temperature, shape.top_p, shape.min_p, -1)
+                if shape
+                else (row, position, seed, 0, 0.0, 1.0, 0.0, -1)
+                for row, seed, shape in asked
+            ],
+            native.DRAW,
+        )
+        logits = program.run(data).numpy()
+        wanted = [
+            draw(logits[row], shape, uniform(seed, position)) if shape else int(logits[row].argmax())
+            for row, seed, shape in asked
+        ]
+        assert data.draws["token"].tolist() == wanted
+    program.run(step(STEPS[0]))
+    assert data.draws["token"].tolist() == wanted
 
 
 class Mixture(Tiny):
