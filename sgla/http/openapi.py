@@ -210,15 +210,28 @@ PART = {
         for kind, name in TEXT_PARTS.items()
     ]
 }
+CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
 # What the lists of plain objects hold, where their struct does not say it.
 ITEMS: dict[str, dict[str, Any]] = {
     "messages": {
-        "type": "object",
-        "properties": {
-            "role": {"enum": list(ROLES)},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}, {"type": "null"}]},
-        },
-        "required": ["role"],
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": [role for role in ROLES if role != "assistant"]},
+                    "content": CONTENT,
+                },
+                "required": ["role", "content"],
+            },
+            {
+                "type": "object",
+                "properties": {
+                    "role": {"const": "assistant"},
+                    "content": {"anyOf": [CONTENT, {"type": "null"}]},
+                },
+                "required": ["role"],
+            },
+        ]
     },
     "tools": {
         "type": "object",

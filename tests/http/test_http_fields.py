@@ -98,6 +98,18 @@ async def test_wrong_values_are_named(site: Site, path: str, start: Any, more: A
     assert (status, reply["error"]["param"]) == (400, param)
 
 
+async def test_whole_floats_are_integers(site: Site) -> None:
+    body = (
+        b'{"prompt": [97.0, 98], "max_tokens": 2.0, "n": 2e0, "temperature": 1.0, "logit_bias": {"5": 3.0}}'
+    )
+    status, reply = await site.post("/v1/completions", body)
+    assert (status, len(reply["choices"])) == (200, 2)
+    (job,) = site.ingress.jobs
+    assert (job.token_ids, job.sampling.max_tokens, job.sampling.temperature) == ([97, 98], 2, 1.0)
+    status, reply = await site.post("/v1/completions", {"prompt": "x", "max_tokens": 2.5})
+    assert (status, reply["error"]["param"]) == (400, "max_tokens")
+
+
 async def test_cuts_and_gaps_reach_the_engine(site: Site) -> None:
     body = {"prompt": "x", "suffix": "y", "truncate_prompt_tokens": 5}
     await site.post("/v1/completions", body)

@@ -367,7 +367,7 @@ class Schema(Generic[R]):
         if not body.strip():
             raise BadRequest("the request body is empty; a JSON object is expected")
         try:
-            request = self._decoder.decode(body)
+            request = self._typed(body)
             ignored = self._unknown(_RAW.decode(body))
         except msgspec.ValidationError as error:
             raise invalid(str(error)) from error
@@ -383,12 +383,30 @@ class Schema(Generic[R]):
                 check_ranges(item)
         return request, ignored
 
+    def _typed(self, body: bytes) -> R:
+        """Where an integer is wanted, 3.0 is one too: JSON knows no difference, and some clients write them so."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+        return self._decoder.decode(msgspec.json.encode(with_integers(msgspec.json.decode(body))))
+
     def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> list[str]:
         names = unknown(raw, self._fields)
         for name, fields in self._nested.items():
             for item in as_list(_NESTED.decode(raw[name])) if name in raw else []:
                 names += unknown(item, fields)
         return names
+
+
+def with_integers(value: Any) -> Any:
+    """``value`` with integers in place of floats that are whole."""
+    if isinstance(value, dict):
+        return {name: with_integers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def as_list(value: Any) -> list[Any]:
