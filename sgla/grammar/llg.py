@@ -18,6 +18,10 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 SILENT = 0
+# Tokens are sorted by how many of a JSON string's characters they have. Where a string may go on for at least as many, all of a kind
+# are allowed without a look at each: near the end of strings with a maxLength these kinds save most of the time.
+CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [f"{CHARACTER}{{1,{count}}}" for count in (1, 2, 3, 4, 6, 9, 14, 30)] + [f"{CHARACTER}+"]
 
 
 class Wrapper:
@@ -49,10 +53,10 @@ class Wrapper:
 
 
 def load_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """The token trie: 70 MB and 0.5 s for 150,000 tokens, with the GIL held."""
+    """The token tries: 90 MB and 0.7 s for 150,000 tokens, with the GIL held."""
     size = len(vocabulary.tokens)
     wrapped: Any = Wrapper(vocabulary)  # their type is a class of theirs
-    tokenizer = LLTokenizer(wrapped, n_vocab=size, eos_token=vocabulary.ends)
+    tokenizer = LLTokenizer(wrapped, n_vocab=size, eos_token=vocabulary.ends, slices=SLICES)
     make_matcher(tokenizer, LLMatcher.grammar_from_regex("a")).compute_bitmask()  # what it makes on first use
     return tokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sgla.messages import RowSampling
 
 KEPT = 256  # compiled grammars; copies of them are cheap
 Words = NDArray[np.uint32]  # a mask of tokens: bit i % 32 of word i // 32 says whether token i may come
+TEMPLATES = 2  # of one source, for each thread that makes masks
 RUN = 64  # forced tokens of a row that one step's result brings at most: it has to fit its ring
 
 
@@ -24,17 +26,43 @@ class MatchFailed(Exception):
     """The matcher met one of its limits: the request cannot go on."""
 
 
+class Compiled:
+    """A source's templates. The copies of one share what they find out about it, and a lock."""
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self._make = make
+        self._templates = [make()]
+        self.copies = 0
+
+    def lacks(self, most: int) -> bool:
+        """There should be another template: there is one for every two copies that were made."""
+        return len(self._templates) < min(most, 1 + self.copies // 2)
+
+    def add(self, most: int) -> None:
+        while self.lacks(most):
+            self._templates.append(self._make())
+
+    def copy(self) -> tuple[LLMatcher, int]:
+        """A matcher, and the number of its template: they take turns."""
+        number = self.copies % len(self._templates)
+        self.copies += 1
+        return self._templates[number].deep_copy(), number
+
+
 class Matchers:
-    """All that rank 0 knows of grammars. Control commands, both with a ``path``:
+    """All that rank 0 knows of grammars. Where several ``threads`` make masks, sources in demand get several templates, so that
+    the threads do not wait for each other. Control commands, both with a ``path``:
 
     ``vocabulary``: a file of ``Vocabulary``, before the first request with a grammar. ``grammar``: a source's file, to be
     compiled beside the steps; the answer's ``ready`` says whether that is done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
+        self._most = 1 if threads == 1 else TEMPLATES * threads
+        self._adding: threading.Thread | None = None
         self._tokenizer: LLTokenizer | None = None
         self.tokens: list[bytes] = []
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._beginnings: dict[bytes, NDArray[np.intp]] = {}
         self._pending: dict[str, threading.Thread] = {}
 
@@ -62,7 +90,15 @@ class Matchers:
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         free = FreePart(self, sampling) if sampling.grammar_after else None
-        return Constraint(self, self._compiled[source].deep_copy(), free, tokens, prompt_len, sampling)
+        compiled = self._compiled[source]
+        busy = self._adding is not None and self._adding.is_alive()
+        matcher, template = compiled.copy()
+        if compiled.lacks(self._most) and not busy:
+            self._adding = threading.Thread(
+                target=compiled.add, args=(self._most,), name="grammar", daemon=True
+            )
+            self._adding.start()
+        return Constraint(self, matcher, template, free, tokens, prompt_len, sampling)
 
     def encode(self, text: bytes) -> list[int]:
         """Some tokens with these bytes."""
@@ -83,10 +119,15 @@ class Matchers:
 
     def _compile(self, source: str) -> None:
         assert self._tokenizer is not None
-        matcher = make_matcher(self._tokenizer, source)
-        matcher.compute_bitmask()  # what the first one needs is made now, and shared with the copies
-        assert not matcher.is_error(), f"a grammar that the compiler accepted: {matcher.get_error()}"
-        self._compiled[source] = matcher
+        tokenizer = self._tokenizer
+
+        def make() -> LLMatcher:
+            matcher = make_matcher(tokenizer, source)
+            matcher.compute_bitmask()  # what the first one needs is made now, and shared with the copies
+            assert not matcher.is_error(), f"a grammar that the compiler accepted: {matcher.get_error()}"
+            return matcher
+
+        self._compiled[source] = Compiled(make)
         self._pending.pop(source, None)
 
 
@@ -137,6 +178,7 @@ class Constraint:
         self,
         matchers: Matchers,
         matcher: LLMatcher,
+        template: int,
         free: FreePart | None,
         tokens: NDArray[np.int32],
         prompt_len: int,
@@ -144,6 +186,7 @@ class Constraint:
     ) -> None:
         self._matchers = matchers
         self._matcher = matcher
+        self.template = template
         self._free = free
         self._tokens = tokens
         self._seen = prompt_len  # tokens taken in

@@ -4,6 +4,7 @@ masks of the next step are made while its forward pass runs."""
 from __future__ import annotations
 
 import os
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from sgla.grammar.matcher import Constraint, Matchers, MatchFailed, Words, set_b
 from sgla.messages import NewRow
 
 Int32s = NDArray[np.int32]
-THREADS = 8  # that make masks
+THREADS = 8  # that make masks, at most
 JUMP_ROWS = 8  # rows of the largest steps after which forced tokens are told at once
 
 
@@ -34,6 +35,10 @@ class Taken(NamedTuple):
     forced: list[tuple[int, bytes]]
 
 
+def mask_threads() -> int:
+    return max(1, min(THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
 class Constraints:
     """``tokens`` int32[slots + 1, context + 1] is the token table on the host; here it holds the tokens of rows with a grammar
     alone. ``jumps`` as in ``Sampler``."""
@@ -48,7 +53,7 @@ class Constraints:
         self._known = np.zeros(
             slots, np.int32
         )  # positions before are not sampled: a grammar has forced their tokens
-        self._executor = LLExecutor(max(1, min(THREADS, len(os.sched_getaffinity(0)) // 2)))
+        self._executor = LLExecutor(mask_threads())
         self._rows = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
         self._words = torch.zeros(slots, -(-vocab_size // 32), dtype=torch.int32, pin_memory=pin)
 
@@ -73,7 +78,7 @@ class Constraints:
         cannot go on. The step before the last one must be done: its masks are overwritten."""
         words: Words = self._words.numpy().view(np.uint32)
         rows: list[int] = []
-        wanted: list[tuple[LLMatcher, int]] = []
+        wanted: list[tuple[int, LLMatcher, int]] = []
         begun: list[Constraint | None] = []
         failed: list[tuple[int, str]] = []
         for i in np.flatnonzero(self._has[slots]).tolist():
@@ -92,11 +97,15 @@ class Constraints:
                 if constraint.open:
                     continue
                 if constraint.matcher is not None:
-                    wanted.append((constraint.matcher, place))
+                    wanted.append((constraint.template, constraint.matcher, place))
             rows.append(i)
             begun.append(constraint)
         if wanted:
-            self._executor.unsafe_compute_mask_ptr(wanted, words.ctypes.data, words.strides[0], len(words))
+            wanted.sort(
+                key=itemgetter(0)
+            )  # neighbours go to the same thread: those of one template share a lock
+            pairs = [(matcher, place) for _, matcher, place in wanted]
+            self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
         for place, constraint in enumerate(begun):
             try:
                 if constraint is not None:

@@ -4,8 +4,8 @@ rows at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,19 +13,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.grammar.matcher import set_bits
 from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
-from sgla.messages import LogprobBlock, NewRow, RowSampling, ThinkLimit
+from sgla.messages import LogprobBlock, NewRow, RowSampling
 from sgla.sampling.constraints import Masks
 from sgla.sampling.logprobs import Scores
 from sgla.sampling.sampler import COLD
 
 Int32s = NDArray[np.int32]
+CELLS = 1 << 24  # tokens of rows' histories that are looked at at a time
+CUT, SCORED, PENALIZED, BIASED, WORDS, ALLOWED, THINKING, GRAMMAR = (
+    1 << i for i in range(8)
+)  # what a row wants
 
 
 class Scored(NamedTuple):
-    """Logprobs of n tokens on their way to the host: see ``Scores``."""
+    """Logprobs of n tokens on their way to the host: see ``Scores``. ``named``: ids and values that come behind the top."""
 
     row: int
     prompt: bool
@@ -35,11 +40,14 @@ class Scored(NamedTuple):
     ranks: Tensor
     top_ids: Tensor
     top_values: Tensor
+    named: tuple[Tensor, Tensor] | None = None
 
     def block(self) -> LogprobBlock:
         """The message; the step must be done."""
-        parts = (self.values, self.ranks, self.top_ids, self.top_values)
-        scores = Scores(*(part.numpy() for part in parts))
+        tops = [self.top_ids, self.top_values]
+        if self.named is not None:
+            tops = [torch.cat(pair, 1) for pair in zip(tops, self.named)]
+        scores = Scores(*(part.numpy() for part in (self.values, self.ranks, *tops)))
         return scores.block(self.row, self.prompt, self.start, self.asked)
 
 
@@ -73,34 +81,45 @@ class DeviceSampler:
         self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self._rows: list[RowSampling] = [RowSampling()] * slots
         self._prompt_len = np.zeros(slots, np.int32)
-        self._plain = np.ones(slots, bool)  # a draw by temperature is all
-        self._cut = np.zeros(slots, bool)
-        self._allowed: dict[int, Tensor] = {}  # slot -> the only tokens it may have
+        self._wants = np.zeros(slots, np.uint8)  # more than a draw by temperature
+        self._allowed: dict[
+            int, Tensor
+        ] = {}  # slot -> int32[ceil(V / 32)]: bits of the only tokens it may have
 
     def admit(self, new: NewRow) -> None:
         """The host's part; the tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
         s = new.sampling
-        cut = s.temperature >= COLD and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-        rules = (
-            s.repetition != 1 or s.frequency or s.presence or s.logit_bias or (s.min_tokens and s.stop_ids)
-        )
-        narrow = s.bad_words or s.allowed or s.thinking is not None
+        wants = {
+            CUT: s.temperature >= COLD and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0),
+            SCORED: s.logprobs >= 0,
+            PENALIZED: s.repetition != 1 or s.frequency or s.presence,
+            BIASED: s.logit_bias or (s.min_tokens and s.stop_ids),
+            WORDS: s.bad_words,
+            ALLOWED: s.allowed,
+            THINKING: s.thinking is not None,
+            GRAMMAR: s.grammar,
+        }
+        self._wants[new.slot] = sum(flag for flag, wanted in wants.items() if wanted)
         self._allowed.pop(new.slot, None)
         if s.allowed:
-            ids = [token for token in s.allowed if 0 <= token < self._vocab]
-            self._allowed[new.slot] = torch.tensor(ids, device=self._tokens.device)
+            words = np.zeros(-(-self._vocab // 32), np.uint32)
+            set_bits(words, np.array([token for token in s.allowed if 0 <= token < self._vocab], np.intp))
+            self._allowed[new.slot] = self._send(words.view(np.int32), np.int32)
         self._rows[new.slot] = s
         self._prompt_len[new.slot] = new.prompt_len
-        self._cut[new.slot] = cut
-        self._plain[new.slot] = not (cut or rules or narrow or s.grammar or s.logprobs >= 0)
 
-    def logprob_ids(self, slot: int) -> list[int]:
+    def logprob_ids(self, slot: int) -> Tensor | None:
         """Tokens whose logprobs the request in ``slot`` asks for."""
-        return self._rows[slot].logprob_ids
+        asked = self._rows[slot].logprob_ids
+        return self._send(asked) if asked else None
 
     def plain(self, slots: Int32s) -> bool:
         """True if ``draw`` alone serves these slots."""
-        return bool(self._plain[slots].all())
+        return not self._wants[slots].any()
+
+    def _that(self, want: int, slots: Int32s) -> list[int]:
+        """The rows that want this."""
+        return np.flatnonzero(self._wants[slots] & want).tolist()
 
     def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor) -> None:
         """Tokens of rows ``logits``, float32[S, this rank's part of V], into ``out`` and the token table. Capturable."""
@@ -118,6 +137,12 @@ class DeviceSampler:
         sampling.sample(
             logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts, first, self._best_of_ranks
         )  # fmt: skip
+
+    def _send(self, values: Any, dtype: Any = np.int64) -> Tensor:
+        """A copy on the device. Waits for nothing: a step is launched while the one before runs."""
+        host = torch.from_numpy(np.array(values, dtype))
+        device = self._tokens.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     def _gather(self, part: Tensor) -> Tensor:
         full = part.new_empty(part.shape[0], self._vocab)
@@ -137,69 +162,76 @@ class DeviceSampler:
         if self._shard.rank > 0:
             self._follow(slots, positions, out)
             return []
-        wanted = [i for i, slot in enumerate(host_slots.tolist()) if self._rows[slot].logprobs >= 0]
-        raw = logits[wanted] if wanted else None
-        self._penalize(logits, host_slots, host_positions)
-        self._bias(logits, host_slots, host_positions)
-        self._narrow(logits, host_slots, host_positions)
+        wanted = self._that(SCORED, host_slots)
+        which = self._send(wanted) if wanted else None
+        raw = logits[which] if wanted else None
+        self._change(logits, host_slots, host_positions)
         if masks is not None:
             sampling.mask(logits, *masks)
         cuts = None
-        if self._cut[host_slots].any():
+        if self._that(CUT, host_slots):
             cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
         self._race(logits, slots, positions, out, 0, cuts)
         if raw is None:
             return []
-        chosen = out[: len(host_slots)][wanted]
-        k = max(self._rows[host_slots[i]].logprobs for i in wanted)
-        values, ranks, top_ids, top_values = score(raw, chosen, k)
-        scored = []
-        for j, i in enumerate(wanted):
-            own, asked = self._rows[host_slots[i]].logprobs, self._rows[host_slots[i]].logprob_ids
-            parts = (
-                values[j : j + 1],
-                ranks[j : j + 1],
-                top_ids[j : j + 1, :own],
-                top_values[j : j + 1, :own],
-            )
-            if asked:
-                parts = score(raw[j : j + 1], chosen[j : j + 1], own, asked)
+        return self._score(
+            raw, out[which], [(int(rows[i]), int(host_slots[i]), int(host_positions[i])) for i in wanted]
+        )
+
+    def _score(self, raw: Tensor, chosen: Tensor, wanted: list[tuple[int, int, int]]) -> list[Scored]:
+        """Logprobs of the tokens ``chosen`` int32[n] by logits ``raw`` float32[n, V]; ``wanted``: row, slot and position of each."""
+        asked = [self._rows[slot] for _, slot, _ in wanted]
+        top = score(raw, chosen, max(s.logprobs for s in asked))
+        values, ranks, top_ids, top_values = map(to_host, top)
+        names = [(j, token) for j, s in enumerate(asked) for token in s.logprob_ids]
+        if names:
+            at, ids = self._send(names).T
+            norm = raw.gather(1, chosen[:, None].long())[:, 0] - top[0]
+            named_values = to_host(raw[at, ids] - norm[at])
+        scored, end = [], 0
+        for j, (row, _, position) in enumerate(wanted):
+            own, ids = asked[j].logprobs, asked[j].logprob_ids
+            begin, end = end, end + len(ids)
             scored.append(
-                Scored(int(rows[i]), False, int(host_positions[i]), len(asked), *map(to_host, parts))
-            )
+                Scored(
+                    row, False, position, len(ids),
+                    values[j : j + 1], ranks[j : j + 1], top_ids[j : j + 1, :own], top_values[j : j + 1, :own],
+                    (torch.tensor([ids], dtype=torch.int32), named_values[None, begin:end]) if ids else None,
+                )
+            )  # fmt: skip
         return scored
 
-    def _penalize(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
-        chosen = [
-            i
-            for i, slot in enumerate(slots.tolist())
-            if (s := self._rows[slot]).repetition != 1 or s.frequency or s.presence
-        ]
-        if not chosen:
-            return
-        device, rows = logits.device, [self._rows[slots[i]] for i in chosen]
+    def _parts(self, want: int, slots: Int32s, positions: Int32s) -> Iterator[list[int]]:
+        """The rows that want this, as many at a time as there is memory for."""
+        chosen = self._that(want, slots)
+        if chosen:
+            size = max(1, CELLS // int(positions[chosen].max()))
+            yield from (chosen[i : i + size] for i in range(0, len(chosen), size))
 
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-        ends = column(positions[chosen].tolist())
-        prompts = column(self._prompt_len[slots[chosen]].tolist())
-        place = torch.arange(int(positions[chosen].max()), device=device)
-        history = self._tokens[slots[chosen].tolist(), : len(place)].long()
-        known, output = place < ends, (place >= prompts) & (place < ends)
-        x = logits[chosen]
+    def _penalize(self, logits: Tensor, slots: Int32s, positions: Int32s, chosen: list[int]) -> None:
+        rows = [self._rows[slots[i]] for i in chosen]
+        at, slot, ends, prompts = self._send(
+            [chosen, slots[chosen], positions[chosen], self._prompt_len[slots[chosen]]]
+        )
+        repetition, frequency, presence = self._send(
+            [[s.repetition for s in rows], [s.frequency for s in rows], [s.presence for s in rows]],
+            np.float32,
+        )[..., None]
+        place = torch.arange(int(positions[chosen].max()), device=logits.device)
+        history = self._tokens[slot, : len(place)].long()
+        known, output = place < ends[:, None], (place >= prompts[:, None]) & (place < ends[:, None])
+        x = logits[at]
         seen = x.new_zeros(len(chosen), self._vocab + 1)
         seen.scatter_(1, history.where(known, self._vocab), 1.0)
-        repetition = column([s.repetition for s in rows])
         x = torch.where(seen[:, :-1] > 0, torch.where(x > 0, x / repetition, x * repetition), x)
         counts = seen.zero_().scatter_add_(1, history.where(output, self._vocab), output.float())[:, :-1]
-        x -= column([s.frequency for s in rows]) * counts + column([s.presence for s in rows]) * (counts > 0)
-        logits[chosen] = x
+        logits[at] = x - (frequency * counts + presence * (counts > 0))
 
     def _bias(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
         biased: list[tuple[int, int, float]] = []
         banned: list[tuple[int, int]] = []
-        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
+        for row in self._that(BIASED, slots):
+            slot, position = slots[row], positions[row]
             s = self._rows[slot]
             biased += [
                 (row, token, value) for token, value in dict(s.logit_bias).items() if 0 <= token < self._vocab
@@ -207,32 +239,54 @@ class DeviceSampler:
             if position < self._prompt_len[slot] + s.min_tokens:
                 banned += [(row, token) for token in s.stop_ids if 0 <= token < self._vocab]
         if biased:
-            rows, tokens, values = (list(c) for c in zip(*biased))
-            logits[rows, tokens] += torch.tensor(values, device=logits.device)
+            rows, tokens, values = zip(*biased)
+            at = tuple(self._send([rows, tokens]))
+            logits[at] = logits[at] + self._send(values, np.float32)
         if banned:
-            rows, tokens = (list(c) for c in zip(*banned))
+            rows, tokens = self._send(banned).T
             logits[rows, tokens] = float("-inf")
 
-    def _narrow(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
-        """Bad words, allowed tokens, limits of reasoning, in this order."""
+    def _change(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
+        """The rules in their order: penalties, biases, bad words, allowed tokens, limits of reasoning."""
+        for part in self._parts(PENALIZED, slots, positions):
+            self._penalize(logits, slots, positions, part)
+        self._bias(logits, slots, positions)
         self._forbid_words(logits, slots, positions)
-        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
-            ids = self._allowed.get(slot)
-            if ids is not None:
-                kept = logits[row, ids]
-                logits[row] = float("-inf")
-                logits[row, ids] = torch.where(kept.max() > float("-inf"), kept, 0.0)
-            limit = self._rows[slot].thinking
-            if limit is not None:
-                output = self._tokens[slot, int(self._prompt_len[slot]) : position]
-                only = torch.full_like(logits[row], float("-inf"))
-                only[limit.close] = 0
-                logits[row] = torch.where(thought_enough(output, limit), only, logits[row])
+        kept = self._that(ALLOWED, slots)
+        if kept:
+            words = torch.stack([self._allowed[slot] for slot in slots[kept].tolist()])
+            sampling.mask(logits, self._send(kept, np.int32), words)
+        for part in self._parts(THINKING, slots, positions):
+            self._end_thinking(logits, slots, positions, part)
+
+    def _end_thinking(self, logits: Tensor, slots: Int32s, positions: Int32s, chosen: list[int]) -> None:
+        """Leave the end of reasoning alone in rows that have reasoned enough. See ``rules.py: ThinkingBudget``."""
+        limits = [(i, limit) for i in chosen if (limit := self._rows[slots[i]].thinking)]
+        columns = self._send(
+            [
+                (i, slots[i], self._prompt_len[slots[i]], positions[i], limit.open, limit.close, limit.tokens, limit.opened)
+                for i, limit in limits
+            ]
+        )  # fmt: skip
+        at, slot, begin, end, opens, closes, most, opened = columns.T[..., None]
+        place = torch.arange(int(positions[chosen].max()), device=logits.device)
+        tokens = self._tokens[slot[:, 0], : len(place)]
+        output = (place >= begin) & (place < end)
+        turns = torch.where(tokens == opens, 1, torch.where(tokens == closes, -1, 0)).where(output, 0)
+        turns = torch.cat([2 * opened - 1, turns], 1)
+        last = torch.where(turns != 0, torch.arange(turns.shape[1], device=logits.device), 0).cummax(1).values
+        inside = turns.gather(1, last) > 0
+        used = (inside[:, :-1] & (turns[:, 1:] >= 0) & output).sum(1, keepdim=True)
+        enough = inside[:, -1:] & (used >= most)
+        x = logits[at[:, 0]]
+        only = torch.full_like(x, float("-inf")).scatter_(1, closes, 0.0)
+        logits[at[:, 0]] = torch.where(enough, only, x)
 
     def _forbid_words(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
         words = [
             (row, slot, position, word)
-            for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist()))
+            for row in self._that(WORDS, slots)
+            for slot, position in [(int(slots[row]), int(positions[row]))]
             for word in self._rows[slot].bad_words
             if max(word) < self._vocab and position - self._prompt_len[slot] >= len(word) - 1
         ]
@@ -241,8 +295,8 @@ class DeviceSampler:
         longest = max(len(word) for *_, word in words) - 1
         before = [[-1] * (longest + 1 - len(word)) + word[:-1] for *_, word in words]
         columns = [[row, slot, position, word[-1]] for row, slot, position, word in words]
-        rows, where, ends, last = torch.tensor(columns, device=logits.device).T
-        wanted = torch.tensor(before, dtype=torch.int32, device=logits.device).view(len(words), longest)
+        rows, where, ends, last = self._send(columns).T
+        wanted = self._send(before, np.int32).view(len(words), longest)
         places = ends[:, None] + torch.arange(-longest, 0, device=logits.device)
         found = self._tokens[where[:, None], places.clamp(min=0)]
         complete = ((found == wanted) | (wanted < 0)).all(1)
@@ -250,26 +304,17 @@ class DeviceSampler:
         logits.index_put_((rows, last), change, accumulate=True)
 
 
-def thought_enough(output: Tensor, limit: ThinkLimit) -> Tensor:
-    """Whether reasoning must end now, bool[]; ``output`` int32[n]. See ``rules.py: ThinkingBudget``."""
-    turns = torch.where(output == limit.open, 1, torch.where(output == limit.close, -1, 0))
-    begin = turns.new_full((1,), 1 if limit.opened else -1)
-    turns = torch.cat([begin, turns])
-    place = torch.arange(len(turns), device=output.device)
-    inside = turns[torch.where(turns != 0, place, 0).cummax(0).values] > 0
-    return inside[-1] & ((inside[:-1] & (turns[1:] >= 0)).sum() >= limit.tokens)
-
-
 def score(
-    logits: Tensor, targets: Tensor, k: int, asked: Sequence[int] = ()
+    logits: Tensor, targets: Tensor, k: int, asked: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n]."""
+    """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n]; ``asked`` int64[*]: other
+    ids."""
     norm = log_sum_exp(logits)
     own = logits.gather(1, targets.long()[:, None])
     ranks = 1 + (logits > own).sum(-1, dtype=torch.int32)
     top_values, top_ids = logits.topk(k)
-    if asked:
-        others = torch.tensor(asked, device=logits.device).expand(len(logits), -1)
+    if asked is not None:
+        others = asked.expand(len(logits), -1)
         top_ids, top_values = (
             torch.cat([top_ids, others], 1),
             torch.cat([top_values, logits.gather(1, others)], 1),

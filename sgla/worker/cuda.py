@@ -41,7 +41,7 @@ from sgla.messages import (
 )
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
-from sgla.sampling.constraints import Constraints, Masks
+from sgla.sampling.constraints import Constraints, Masks, mask_threads
 from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
 from sgla.worker.device_state import DeviceTables
 from sgla.worker.flights import Flight, Flights
@@ -200,7 +200,7 @@ class CudaRunner:
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
         self.matchers, self.constraints = None, None
         if self.shard.rank == 0:
-            self.matchers = Matchers()
+            self.matchers = Matchers(mask_threads())
             self.constraints = Constraints(
                 self.tables.host.tokens,
                 self.model.spec.vocab,
@@ -465,17 +465,17 @@ class CudaRunner:
             slot, start = int(slots[r]), int(starts[r])
             count = min(start + int(q_lens[r]), int(self.tables.host.prompt_len[slot]) - 1) - start
             k = max(0, int(self.tables.host.prompt_logprobs[slot]))
-            parts = []
+            parts, asked = [], self.sampler.logprob_ids(slot)
             for at in range(0, count, LOGIT_ROWS):
                 size = min(LOGIT_ROWS, count - at)
                 with self.ops.float32_output():
                     logits = self.model.logits(hidden[first[r] + at : first[r] + at + size])
                 targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
-                parts.append(score(logits, targets, k, self.sampler.logprob_ids(slot)))
+                parts.append(score(logits, targets, k, asked))
             if parts:
-                columns = [to_host(torch.cat(column)) for column in zip(*parts)]
-                asked = len(self.sampler.logprob_ids(slot))
-                scored.append(Scored(int(order[r]), True, start + 1, asked, *columns))
+                values, ranks, ids, tops = (to_host(torch.cat(column)) for column in zip(*parts))
+                others = 0 if asked is None else len(asked)
+                scored.append(Scored(int(order[r]), True, start + 1, others, values, ranks, ids, tops))
         return scored
 
     def control(self, command: Control) -> dict[str, Any]:

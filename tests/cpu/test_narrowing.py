@@ -1,4 +1,5 @@
-"""Bad words, allowed tokens and limits of reasoning: on the host and by torch, against their definitions."""
+"""Bad words, allowed tokens and limits of reasoning: on the host and by torch, against their definitions; penalties and biases
+by torch against those on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from transformers import NoBadWordsLogitsProcessor
 
 from sgla.messages import NewRow, RowSampling, ThinkLimit
-from sgla.sampling import Sampler
+from sgla.sampling import Sampler, device
 from sgla.sampling.device import DeviceSampler
 
 VOCAB, PROMPT, CONTEXT = 12, 6, 40
@@ -41,7 +42,7 @@ def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> 
     assert not sampler.plain(np.array([1], np.int32))
     assert sampler.plain(np.array([2], np.int32))
     rows = torch.from_numpy(np.stack([logits, logits]))
-    sampler._narrow(rows, np.array([2, 1], np.int32), np.array([PROMPT, len(tokens)], np.int32))
+    sampler._change(rows, np.array([2, 1], np.int32), np.array([PROMPT, len(tokens)], np.int32))
     assert np.array_equal(rows[0], logits)
     return rows[1].numpy()
 
@@ -113,3 +114,29 @@ def test_reasoning_ends_when_its_budget_is_spent(narrowed: Narrowed, opened: boo
         assert np.flatnonzero(np.isfinite(got)).tolist() == ([CLOSE] if expected else [1, 2, OPEN])
         seen.add(expected)
     assert seen == {True, False}
+
+
+def test_long_histories_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB, (5, CONTEXT)).astype(np.int32))
+    sampler = DeviceSampler(table, VOCAB)
+    limit = ThinkLimit(2, OPEN, CLOSE, True)
+    for slot in range(4):
+        asked = RowSampling(frequency=0.5, repetition=1.1, thinking=limit if slot else None)
+        sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=asked))
+    whole = torch.randn(4, VOCAB)
+    parts = whole.clone()
+    slots, positions = np.array([2, 0, 3, 1], np.int32), np.array([20, 39, 7, 11], np.int32)
+    sampler._change(whole, slots, positions)
+    monkeypatch.setattr(device, "CELLS", 50)
+    sampler._change(parts, slots, positions)
+    assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("stops", [0, 20])
+def test_penalties_and_biases(stops: int) -> None:
+    sampling = RowSampling(
+        repetition=1.3, frequency=0.2, presence=0.4, logit_bias=[(2, 1.5), (VOCAB, 1.0)], min_tokens=stops, stop_ids=[3, 5]
+    )  # fmt: skip
+    for tokens, logits in cases(40):
+        expected = on_host(sampling, tokens, logits)
+        np.testing.assert_allclose(on_device(sampling, tokens, logits), expected, rtol=1e-6)

@@ -72,12 +72,15 @@ def test_forced_tokens_come_at_once(ahead: Engine, engine: Engine) -> None:
 
 
 def test_logprobs_with_grammars(ahead: Engine, engine: Engine) -> None:
-    asked = [params(each, FORCED, temperature=0.0, logprobs=2, max_tokens=12) for each in (ahead, engine)]
+    wish: dict[str, Any] = {"logprobs": 2, "logprob_token_ids": [9, 5], "temperature": 0.0, "max_tokens": 12}
+    asked = [params(each, FORCED, **wish) for each in (ahead, engine)]
     made = [each.generate("x", sampling) for each, sampling in zip((ahead, engine), asked)]
     assert made[0].tokens == made[1].tokens
     for got, expected in zip(*(out.logprobs for out in made)):
         assert (got.token, got.rank) == (expected.token, expected.rank)
         assert dict(got.top) == pytest.approx(dict(expected.top), abs=1e-5)
+        assert dict(got.asked) == pytest.approx(dict(expected.asked), abs=1e-5)
+        assert [token for token, _ in got.asked] == [9, 5]
 
 
 def test_draws_fit_too(ahead: Engine) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+import torch
 from schemas import CASES
 from test_engine import FORCED, MIXED, json_schema, outputs, params
 
@@ -59,7 +60,7 @@ def test_every_document_fits_its_schema(on_gpu: Start) -> None:
     made = outputs(engine, [json_schema(schema) for schema in CASES.values()])
     finished = [(schema, out.text) for schema, out in zip(CASES.values(), made) if out.finish == "stop"]
     for schema, text in finished:
-        validator = jsonschema_rs.validator_for(schema, validate_formats=False)
+        validator = jsonschema_rs.validator_for(schema, validate_formats=True)
         assert validator.is_valid(json.loads(text)), (schema, text)
     assert len(finished) > 0.95 * len(made)
 
@@ -84,6 +85,15 @@ def test_other_grammars_beside_free_rows_and_every_option(on_gpu: Start) -> None
     out = engine.generate("x", params(engine, thinking, logit_bias={close: 6.0}, max_tokens=200))
     assert out.finish == "stop"
     assert re.search("[0-9]{3}$", out.text)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_two_ranks(on_gpu: Start) -> None:
+    engine = on_gpu(tp=2)
+    made = outputs(
+        engine, [*[Grammar(kind="regex", text="[a-c]{3}-[0-9]{2}")] * 8, *[None] * 4], max_tokens=30
+    )
+    assert all(re.fullmatch("[a-c]{3}-[0-9]{2}", out.text) for out in made[:8])
 
 
 def texts(engine: Engine) -> list[tuple[list[int], str | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from llguidance import LLMatcher
 
 from sgla.grammar.llg import Wrapper
-from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
+from sgla.grammar.matcher import TEMPLATES, Constraint, Matchers, MatchFailed
 from sgla.grammar.protocol import Vocabulary
 from sgla.messages import RowSampling
 
@@ -152,6 +153,20 @@ def test_a_slow_grammar_is_compiled_beside_the_steps(matchers: Matchers, tmp_pat
     while not ready:
         ready = matchers.control("grammar", {"path": str(path)})["ready"]
     assert path.read_text() in matchers._compiled
+
+
+def test_a_source_in_demand_gets_several_templates(tmp_path: Path) -> None:
+    VOCABULARY.write(tmp_path / "vocabulary")
+    matchers = Matchers(threads=2)
+    matchers.control("vocabulary", {"path": str(tmp_path / "vocabulary")})
+    templates, end = set(), time.monotonic() + 20
+    while len(templates) < 2 * TEMPLATES and time.monotonic() < end:
+        row = Row(matchers, "(ab|ac)d?", b"a")
+        narrowed, ids = row.rule.narrow(np.zeros(len(VOCABULARY.tokens), np.float32), row.length)
+        assert ids is not None
+        assert set(ids.tolist()) == set(b"bc")
+        templates.add(row.rule.template)
+    assert templates == set(range(2 * TEMPLATES))
 
 
 def test_greedy_encoding_keeps_the_bytes() -> None:
