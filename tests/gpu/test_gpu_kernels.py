@@ -193,6 +193,7 @@ CUTS = {  # of batch_gemm: tile, split, blocks a multiprocessor, whether these a
     (64, 8, 2, False): (9, 64),
     (128, 4, 1, True): (16, 40, 64, 192),
     (64, 1, 1, False): (100, 128, 200, 256),
+    (64, 2, 1, False): (100, 192),
     (64, 4, 1, False): (65, 128),
     (256, 1, 1, False): (64, 128),
     (192, 1, 1, False): (16, 64, 100, 192, 250, 600),

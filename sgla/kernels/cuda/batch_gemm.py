@@ -76,12 +76,10 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
         if apart and k >= 4096:
             return apart
         return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
-    if m <= 128 and n <= 64 * processors:
-        return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
-    if m <= 192 and apart and k >= 8192:
+    if 128 < m <= 192 and apart and k >= 8192:
         return apart
-    if k <= 3072 and n <= 64 * processors and (m <= 192 or gated):
-        return Config(64, 1 if n > 2048 else 4, 1)
+    if n <= 64 * processors and (m <= 192 or (gated and k <= 3072)):
+        return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
     return None
 
 
