@@ -1,7 +1,9 @@
+# ruff: noqa: B023
 """Find how the grouped products of a mixture of experts are best cut: the data of ``sgla/kernels/triton/moe_tiles.py``.
 
     python bench/gpu_moe.py tune [--model bench/models/qwen3-30b-a3b] [--fp8]     # prints the table, JSON lines above it
     python bench/gpu_moe.py few                                                  # the kernels for very few tokens
+    python bench/gpu_moe.py decode                                               # those for decode batches
 
 Times are medians of graph replays over random routings; each layer's experts are far larger than the L2 cache.
 """
@@ -19,7 +21,8 @@ from typing import Any
 
 import torch
 
-from sgla.kernels.triton import moe
+from sgla.kernels.cuda import experts, router
+from sgla.kernels.triton import moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Tile, Tiles
 from sgla.model.spec import ModelSpec
 
@@ -240,16 +243,51 @@ def few(model: str, fp8: bool) -> None:
         emit(bench="route", tokens=tokens, us=round(us, 2))
 
 
+def decode(model: str) -> None:
+    """From the attention's output to the outputs of all pairs: by CUDA kernels, and by Triton's behind the same router."""
+    layers = [Layer(read_spec(model), False) for _ in range(4)]
+    count, f, d, top_k = layers[0].experts, layers[0].f, layers[0].d, layers[0].top_k
+    routers = [torch.randn(count, d, dtype=BF16, device="cuda") * d**-0.5 for _ in layers]
+    norm, pairs = torch.ones(d, device="cuda"), list(zip(layers, routers))
+    for tokens in (4, 16, 64, 128, 256):
+        x, residual = (torch.randn(tokens, d, dtype=BF16, device="cuda") for _ in range(2))
+        tiles = moe_tiles.choose(tokens, count, top_k, f, d, 2, True)
+
+        def choose(w: torch.Tensor) -> router.Choice:
+            return router.choose(
+                x, w, top_k, True, residual=residual, norm=norm, eps=1e-6, places=experts.places(count)
+            )
+
+        def native(layer: Layer, w: torch.Tensor) -> None:
+            experts.forward(choose(w), layer.gate_up[0], layer.down[0], "silu")
+
+        def portable(layer: Layer, w: torch.Tensor) -> None:
+            choice = choose(w)
+            groups = moe.group(choice.ids, count, tiles.rows)
+            inner = moe.experts(choice.x, None, *layer.gate_up, f, groups, tiles.gate_up, "silu")
+            moe.experts(inner, None, *layer.down, d, groups, tiles.down)
+
+        bodies: dict[str, list[Callable[[], Any]]] = {
+            "router": [lambda w=w: choose(w) for w in routers],  # type: ignore[misc]
+            "triton": [lambda pair=pair: portable(*pair) for pair in pairs],  # type: ignore[misc]
+            "native": [lambda pair=pair: native(*pair) for pair in pairs],  # type: ignore[misc]
+        }
+        emit(bench="moe_decode", tokens=tokens, us={name: round(time_us(b), 1) for name, b in bodies.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["tune", "few"])
+    parser.add_argument("what", choices=["tune", "few", "decode"])
     parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
     parser.add_argument("--fp8", action="store_true")
     args = parser.parse_args()
     with torch.inference_mode():
-        (tune if args.what == "tune" else few)(args.model, args.fp8)
+        if args.what == "decode":
+            decode(args.model)
+        else:
+            (tune if args.what == "tune" else few)(args.model, args.fp8)
 
 
 if __name__ == "__main__":

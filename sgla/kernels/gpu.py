@@ -24,6 +24,7 @@ from torch import Tensor
 from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.cuda.router import MAX_ROWS
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
 from sgla.kernels.triton import elementwise, fp8, invariant
 
@@ -182,7 +183,8 @@ class Both:
 
 
 LAZY = (
-    LazyNorm, LazyLinear, LazyBatch, LazyQuery, LazySum, LazyActivation, Both, mixture.Few, mixture.Grouped,
+    LazyNorm, LazyLinear, LazyBatch, LazyQuery, LazySum, LazyActivation, Both,
+    mixture.AddNorm, mixture.Few, mixture.Grouped,
 )  # fmt: skip
 
 
@@ -206,8 +208,10 @@ class GpuOps:
 
     ``deterministic``: nothing is fused, and a token's results do not depend on the others."""
 
-    def __init__(self, attend: Attend, deterministic: bool = False, e4m3: bool = False) -> None:
-        self.attend, self._deterministic, self._e4m3 = attend, deterministic, e4m3
+    def __init__(
+        self, attend: Attend, deterministic: bool = False, e4m3: bool = False, mixtures: bool = False
+    ) -> None:
+        self.attend, self._deterministic, self._e4m3, self._mixtures = attend, deterministic, e4m3, mixtures
         self._fuse, self._batched = False, False
         self._decode: FusedDecode | None = None
         self._float32 = False  # the next linear is the output layer
@@ -269,6 +273,8 @@ class GpuOps:
             y = x.ranks.all_reduce_norm(x.x, Norm(residual, weight, eps))
             if y is not None:
                 return y, residual
+        if self._mixtures and not self._e4m3 and residual.shape[0] <= MAX_ROWS:
+            return mixture.AddNorm(force(x), Norm(residual, weight, eps)), residual
         if self._e4m3 and not self._fuse:
             norm, total, small = fp8.add_norm_quantize(force(x), residual, weight, eps)
             return Both(norm, small), total
@@ -353,11 +359,16 @@ class GpuOps:
         normalize: bool,
         activation: Activation,
     ) -> mixture.Few | mixture.Grouped:
-        norm = None
+        norm: tuple[Tensor, float] | None = None
+        residual: Tensor | None = None
         if isinstance(x, LazyNorm):
             x, norm = x.x, (x.weight, x.eps)
+        elif isinstance(x, mixture.AddNorm):
+            x, residual, norm = x.x, x.norm.residual, (x.norm.weight, x.norm.eps)
         small = x.rounded if isinstance(x, Both) else None
-        return mixture.run(force(x), norm, router, gate_up, down, top_k, normalize, activation, small)
+        return mixture.run(
+            force(x), norm, router, gate_up, down, top_k, normalize, activation, small, residual
+        )
 
     def gather(self, x: Any, rows: Tensor) -> Tensor:
         return elementwise.take_rows(force(x), rows)
@@ -380,8 +391,11 @@ class GpuOps:
         return logits.argmax(-1).to(torch.int32)
 
 
-def install(attend: Attend, deterministic: bool = False, e4m3: bool = False) -> GpuOps:
-    """Send every operation of this process to the GPU. ``e4m3``: linear layers have such weights."""
-    gpu = GpuOps(attend, deterministic, e4m3)
+def install(
+    attend: Attend, deterministic: bool = False, e4m3: bool = False, mixtures: bool = False
+) -> GpuOps:
+    """Send every operation of this process to the GPU. ``e4m3``: linear layers have such weights; ``mixtures``: layers have
+    mixtures of experts."""
+    gpu = GpuOps(attend, deterministic, e4m3, mixtures)
     ops.recorder = gpu  # type: ignore[assignment]
     return gpu

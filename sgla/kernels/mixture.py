@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sgla.kernels.ops import Activation
+from sgla.kernels.cuda import experts
+from sgla.kernels.cuda import router as router_cuda
+from sgla.kernels.ops import Activation, Norm
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
@@ -60,6 +62,17 @@ class Grouped:
         return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
 
 
+@dataclass(slots=True)
+class AddNorm:
+    """``x`` that an add into the residual and an RMSNorm are to follow: a mixture's router does both on the way."""
+
+    x: Tensor
+    norm: Norm
+
+    def force(self) -> Tensor:
+        return elementwise.add_rms_norm(self.x, *self.norm, in_place=True)[0]
+
+
 def run(
     x: Tensor,
     norm: tuple[Tensor, float] | None,
@@ -70,23 +83,23 @@ def run(
     normalize: bool,
     activation: Activation,
     rounded: fp8.Rounded | None = None,
+    residual: Tensor | None = None,
 ) -> Few | Grouped:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3. ``rounded``: x in e4m3, if it
-    is there."""
+    is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
     tokens, d = x.shape
-    if tokens <= ROUTED:
-        weight, eps = norm or (None, 0.0)
-        x, logits = moe.norm_router(x, weight, eps, router.data)
-    else:
-        x = x if norm is None else elementwise.rms_norm(x, *norm)
-        logits = _logits(x, router.data)
-    probabilities, chosen = moe.route(logits, top_k, normalize)
+    pairs = tokens * top_k
+    native = _native(x, router) and down.kind == "bf16" and tokens > FEW
+    native = native and experts.supported(pairs, down.k, d, router.n)
+    choice = _route(x, norm, residual, router, top_k, normalize, experts.places(router.n) if native else 0)
+    x, probabilities, chosen, *_ = choice
     if tokens <= FEW:
         inner = moe.few_gate_up(x, probabilities, chosen, gate_up.data, gate_up.scale, down.k, activation)
         return Few(inner, chosen, down, d)
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), hopper)
+    if native:
+        return Grouped(experts.forward(choice, gate_up.data, down.data, activation), probabilities)
+    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), _hopper())
     groups = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),
@@ -99,6 +112,42 @@ def run(
     )
     y = moe.experts(*_input(inner, down), down.data, down.scale, d, groups, tiles.down)
     return Grouped(y, probabilities)
+
+
+def _route(
+    x: Tensor,
+    norm: tuple[Tensor, float] | None,
+    residual: Tensor | None,
+    router: Weight,
+    top_k: int,
+    normalize: bool,
+    places: int,
+) -> router_cuda.Choice:
+    weight, eps = norm or (None, 0.0)
+    if _native(x, router) and x.shape[0] > ROUTED:
+        return router_cuda.choose(
+            x, router.data, top_k, normalize, residual=residual, norm=weight, eps=eps, places=places
+        )
+    if residual is not None:
+        assert weight is not None
+        x, weight = AddNorm(x, Norm(residual, weight, eps)).force(), None
+    if x.shape[0] <= ROUTED:
+        x, logits = moe.norm_router(x, weight, eps, router.data)
+    else:
+        x = x if weight is None else elementwise.rms_norm(x, weight, eps)
+        logits = _logits(x, router.data)
+    done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
+    return router_cuda.Choice(x, *moe.route(logits, top_k, normalize, done), done)
+
+
+def _hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+def _native(x: Tensor, router: Weight) -> bool:
+    """Whether the CUDA kernels have these shapes."""
+    few = x.shape[0] <= router_cuda.MAX_ROWS and x.dtype == torch.bfloat16
+    return few and router_cuda.supported(router.n, x.shape[1]) and _hopper()
 
 
 def _input(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:

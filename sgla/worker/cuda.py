@@ -165,7 +165,7 @@ class CudaRunner:
             check_fp8(self.dtype)
             self._kv_dtype = torch.float8_e4m3fn
         e4m3 = (config.quantization or spec.quantization) == "fp8"
-        self.ops = gpu.install(self.attention, config.deterministic, e4m3)
+        self.ops = gpu.install(self.attention, config.deterministic, e4m3, spec.moe is not None)
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         free = torch.cuda.mem_get_info()[0]
         with torch.device("cuda"):

@@ -29,7 +29,9 @@ def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
         assert torch.equal(ids[others].long(), best[others])
 
 
-@pytest.mark.parametrize(("tokens", "experts", "rows"), [(1, 5, 16), (9, 5, 4), (60, 40, 16), (700, 8, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rows"), [(1, 5, 16), (9, 5, 4), (60, 40, 16), (700, 8, 64), (2100, 8, 64)]
+)
 def test_groups_hold_every_pair_once_under_its_expert(tokens: int, experts: int, rows: int) -> None:
     ids = torch.randint(0, experts, (tokens, 2), dtype=torch.int32)
     order, blocks, *_ = moe.group(ids, experts, rows)

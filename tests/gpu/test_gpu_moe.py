@@ -13,6 +13,9 @@ from test_gpu_runner import agreement, generate, prompt
 from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.kernels import mixture, ops
+from sgla.kernels.cuda import experts as native
+from sgla.kernels.cuda import router
+from sgla.kernels.triton import elementwise, moe
 from sgla.quant import pack
 
 pytest.importorskip("triton")
@@ -36,13 +39,13 @@ def experts() -> Any:
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 16, 17, 100, 256, 1000])
 def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None:
-    router, gate_up, down = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
+    weights = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
     x, norm = torch.randn(tokens, 2048, dtype=BF16, device="cuda"), torch.rand(2048, device="cuda") + 0.5
-    result = mixture.run(x, (norm, 1e-6), router, gate_up, down, 4, True, "silu")
+    result = mixture.run(x, (norm, 1e-6), *weights, 4, True, "silu")
     recorder, ops.recorder = ops.recorder, None
     try:
         normed = ops.rms_norm(x, norm, 1e-6)  # rounded, or near ties route otherwise
-        expected = ops.moe(normed.float(), router, gate_up, down, 4, True, "silu")
+        expected = ops.moe(normed.float(), *weights, 4, True, "silu")
     finally:
         ops.recorder = recorder
     bound = 0.01 if kind == "bf16" else 0.06  # e4m3 has 3 bits of mantissa
@@ -54,6 +57,58 @@ def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None
     assert relative(normed, ops.rms_norm(total.float(), norm, 1e-6)) < 0.01
     result.add(residual)
     assert torch.equal(residual, total)
+    before, nothing = x.clone(), torch.zeros_like(x)
+    added = mixture.run(nothing, (norm, 1e-6), *weights, 4, True, "silu", residual=before)
+    assert torch.equal(before, x)
+    assert relative(added.force(), expected) < bound
+
+
+@pytest.mark.parametrize(
+    ("count", "d", "top_k"), [(128, 2048, 8), (32, 2048, 4), (64, 1024, 2), (256, 2048, 6)]
+)
+def test_the_router_adds_norms_and_chooses_as_separate_kernels(count: int, d: int, top_k: int) -> None:
+    assert router.supported(count, d)
+    w = torch.randn(count, d, dtype=BF16, device="cuda") * d**-0.5
+    weight = torch.rand(d, device="cuda") + 0.5
+    for rows in (1, 16, 17, 250, 512):
+        x, h = (torch.randn(rows, d, dtype=BF16, device="cuda") for _ in range(2))
+        for add, norm, normalize in ((True, True, True), (False, True, False), (False, False, True)):
+            expected = x + h if add else x
+            residual, total = (h.clone(), expected) if add else (None, None)
+            if norm:
+                expected = elementwise.rms_norm(expected, weight, 1e-6)
+            found = router.choose(
+                x, w, top_k, normalize,
+                residual=residual, norm=weight if norm else None, eps=1e-6, places=200,
+            )  # fmt: skip
+            assert found.done is not None
+            assert not found.done.any()
+            assert residual is None or torch.equal(residual, total)
+            assert relative(found.x, expected) < 2e-3
+            p, ids = moe.route(torch.mm(found.x, w.t(), out_dtype=torch.float32), top_k, normalize)
+            assert (found.ids == ids).float().mean() > 0.999  # near ties
+            torch.testing.assert_close(found.probabilities, p, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("skew", [False, True])
+@pytest.mark.parametrize("f", [768, 192])
+def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
+    """``skew``: most tokens choose the same experts, so that these have several places and others none."""
+    count, d, top_k = 128, 1024, 8
+    shapes = [(count, d), (count * 2 * f, d), (count * d, f)]
+    w = [torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5 for n, k in shapes]
+    for tokens in (1, 3, 16, 64, 256):
+        x = torch.randn(tokens, d, dtype=BF16, device="cuda")
+        if skew:
+            x = x * 0.2 + torch.randn(d, dtype=BF16, device="cuda")
+        recorder, ops.recorder = ops.recorder, None
+        try:
+            expected = ops.moe(x.float(), *(pack(part, "bf16") for part in w), top_k, True, "silu")
+        finally:
+            ops.recorder = recorder
+        found = router.choose(x, w[0], top_k, True, places=native.places(count))
+        y = native.forward(found, w[1], w[2], "silu")
+        assert relative(moe.combine(y, found.probabilities), expected) < 0.01
 
 
 def make(quantization: str | None) -> Any:

@@ -163,8 +163,9 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 @needs_two
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "quantization"), [*((shape, None) for shape in SHAPES), ("mixture", "fp8")]
+)
 def test_two_ranks_equal_one(make: Any, shape: str, quantization: str | None) -> None:
     prompts, sampling = requests()
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0)

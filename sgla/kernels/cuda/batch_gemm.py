@@ -20,13 +20,13 @@ SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a 
 VOCABULARY = 100_000  # rows of a weight that is an output layer
 
 
-_Map = ctypes.c_uint64 * 16  # CUtensorMap
+TensorMap = ctypes.c_uint64 * 16  # CUtensorMap
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        ("w", _Map),
-        ("x", _Map),
+        ("w", TensorMap),
+        ("x", TensorMap),
         *((name, ctypes.c_void_p) for name in ("bias", "out", "sums", "counts")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows")),
         ("pad", ctypes.c_int * 2),  # tensor maps are aligned to 64 bytes
@@ -133,7 +133,7 @@ def linear(
         sums, counts = (t.data_ptr() for t in _exchange(tiles, config, rows))
     params = _Params(
         _weight_map(weight.data_ptr(), n, k, config.tile, gated),
-        _map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
+        tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
         bias.data_ptr() if bias is not None else None,
         out.data_ptr(), sums, counts, m, columns, k, tiles, row_tiles, x_rows,
     )  # fmt: skip
@@ -146,12 +146,12 @@ def linear(
 @lru_cache(1 << 14)
 def _weight_map(data: int, n: int, k: int, tile: int, gated: bool) -> ctypes.Array[ctypes.c_uint64]:
     if not gated:
-        return _map(data, (k, n), (2 * k,), (64, tile))
+        return tensor_map(data, (k, n), (2 * k,), (64, tile))
     half = n // 2
-    return _map(data, (k, 8, 2, half // 8), (2 * k, 2 * k * half, 16 * k), (64, 8, 2, tile // 16))
+    return tensor_map(data, (k, 8, 2, half // 8), (2 * k, 2 * k * half, 16 * k), (64, 8, 2, tile // 16))
 
 
-def _map(
+def tensor_map(
     data: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> ctypes.Array[ctypes.c_uint64]:
     """A CUtensorMap of bf16: ``strides`` in bytes of all dims but the first, tiles swizzled by 128 bytes."""
@@ -167,4 +167,4 @@ def _map(
         no_interleave, swizzle_128, no_promotion, fill_zero,
     )  # fmt: skip
     build.check(code, "cuTensorMapEncodeTiled")
-    return _Map.from_buffer_copy(ctypes.string_at(at, 128))
+    return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))

@@ -210,9 +210,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See ``ops.add_rms_norm``."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.add_rms_norm``; ``in_place``: the sum takes the place of ``residual``."""
+    out, total = torch.empty_like(x), residual if in_place else torch.empty_like(x)
     d = x.shape[-1]
     block = triton.next_power_of_2(d)
     _add_rms_norm[(x.shape[0],)](

@@ -93,11 +93,14 @@ def _norm_router(
 
 @triton.jit
 def _route(
-    logits, ids, probabilities, tokens, experts, top_k,
-    NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    logits, ids, probabilities, done, tokens, experts, top_k, places,
+    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens; equal logits go to the lower number."""
+    """One program: the best experts of BT tokens; equal logits go to the lower number. The first clears ``done``."""
     _begin(PDL)
+    if PLACES > 0 and tl.program_id(0) == 0:
+        z = tl.arange(0, PLACES)
+        tl.store(done + z, tl.zeros([PLACES], tl.int32), mask=z < places)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.arange(0, E)
     live = (t < tokens)[:, None]
@@ -121,8 +124,18 @@ def _route(
 
 
 @triton.jit
+def _count(ids, counts, pairs, E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One program: how often each expert is in CHUNK pairs."""
+    _begin(PDL)
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    found = tl.histogram(tl.load(ids + i, mask=i < pairs, other=0), E, mask=i < pairs)
+    tl.store(counts + chunk * E + tl.arange(0, E), found)
+
+
+@triton.jit
 def _group(
-    ids, order, blocks, pairs, count,
+    ids, counts, order, blocks, pairs, count,
     ROWS: tl.constexpr, E: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the places of one expert's pairs in the order, and its blocks."""
@@ -131,9 +144,8 @@ def _group(
     i = tl.arange(0, CHUNK)
     bins = tl.arange(0, E)
     sizes = tl.zeros([E], tl.int32)
-    for at in range(0, pairs, CHUNK):
-        live = at + i < pairs
-        sizes += tl.histogram(tl.load(ids + at + i, mask=live, other=0), E, mask=live)
+    for chunk in range(0, tl.cdiv(pairs, CHUNK)):
+        sizes += tl.load(counts + chunk * E + bins)
     needed = (sizes + ROWS - 1) // ROWS
     start = tl.sum(tl.where(bins < expert, sizes, 0))
     first = tl.sum(tl.where(bins < expert, needed, 0))
@@ -344,14 +356,16 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     return normed, logits
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``."""
+def route(logits: Tensor, top_k: int, normalize: bool, done: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``. ``done`` int32[n] becomes zeros."""
     tokens, experts = logits.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
     _route[(triton.cdiv(tokens, each),)](
-        logits, ids, probabilities, tokens, experts, top_k, NORMALIZE=normalize, E=triton.next_power_of_2(experts),
+        logits, ids, probabilities, ids if done is None else done, tokens, experts, top_k,
+        0 if done is None else done.numel(), PLACES=0 if done is None else triton.next_power_of_2(done.numel()),
+        NORMALIZE=normalize, E=triton.next_power_of_2(experts),
         K=triton.next_power_of_2(top_k), BT=each, num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
@@ -364,10 +378,13 @@ def group(ids: Tensor, experts: int, rows: int) -> Groups:
     count = active + (pairs - active) // rows
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     blocks = torch.empty(count, 3, dtype=torch.int32, device=ids.device)
-    chunk = min(4096, triton.next_power_of_2(pairs))
+    chunk, bins = min(4096, triton.next_power_of_2(pairs)), triton.next_power_of_2(experts)
+    chunks, warps = triton.cdiv(pairs, chunk), 8 if chunk > 1024 else 4
+    counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+    _count[(chunks,)](ids, counts, pairs, E=bins, CHUNK=chunk, num_warps=warps, **_pdl())
     _group[(experts,)](
-        ids, order, blocks, pairs, count, ROWS=rows, E=triton.next_power_of_2(experts),
-        BLOCKS=triton.next_power_of_2(count), CHUNK=chunk, num_warps=8 if chunk > 1024 else 4, **_pdl(),
+        ids, counts, order, blocks, pairs, count, ROWS=rows, E=bins, BLOCKS=triton.next_power_of_2(count),
+        CHUNK=chunk, num_warps=warps, **_pdl(),
     )  # fmt: skip
     return Groups(order, blocks, ids.shape[1], rows)
 
