@@ -107,7 +107,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixture": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "num_experts": 16,
+        "num_experts": 32,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 256,
         "norm_topk_prob": True,
