@@ -154,10 +154,10 @@ def test_overload_is_refused_at_once(tiny_model: Path) -> None:
     flags = ("--max-running-requests", "1", "--max-queued-requests", "1", "--context-length", "4096")
     with serving("--model", str(tiny_model), *flags) as server:
         answers: list[Any] = []
-        body = {**LONG, "max_tokens": 3000}
+        body = {**LONG, "max_tokens": 2000}
         threads = [in_thread(server, answers, body)]
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
-        threads.append(in_thread(server, answers, body))
+        threads.append(in_thread(server, answers, {**LONG, "max_tokens": 2}))
         wait_for(lambda: server.metric("sgla:num_queue_reqs") >= 1)
         status, refused = server.request("POST", "/v1/completions", body)
         assert (status, refused["error"]["code"]) == (429, "overloaded")
