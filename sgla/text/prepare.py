@@ -273,7 +273,7 @@ class Preparer:
         ids = [
             self.tokenizer.encode(tag, add_special_tokens=False) for tag in (thinking.open, thinking.close)
         ]
-        if len(ids[0]) > 1 or len(ids[1]) != 1:
+        if len(ids[0]) > 1 or len(ids[1]) != 1 or ids[1][0] >= self.limits.vocab_size:
             if thinking.wish:
                 return None
             raise UnsupportedField(

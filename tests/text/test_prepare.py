@@ -144,6 +144,11 @@ def test_reasoning_whose_tags_are_no_tokens_cannot_be_limited(byte_level: Tokeni
     with pytest.raises(UnsupportedField, match="thinking_budget") as caught:
         preparer(byte_level)(job(text="a", sampling={"thinking": thinking}))
     assert caught.value.param == "thinking_budget"
+    beyond = Thinking(tokens=5, open="", close="<|im_end|>", param="thinking_budget")
+    small = preparer(byte_level)
+    small.limits.vocab_size = byte_level.encode(beyond.close)[0]
+    with pytest.raises(UnsupportedField, match="thinking_budget"):
+        small(job(token_ids=[1], sampling={"thinking": beyond}))
 
 
 def test_empty_prompt_is_bos_where_the_tokenizer_adds_one(llama2_like: Tokenizer) -> None:
