@@ -70,6 +70,7 @@ def start(folder: Path) -> Iterator[Callable[..., Engine]]:
         key = json.dumps(changes, sort_keys=True)
         if key not in engines:
             settings: dict[str, Any] = {
+                "device": "cpu",
                 "load_format": "dummy",
                 "dtype": "float32",
                 "executor": "inline",

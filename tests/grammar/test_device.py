@@ -25,6 +25,7 @@ def ahead(folder: Path) -> Iterator[Engine]:
     patch.syspath_prepend(str(Path(__file__).parent))
     engine = Engine(
         str(folder),
+        device="cpu",
         load_format="dummy",
         dtype="float32",
         kv_cache_bytes=24 << 10,
