@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.ops import KVLayer
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
@@ -42,6 +43,10 @@ class CausalLM(ABC):
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
         """Final hidden states ``[T, d]`` of the batch's tokens; their KV is written to ``kv``, one entry a layer."""
+
+    def decode_step(self, kv: list[KVLayer]) -> DecodeStep | None:
+        """The whole of a decode step of one row as one kernel, if there is one for this model and it pays."""
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, d]`` -> float32 ``[S, vocab]``, the same on every rank."""

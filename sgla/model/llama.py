@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape, pays
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import SelfAttention
 from sgla.layers.batch import ForwardBatch
@@ -39,6 +41,19 @@ class Block:
         x = self.attention(x, batch, kv)
         x, h = self.mlp_norm.add(x, h)
         return self.mlp(x), h
+
+    def weights(self) -> LayerWeights | None:
+        """The layer's tensors, if it has nothing but plain bfloat16 weights, full attention and a SiLU-gated MLP."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(mlp, GatedMLP) or mlp.activation != "silu" or attention.window or attention.softcap:
+            return None
+        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        if any(x.bias is not None or x.weight.kind != "bf16" for x in linears):
+            return None
+        return LayerWeights(
+            attention.qkv.weight.data, attention.out.weight.data, mlp.gate_up.weight.data, mlp.down.weight.data,
+            self.input_norm.weight, self.mlp_norm.weight, attention.q_norm, attention.k_norm,
+        )  # fmt: skip
 
 
 class Llama(CausalLM):
@@ -81,3 +96,24 @@ class Llama(CausalLM):
         for block, layer in zip(self.blocks, kv):
             x, h = block(x, h, batch, layer)
         return self.norm.add(x, h)[0]
+
+    def decode_step(self, kv: list[KVLayer]) -> DecodeStep | None:
+        spec, pages = self.spec, kv[0].k
+        layers = [weights for block in self.blocks if (weights := block.weights()) is not None]
+        plain = len(layers) == spec.layers and self.embed.weight.kind == self.lm_head.weight.kind == "bf16"
+        whole_heads = spec.head_dim == self.cos_sin.shape[1] == HEAD_DIM
+        shape = Shape(spec.hidden, spec.heads, spec.kv_heads, spec.intermediate, self.qk_norm, pages.shape[1])
+        if (
+            self.shard.size > 1
+            or not plain
+            or not whole_heads
+            or self.lm_head.softcap
+            or pages.dtype != torch.bfloat16
+        ):
+            return None
+        if not pays(shape, spec.layers, spec.vocab):
+            return None
+        embedding, head = self.embed.weight.data, self.lm_head.weight.data
+        return DecodeStep(
+            shape, layers, kv, embedding, head, self.norm.weight, self.cos_sin, spec.eps, spec.attention_scale
+        )

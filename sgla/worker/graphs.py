@@ -87,6 +87,8 @@ class DecodeGraphs:
         self._ids, self._positions, self._kv_len, self._out_loc = torch.zeros(
             4, self.limit, dtype=torch.int32, device="cuda"
         )
+        native = isinstance(runner.attention.decode, NativeDecode)
+        self._one_row = runner.model.decode_step(runner.kv) if native else None
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in runner.windows}
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
@@ -112,6 +114,10 @@ class DecodeGraphs:
             self._ids[:size], self._positions[:size], kv_len, self._out_loc[:size], cum[first], attention.TILE, first,
             prefixes.skip if prefixes is not None else None,
         )  # fmt: skip
+        if size == 1 and self._one_row is not None and not cascade:
+            self._one_row(self._ids[:1], slots, kv_len, tables.page_table, self._logits[:1])
+            runner.sampler.draw(self._logits[:1], slots, ends, self.out[:1])
+            return
         for window in others:
             step.count_tiles(kv_len, cum[window], attention.TILE, window)
         batch = DeviceBatch(

@@ -1,0 +1,181 @@
+"""Launcher of ``decode_step.cu``: one token of one row through a whole decoder in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.ops import KVLayer
+
+BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
+HEAD_DIM = 128
+MAX_LAYERS, LEAST_DEPTH = 64, 8
+MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes longer than all else
+P = ctypes.c_void_p
+
+
+class Shape(NamedTuple):
+    """What the kernel is compiled for."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    qk_norm: bool
+    page_size: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * HEAD_DIM
+
+    @property
+    def layer_weights(self) -> int:
+        return self.hidden * (self.qkv + self.heads * HEAD_DIM + 3 * self.inner)
+
+    @property
+    def words(self) -> int:
+        """Of the vectors that blocks exchange."""
+        parts = BLOCKS * self.group * (HEAD_DIM + 2)
+        return self.qkv + parts + self.heads * HEAD_DIM + 2 * self.hidden + self.inner
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory beside the rings and their barriers."""
+        inputs = 2 * (self.hidden + max(self.heads * HEAD_DIM, self.inner)) + 4 * 32 * WARPS
+        attention = WARPS * (self.group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (self.group + 2)
+        return (
+            inputs
+            + attention
+            + MAX_LAYERS * ctypes.sizeof(_Layer)
+            + 4 * self.layer_weights // (BLOCKS * PIECE)
+        )
+
+    @property
+    def depth(self) -> int:
+        """Places of a warp's ring, each a piece and a barrier."""
+        most = ((227 << 10) - self.shared) // (WARPS * (2 * PIECE + 8))
+        return min(most, self.layer_weights // (BLOCKS * WARPS * PIECE))
+
+
+class LayerWeights(NamedTuple):
+    """bf16 ``[n, k]``, gate above up; norms float32, of q and k's heads None where they have none."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = tuple((name, P) for name in (*LayerWeights._fields, "k", "v"))
+
+
+POINTERS = [
+    "layers",
+    "embedding",
+    "head",
+    "norm",
+    "cos_sin",
+    "ids",
+    "slots",
+    "kv_len",
+    "page_table",
+    "logits",
+    "words",
+    "steps",
+]
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        *((name, P) for name in POINTERS),
+        ("page_stride", ctypes.c_longlong),
+        ("head_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("count", "vocab", "table_stride")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+def pays(shape: Shape, layers: int, vocab: int) -> bool:
+    """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other."""
+    properties = torch.cuda.get_device_properties(0)
+    if properties.major < 9 or properties.multi_processor_count < BLOCKS:
+        return False
+    even = all(
+        n % (BLOCKS * WARPS) == 0 for n in (shape.hidden, shape.qkv, shape.inner, shape.heads * HEAD_DIM)
+    )
+    attends = shape.kv_heads in (4, 8, 16) and shape.group <= 6 and shape.page_size % 16 == 0
+    small = 2 * shape.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and shape.depth >= LEAST_DEPTH
+    return even and attends and small and vocab % 4 == 0
+
+
+@cache
+def _kernel(shape: Shape) -> Kernel:
+    defines = {"HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "INTER": shape.inner}
+    defines |= {
+        "QK_NORM": int(shape.qk_norm),
+        "PAGE_TILES": shape.page_size // 16,
+        "MAX_LAYERS": MAX_LAYERS,
+        "DEPTH": shape.depth,
+    }
+    rings = WARPS * shape.depth * (2 * PIECE + 8)
+    return Kernel("decode_step.cu", "decode_step", defines, rings + shape.shared)
+
+
+class DecodeStep:
+    """The model is one that ``pays``. ``embedding`` and ``head`` bf16 ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin``
+    float32 ``[positions, 128]``, ``scale`` of the attention scores; ``kv`` bf16, all layers with the same strides, the tokens of a
+    page and head contiguous."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: list[LayerWeights],
+        kv: list[KVLayer],
+        embedding: Tensor,
+        head: Tensor,
+        norm: Tensor,
+        cos_sin: Tensor,
+        eps: float,
+        scale: float,
+    ) -> None:
+        k = kv[0].k
+        assert k.stride(1) == HEAD_DIM, "tokens of one page and head must be contiguous"
+        pointers = [
+            [t.data_ptr() if t is not None else 0 for t in (*w, p.k, p.v)] for w, p in zip(layers, kv)
+        ]
+        table = torch.tensor(pointers, device=k.device)
+        words = torch.full(
+            (shape.words,), -1, dtype=torch.int32, device=k.device
+        )  # of a layer that never was
+        steps = torch.zeros(1, dtype=torch.int32, device=k.device)
+        self._fixed = (table, embedding, head, norm, cos_sin), (words, steps)
+        self._kept = layers, kv
+        self._numbers = k.stride(0), k.stride(2), len(layers), head.shape[0]
+        self._eps, self._scale = eps, scale * 1.4426950408889634
+        self._kernel = _kernel(shape)
+
+    def __call__(
+        self, ids: Tensor, slots: Tensor, kv_len: Tensor, page_table: Tensor, logits: Tensor
+    ) -> None:
+        """Logits float32 ``[1, vocab]`` behind token ``ids`` int32[1], the ``kv_len``-th of slot ``slots``, whose k and v are written
+        to its page; int32[1] both. ``kv_len`` 0 is padding."""
+        before, after = self._fixed
+        tensors = (*before, ids, slots, kv_len, page_table, logits, *after)
+        pointers = (t.data_ptr() for t in tensors)
+        params = _Params(*pointers, *self._numbers, page_table.stride(0), self._eps, self._scale)
+        self._kernel.launch(BLOCKS, 32 * WARPS, params)

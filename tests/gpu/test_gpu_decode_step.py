@@ -1,0 +1,131 @@
+"""The kernel of a whole decode step against torch in float32, and within the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_gpu_runner import generate, make, prompt
+from torch import Tensor
+
+from sgla.kernels.ops import KVLayer
+
+pytest.importorskip("triton")
+BF16 = torch.bfloat16
+LAYERS, VOCAB, EPS, SLOT = 2, 2000, 1e-6, 2
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    (a, b), (c, s) = x.chunk(2, -1), angles.chunk(2)
+    return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+
+class Decoder:
+    """Random weights and a random history of one row."""
+
+    def __init__(self, shape: Any, tokens: int) -> None:
+        from sgla.kernels.cuda.decode_step import DecodeStep, LayerWeights
+
+        def weight(n: int, k: int) -> Tensor:
+            return torch.randn(n, k, dtype=BF16, device="cuda") * 0.02
+
+        def norm(n: int) -> Tensor:
+            return 1 + 0.1 * torch.randn(n, device="cuda")
+
+        hidden, heads = shape.hidden, (norm(128), norm(128)) if shape.qk_norm else (None, None)
+        self.shape, self.scale, pages = shape, 128**-0.5, -(-tokens // 16)
+        self.layers = [
+            LayerWeights(
+                weight(shape.qkv, hidden), weight(hidden, shape.heads * 128), weight(2 * shape.inner, hidden),
+                weight(hidden, shape.inner), norm(hidden), norm(hidden), *heads,
+            )
+            for _ in range(LAYERS)
+        ]  # fmt: skip
+        self.embedding, self.head, self.norm = weight(VOCAB, hidden), weight(VOCAB, hidden), norm(hidden)
+        pool = torch.randn(LAYERS, 2, pages + 1, shape.kv_heads, 16, 128, dtype=BF16, device="cuda")
+        self.kv = [KVLayer(k, v) for k, v in pool.transpose(3, 4)]
+        self.table = torch.zeros(4, pages + 3, dtype=torch.int32, device="cuda")
+        self.table[SLOT, :pages] = 1 + torch.randperm(pages, device="cuda").int()
+        angles = torch.arange(tokens, device="cuda")[:, None] / 1e4 ** (
+            torch.arange(0, 128, 2, device="cuda") / 128
+        )
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+        self.step = DecodeStep(
+            shape, self.layers, self.kv, self.embedding, self.head, self.norm, self.cos_sin, EPS, self.scale
+        )
+
+    def run(self, token: int, length: int) -> Tensor:
+        ids, slots, kv_len = (
+            torch.tensor([x], dtype=torch.int32, device="cuda") for x in (token, SLOT, length)
+        )
+        logits = torch.full((1, VOCAB), float("nan"), device="cuda")
+        self.step(ids, slots, kv_len, self.table, logits)
+        return logits[0]
+
+    def oracle(self, token: int, length: int) -> tuple[Tensor, Tensor]:
+        """Logits, and k and v of the token ``[layers, 2, kv heads, 128]``."""
+        shape, written = self.shape, []
+        h, angles = self.embedding[token].float(), self.cos_sin[length - 1]
+        for w, kv in zip(self.layers, self.kv):
+            heads = (w.qkv.float() @ rms_norm(h, w.input_norm)).view(-1, 128)
+            q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
+            if w.q_norm is not None and w.k_norm is not None:
+                q, k = rms_norm(q, w.q_norm), rms_norm(k, w.k_norm)
+            q, k = rotate(q, angles), rotate(k, angles)
+            written.append(torch.stack([k, v]))
+            pages = self.table[SLOT, : -(-length // 16)].long()
+            past_k, past_v = (x[pages].flatten(0, 1)[: length - 1].float() for x in (kv.k, kv.v))
+            keys, values = torch.cat([past_k, k[None]]), torch.cat([past_v, v[None]])
+            scores = torch.einsum("hgd,nhd->hgn", q.view(shape.kv_heads, -1, 128), keys) * self.scale
+            h = h + w.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
+            gate, up = (w.gate_up.float() @ rms_norm(h, w.mlp_norm)).chunk(2)
+            h = h + w.down.float() @ (F.silu(gate) * up)
+        return self.head.float() @ rms_norm(h, self.norm), torch.stack(written)
+
+
+def relative(x: Tensor, expected: Tensor) -> float:
+    return float((x.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "kv_heads", "inner", "qk_norm"),
+    [(1024, 16, 8, 3072, True), (2048, 16, 4, 2048, False), (4096, 32, 8, 3072, False)],
+)
+def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, qk_norm: bool) -> None:
+    from sgla.kernels.cuda.decode_step import Shape
+
+    torch.manual_seed(0)
+    decoder = Decoder(Shape(hidden, heads, kv_heads, inner, qk_norm, 16), 4200)
+    for token, length in enumerate((1, 16, 17, 640, 2100, 4097)):
+        expected, written = decoder.oracle(token, length)
+        assert relative(decoder.run(token, length), expected) < 0.015
+        page, at = int(decoder.table[SLOT, (length - 1) // 16]), (length - 1) % 16
+        stored = torch.stack([torch.stack([kv.k[page, at], kv.v[page, at]]) for kv in decoder.kv])
+        assert relative(stored, written) < 0.015
+
+
+def test_runner_decodes_one_row_as_it_does_many() -> None:
+    """The kernel in the graph, by itself, and the usual kernels one after the other."""
+    runner = make()
+    graphs = runner.graphs
+    kernel = graphs._one_row
+    assert kernel is not None
+    generate(runner, {3: prompt(3, 250)}, 8, False)
+
+    def logits(run: Callable[[], None]) -> Tensor:
+        graphs._logits.zero_()
+        run()
+        return graphs._logits[0].clone()
+
+    with torch.inference_mode():
+        captured = logits(graphs._graphs[1].replay)
+        assert torch.equal(logits(lambda: graphs._forward(1)), captured)
+        graphs._one_row = None
+        assert relative(captured, logits(lambda: graphs._forward(1))) < 0.05
