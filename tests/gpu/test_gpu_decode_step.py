@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from test_gpu_runner import generate, make, prompt
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 
 pytest.importorskip("triton")
@@ -111,12 +112,18 @@ def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, q
         assert relative(stored, written) < 0.015
 
 
-def test_runner_decodes_one_row_as_it_does_many() -> None:
+@pytest.fixture
+def runner() -> Iterator[Any]:
+    recorder = ops.recorder
+    yield make()
+    ops.recorder = recorder
+    torch.cuda.empty_cache()
+
+
+def test_runner_decodes_one_row_as_it_does_many(runner: Any) -> None:
     """The kernel in the graph, by itself, and the usual kernels one after the other."""
-    runner = make()
     graphs = runner.graphs
-    kernel = graphs._one_row
-    assert kernel is not None
+    assert graphs._one_row is not None
     generate(runner, {3: prompt(3, 250)}, 8, False)
 
     def logits(run: Callable[[], None]) -> Tensor:
