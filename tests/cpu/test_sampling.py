@@ -245,7 +245,7 @@ def test_tokens_asked_for_come_behind_the_most_probable(k: int) -> None:
     assert scores.top_ids[:, k:].tolist() == [asked] * 8
     np.testing.assert_allclose(scores.top_values[:4, k:], expected[:, asked], atol=1e-5)
     np.testing.assert_array_equal(scores.top_values[:, :k], plain.top_values)
-    on_device = device_score(torch.from_numpy(logits), targets, k, asked)
+    on_device = device_score(torch.from_numpy(logits), targets, k, torch.tensor(asked))
     np.testing.assert_array_equal(on_device[2], scores.top_ids[:4])
     np.testing.assert_allclose(on_device[3], scores.top_values[:4], atol=1e-5)
     bench = Bench()
