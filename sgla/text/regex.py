@@ -15,6 +15,7 @@ from re import _parser  # type: ignore[attr-defined]  # private, but the only pa
 from typing import Any, NamedTuple
 
 POSITIONS = 256  # characters of all expressions of a request together, repetitions written out
+PARTS = 8 * POSITIONS  # the same of everything in them: groups, branches, assertions
 LENGTH = 4096  # of all expressions of a request together, as they are written
 DEPTH = 50
 KEPT = 16384  # groups in the steps, and masks of characters, that an automaton keeps
@@ -114,7 +115,7 @@ class Automaton:
         self._names = (*expressions, *literals)
         self._tests: dict[Test, int] = {}  # test of a character -> positions that it leads to
         self._ends: list[int] = []  # the first position behind each expression
-        self._size = 0
+        self._size = self._parts = 0
         self._asserts = False
         if sum(map(len, expressions)) > LENGTH:
             raise RegexError(f"the expressions have more than {LENGTH} characters together")
@@ -189,12 +190,12 @@ class Automaton:
         try:
             parsed = _parser.parse(pattern)
             node = self._sequence(parsed, parsed.state.flags, 0)
-        except (re.error, OverflowError) as error:
+        except RegexError as error:
+            raise RegexError(f"{shown(pattern)} {error}") from error
+        except (re.error, OverflowError, ValueError) as error:
             raise RegexError(f"{shown(pattern)} is no regular expression: {error}") from error
         except RecursionError as error:
             raise RegexError(f"{shown(pattern)} is nested too deeply") from error
-        except RegexError as error:
-            raise RegexError(f"{shown(pattern)} {error}") from error
         if span(node, lambda kind: True, [0] * self._size).nullable:
             raise RegexError(f"{shown(pattern)} matches the empty text, which is everywhere")
         self._ends.append(self._size)
@@ -205,6 +206,9 @@ class Automaton:
     def _sequence(self, items: Any, flags: int, depth: int) -> Node:
         if depth > DEPTH:
             raise RegexError("is nested too deeply")
+        self._parts += 1 + len(items)
+        if self._parts > PARTS:
+            raise RegexError(f"is too large: with repetitions written out it has over {PARTS} parts")
         return Cat(tuple(self._item(operator.name, argument, flags, depth) for operator, argument in items))
 
     def _item(self, operator: str, argument: Any, flags: int, depth: int) -> Node:
