@@ -134,6 +134,10 @@ async def test_what_sessions_hold_is_bounded(site: Site, monkeypatch: Any) -> No
         assert longer[: len(whole)] == whole
         whole = longer
     assert await refused(site, session, rid="20") == (429, "overloaded")
+    monkeypatch.setattr("sgla.http.native.session_store.MAX_TOKENS", 600)
+    assert await refused(site, session, rid="0", replace=True) == (429, "overloaded")
+    monkeypatch.setattr("sgla.http.native.session_store.MAX_TOKENS", 3400)
+    await turn(site, session, "y", "21", after="20")
     await turn(site, session, "z", "new", replace=True)
     await turn(site, session, "z", "newer", after="new")
 

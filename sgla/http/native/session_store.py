@@ -78,12 +78,6 @@ class Turn:
         if self.output is None:
             self._session.turns.pop(self._rid, None)
 
-    def follows(self, other: Turn) -> bool:
-        turn: Turn | None = self
-        while turn is not None and turn is not other:
-            turn = turn.before
-        return turn is other
-
 
 class Session:
     def __init__(self, capacity: int, ttl: float) -> None:
@@ -98,8 +92,9 @@ class Session:
     def size(self) -> int:
         return sum(turn.size() for turn in self.turns.values())
 
-    def begin(self, params: SessionParams, rid: str, added: list[int]) -> Turn:
-        """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds."""
+    def begin(self, params: SessionParams, rid: str, added: list[int], room: int) -> Turn:
+        """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds, and Overloaded
+        if the session would then hold more than ``room`` tokens; either leaves it as it was."""
         self.touch()
         before = None if params.rid is None else self._ended(params.rid)
         turn = Turn(self, rid, added, before, kept_of(before, params))
@@ -110,9 +105,13 @@ class Session:
                 f"the turn has {length} tokens, the session was opened for {self._capacity}",
                 param="session_params",
             )
-        if params.replace:
-            self._forget_after(before)
-        self.turns[rid] = turn
+        turns = self._without_later(before) if params.replace else self.turns
+        if sum(kept.size() for kept in turns.values()) + turn.size() > room:
+            raise Overloaded(
+                f"the sessions hold {MAX_TOKENS} tokens, which is the limit; close some", retry_after=5.0
+            )
+        turns[rid] = turn
+        self.turns = turns
         return turn
 
     def _ended(self, rid: str) -> Turn:
@@ -123,13 +122,13 @@ class Session:
             raise Busy(f"turn {rid!r} is still in progress", param="session_params")
         return turn
 
-    def _forget_after(self, before: Turn | None) -> None:
-        """Drop what followed ``before``, or everything."""
-        self.turns = {
-            rid: turn
-            for rid, turn in self.turns.items()
-            if turn is before or (before is not None and not turn.follows(before))
-        }
+    def _without_later(self, before: Turn | None) -> dict[str, Turn]:
+        """The turns without those that followed ``before``; without any if it is None."""
+        gone: set[Turn] = set()
+        for turn in self.turns.values():  # a turn stands behind the one that it goes on from
+            if turn.before is before or turn.before in gone:
+                gone.add(turn)
+        return {rid: turn for rid, turn in self.turns.items() if turn not in gone}
 
 
 def kept_of(before: Turn | None, params: SessionParams) -> int:
@@ -170,14 +169,10 @@ class Sessions:
         return name
 
     def begin(self, params: SessionParams, rid: str, added: list[int]) -> Turn:
-        """``Session.begin``, where there is room for it. Raises Overloaded."""
-        turn = self._get(params.id).begin(params, rid, added)
-        if sum(session.size() for session in self._sessions.values()) > MAX_TOKENS:
-            turn.close()
-            raise Overloaded(
-                f"the sessions hold {MAX_TOKENS} tokens, which is the limit; close some", retry_after=5.0
-            )
-        return turn
+        """See ``Session.begin``."""
+        session = self._get(params.id)
+        others = sum(other.size() for other in self._sessions.values() if other is not session)
+        return session.begin(params, rid, added, MAX_TOKENS - others)
 
     def _get(self, name: str) -> Session:
         self._expire()
