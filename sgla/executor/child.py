@@ -24,7 +24,7 @@ from sgla.executor.ring import Ring
 from sgla.messages import Progress
 from sgla.worker.loop import serve
 
-PLANS = 8 << 20  # bytes; the largest plan admits prompts of two million tokens at once
+PLANS = 16 << 20  # bytes; see sched/limits.py: IN_FLIGHT
 RESULTS = 4 << 20
 SPIN = 50e-6  # seconds to look for the next plan before sleeping, where there are cores to spare
 PR_SET_PDEATHSIG = 1

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_submits
 
 from sgla.errors import ContextTooLong, InvalidField, Overloaded
+from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
 from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult
 from sgla.sched.core import Core
@@ -84,20 +85,41 @@ def test_plans_stay_small_enough_for_the_ring() -> None:
         core.offer(replace(make_submit("huge", prompt), sampling=sampling), 0.0)
 
 
-def test_long_contexts_wait_for_each_other_at_the_ring() -> None:
-    limits = make_limits(slots=8, pages=40_000, page_size=128, context_len=LONGEST, step_tokens=8192, depth=3)
-    core = Core(limits)
-    for i in range(4):
-        core.offer(make_submit(f"r{i}", [i] * (LONGEST - 200), max_new=1), 0.0)
+def bytes_in_flight(core: Core, count: int) -> int:
+    """Most bytes of plans that are on their way at a time until ``count`` requests have taken their slots."""
     flying: deque[StepPlan] = deque()
     most = began = 0
-    while began < 4:
+    while began < count or flying:
         while (plan := core.plan(0.0)) is not None:
             flying.append(plan)
             began += len(plan.new)
         most = max(most, sum(len(msgspec.msgpack.encode(plan)) for plan in flying))
-        core.retire(StepResult(step=flying.popleft().step, tokens=b""), 0.0)
-    assert 4 * LONGEST < most < 7 << 20
+        done = flying.popleft()
+        core.retire(StepResult(step=done.step, tokens=bytes(4 * sum(f & SAMPLE for f in done.flags))), 0.0)
+    return most
+
+
+def test_long_contexts_wait_for_each_other_at_the_ring() -> None:
+    limits = make_limits(
+        slots=8, pages=40_000, page_size=128, context_len=LONGEST, step_tokens=1 << 17, depth=3
+    )
+    core = Core(limits)
+    for i in range(4):
+        core.offer(make_submit(f"r{i}", [i] * (LONGEST - 200), max_new=1), 0.0)
+    assert 4 * LONGEST < bytes_in_flight(core, 4) < 7 << 20
+
+
+def test_the_ring_has_room_for_pages_of_one_token() -> None:
+    limits = make_limits(
+        slots=8, pages=600_000, page_size=1, context_len=LONGEST, step_tokens=LONGEST, depth=3
+    )
+    core = Core(limits)
+    prompt = list(range(500_000))
+    core.offer(make_submit("first", prompt, max_new=1), 0.0)
+    bytes_in_flight(core, 1)
+    for i in range(3):
+        core.offer(make_submit(f"r{i}", [*prompt, i], max_new=1), 0.0)
+    assert 8 << 20 < bytes_in_flight(core, 3) < PLANS
 
 
 @pytest.mark.parametrize(
