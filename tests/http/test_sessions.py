@@ -100,6 +100,18 @@ async def test_streamed_turns_are_kept_and_broken_ones_are_not(serve: Serve) -> 
     assert len(await turn(site, session, "c", "next", after="whole")) == 3 + 2 + 1 + 3
 
 
+async def test_a_replaced_turn_that_breaks_leaves_its_successor(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.01))
+    session = await opened(site)
+    body = {"text": "ab", "stream": True, "rid": "same", "sampling_params": {"max_new_tokens": 100}}
+    async with site.http.post("/generate", json={**body, "session_params": {"id": session}}) as response:
+        await response.content.readline()
+        await turn(site, session, "c", "other", replace=True)
+        await turn(site, session, "d", "same")
+    await asyncio.sleep(0.05)
+    await turn(site, session, "e", "next", after="same")
+
+
 async def test_sessions_end(site: Site, monkeypatch: Any) -> None:
     session = await opened(site, session_id="mine")
     assert session == "mine"

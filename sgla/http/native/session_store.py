@@ -75,8 +75,9 @@ class Turn:
 
     def close(self) -> None:
         """Its request is over; one that was never answered is forgotten."""
-        if self.output is None:
-            self._session.turns.pop(self._rid, None)
+        turns = self._session.turns
+        if self.output is None and turns.get(self._rid) is self:
+            del turns[self._rid]
 
 
 class Session:
