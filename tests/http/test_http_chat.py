@@ -189,7 +189,7 @@ async def test_request_reaches_the_engine(site: Site) -> None:
         ({"enable_thinking": False}, False),
         ({"thinking": True}, True),
         ({"thinking": {"type": "disabled"}}, False),
-        ({"thinking": {"type": "enabled", "budget_tokens": 99}}, True),
+        ({"thinking": {"type": "adaptive"}}, True),
         ({"thinking": True, "reasoning_effort": "none"}, True),
         ({"thinking": False, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}, True),
     ],

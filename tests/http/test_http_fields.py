@@ -164,6 +164,24 @@ async def test_limits_of_reasoning(serve: Serve, path: str, start: dict[str, Any
     assert free is None
 
 
+async def test_a_limit_beside_the_switch_of_reasoning(serve: Serve) -> None:
+    site = await serve(ScriptedIngress("x", "<think></think>"))
+    for switch in ("enabled", "disabled"):
+        body = {"messages": USER, "thinking": {"type": switch, "budget_tokens": 7}}
+        assert (await site.post("/v1/chat/completions", body))[0] == 200
+    limited, off = (job.sampling.thinking for job in site.ingress.jobs)
+    assert limited == Thinking(tokens=7, open="<think>", close="</think>", param="thinking.budget_tokens")
+    assert off is None
+    body = {"messages": USER, "thinking": {"type": "enabled", "budget_tokens": -2}}
+    assert (await site.post("/v1/chat/completions", body))[0] == 400
+
+
+async def test_a_limit_beside_the_switch_where_nothing_is_known_of_reasoning(site: Site) -> None:
+    body = {"messages": USER, "thinking": {"type": "enabled", "budget_tokens": 7}}
+    status, reply = await site.post("/v1/chat/completions", body)
+    assert (status, reply["error"]["param"]) == (400, "thinking.budget_tokens")
+
+
 async def test_a_limit_where_the_last_message_is_within_reasoning(serve: Serve) -> None:
     site = await serve(ScriptedIngress("x", "<think></think>"))
     messages = [*USER, {"role": "assistant", "content": "<think>Hm"}]

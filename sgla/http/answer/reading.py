@@ -13,7 +13,7 @@ from sgla.http.answer.collect import Choice
 from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.request.chat import chosen_tools
 from sgla.http.request.sampling import BUDGETS
-from sgla.http.request.schema import ChatRequest, SamplingFields, unsupported
+from sgla.http.request.schema import ChatRequest, SamplingFields, ThinkingSwitch, unsupported
 from sgla.http.server import Server
 from sgla.messages import Event, Grammar, SamplingParams, Thinking
 from sgla.text.reasoning.harmony import FINAL
@@ -144,9 +144,12 @@ class Reading:
 
 def thinking_of(fields: SamplingFields, dialect: Dialect) -> Thinking | None:
     """The limit of reasoning that a request asks for. Raises UnsupportedField where the model's reasoning is not known."""
-    name = next((name for name in BUDGETS if getattr(fields, name) is not None), None)
-    tokens = -1 if name is None else getattr(fields, name)
-    if name is None or tokens < 0:
+    budgets = {name: getattr(fields, name) for name in BUDGETS}
+    switch = getattr(fields, "thinking", None)  # of chats
+    if isinstance(switch, ThinkingSwitch) and switch.type != "disabled":
+        budgets["thinking.budget_tokens"] = switch.budget_tokens
+    name, tokens = next(((name, n) for name, n in budgets.items() if n is not None), ("", -1))
+    if tokens < 0:
         return None
     think = dialect.think
     if think is None or dialect.harmony:

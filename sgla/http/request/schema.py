@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -242,6 +242,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
 
 class ThinkingSwitch(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
