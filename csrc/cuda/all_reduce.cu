@@ -10,7 +10,6 @@
 // Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT, NORM (add the sum
 // into the residual and give its RMSNorm).
 #include "common.cuh"
-typedef unsigned long long u64;
 
 #define EMPTY 0x80008000u  // two negative zeros, which are sent as positive ones
 #define PATIENCE 300000000000ull  // nanoseconds to wait for a peer before the kernel fails

@@ -29,7 +29,6 @@
 #define EPILOGUE 0
 #endif
 
-typedef unsigned long long u64;
 constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
 constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
 constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
@@ -40,7 +39,6 @@ constexpr int WIDTH = TIGHT ? 128 : BN, ACC = BN / 2, SHARE = ACC / SPLIT;  // o
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr int COLS = GATED ? BM / 2 : BM;  // output columns of a tile
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Params {
   TensorMap w, x;
   const float* bias;  // [n] or null
@@ -50,17 +48,6 @@ struct Params {
   int m, n, k, tiles, row_tiles, x_rows;  // tiles: of weight rows; x_rows: of one load
 };
 
-__device__ __forceinline__ void barrier_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
-__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory"); }
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra passed;\nbra waiting;\npassed:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ u64 policy_once() {  // weights are read once
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int k, int row) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(row) : "memory");

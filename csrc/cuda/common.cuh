@@ -2,6 +2,7 @@
 #pragma once
 typedef unsigned short bf16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 
 __device__ __forceinline__ float bf2f(bf16 x) { return __uint_as_float(u32(x) << 16); }
 __device__ __forceinline__ float lo2f(u32 x) { return __uint_as_float(x << 16); }
@@ -50,4 +51,18 @@ __device__ __forceinline__ u32 movmatrix(u32 x) {
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The copy engine, and barriers in shared memory that count arrivals and bytes (Hopper).
+struct alignas(64) TensorMap { u64 opaque[16]; };
+__device__ __forceinline__ void barrier_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
+__device__ __forceinline__ void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+  asm volatile("{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra passed;\nbra waiting;\npassed:\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ u64 policy_once() {  // weights are read once
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }

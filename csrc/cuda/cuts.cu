@@ -4,7 +4,6 @@
 // T, below which tokens count as equal. Tokens lighter than 2e-9 of the top cannot be drawn where there is a cut.
 #include "common.cuh"
 
-typedef unsigned long long u64;
 constexpr int BINS = 2048, THREADS = 1024, EACH = BINS / THREADS;
 constexpr float RANGE = 20.f, WIDTH = RANGE / BINS;  // in units of T
 constexpr int COUNT_BITS = 18;

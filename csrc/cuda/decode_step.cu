@@ -43,7 +43,6 @@
 #define DEPTH 12
 #endif
 
-typedef unsigned long long u64;
 
 #define PATIENCE (1u << 22)  // looks at a word before the kernel fails, some seconds
 
@@ -140,8 +139,8 @@ __device__ __forceinline__ uint4 ldg128(const bf16* p) {
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
-__device__ __forceinline__ void barrier_init(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+__device__ __forceinline__ void piece_init(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void piece_wait(u32 barrier, u32 parity) {
   u32 done;
   do {
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
@@ -259,7 +258,7 @@ __device__ __forceinline__ void refill(const Params& p, const Shared& s, const S
 template <int COUNT>
 __device__ __forceinline__ void take(const Params& p, const Shared& s, Self& self, int layer, int first, uint4 (&a)[COUNT][4]) {
   const int mine = self.place + self.lane;  // a lane waits for one of the places
-  if (self.lane < COUNT) barrier_wait(self.full + (mine >= DEPTH ? mine - DEPTH : mine) * 8, self.round ^ (mine >= DEPTH));
+  if (self.lane < COUNT) piece_wait(self.full + (mine >= DEPTH ? mine - DEPTH : mine) * 8, self.round ^ (mine >= DEPTH));
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
@@ -685,7 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
   self.ring = smem_addr(smem) + self.warp * (DEPTH * PIECE_BYTES);
   self.full = smem_addr(s.full[self.warp]);
   for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS) reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
-  for (int i = self.tid; i < WARPS * DEPTH; i += THREADS) barrier_init(smem_addr(&s.full[0][0]) + i * 8);
+  for (int i = self.tid; i < WARPS * DEPTH; i += THREADS) piece_init(smem_addr(&s.full[0][0]) + i * 8);
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
   list_pieces(s, self);

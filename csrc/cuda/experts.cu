@@ -16,7 +16,6 @@
 #define GELU 0
 #endif
 
-typedef unsigned long long u64;
 typedef unsigned short u16;
 constexpr int PAIRS = 2048;  // at most
 constexpr int BM = 128, BN = 32, BK = 64, W_BYTES = BM * BK * 2, STAGES = 8;  // a chunk of a tile, and how many fit
@@ -28,7 +27,6 @@ constexpr int PIECE = 4, PITCH = PIECE * BK * 2 + 16, X_BYTES = BN * PITCH, X_ST
 constexpr int WARPS = BM / 16, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 64;
 constexpr int PLACES = EXPERTS + PAIRS / BN, EACH = (EXPERTS + 31) / 32;
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Params {
   TensorMap gate_up, down;
   const bf16* x;   // [tokens, d]
@@ -39,17 +37,6 @@ struct Params {
   int pairs, top_k, f, d, guess;
 };
 
-__device__ __forceinline__ void barrier_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
-__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory"); }
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra passed;\nbra waiting;\npassed:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ u64 policy_once() {  // weights are read once
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void copy_gate_up(u32 to, const TensorMap& map, u32 bar, int k, int tile, int expert, u64 policy) {
   // dims: k, row in 8, gate or up, group of 8 rows, expert
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda import build
-from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.build import Kernel, processors
 
 MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 128, 192, 256  # of x in a tile
@@ -48,19 +48,14 @@ def supported(n: int, k: int) -> bool:
     return k % 64 == 0 and k >= 512 and n % 8 == 0 and n >= 128
 
 
-@cache
-def _processors() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count
-
-
 def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     """For ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is faster."""
-    processors = _processors()
+    count = processors()
 
     def busy(tile: int, blocks: int = 1) -> float:
         """The share of the multiprocessors that work, on average, if each takes one of the ``blocks`` of a tile at a time."""
         blocks *= -(-n // tile)
-        return blocks / (-(-blocks // processors) * processors)
+        return blocks / (-(-blocks // count) * count)
 
     if m > MAX_ROWS:
         row_tiles = -(-m // MAX_ROWS)
@@ -71,14 +66,14 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
     if busy(wide) > 0.8:
         return Config(wide, 1, 1)
-    apart = Config(128, 4, 1, True) if n <= 32 * processors and busy(128, 4) > 0.8 else None
+    apart = Config(128, 4, 1, True) if n <= 32 * count and busy(128, 4) > 0.8 else None
     if m <= 64:
         if apart and k >= 4096:
             return apart
         return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
     if 128 < m <= 192 and apart and k >= 8192:
         return apart
-    if n <= 64 * processors and (m <= 192 or (gated and k <= 3072)):
+    if n <= 64 * count and (m <= 192 or (gated and k <= 3072)):
         return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
     return None
 
@@ -126,10 +121,10 @@ def linear(
     blocks = tiles * row_tiles * config.split
     sums = counts = None
     if config.split == 1:
-        blocks = min(blocks, _processors() * config.per_sm)
+        blocks = min(blocks, processors() * config.per_sm)
     elif config.apart:
         assert row_tiles == 1, "tiles are counted by their weight rows"
-        assert blocks <= _processors() * config.per_sm, "blocks wait for each other"
+        assert blocks <= processors() * config.per_sm, "blocks wait for each other"
         sums, counts = (t.data_ptr() for t in _exchange(tiles, config, rows))
     params = _Params(
         _weight_map(weight.data_ptr(), n, k, config.tile, gated),

@@ -55,6 +55,12 @@ def check(code: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {code} ({(text.value or b'?').decode()})")
 
 
+@cache
+def processors() -> int:
+    """Multiprocessors of the GPU."""
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
 class Kernel:
     """One compiled kernel that takes a single structure by value.
 

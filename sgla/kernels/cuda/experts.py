@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.batch_gemm import TensorMap, tensor_map
-from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.router import Choice
 
 MAX_PAIRS = 2048
@@ -44,11 +44,6 @@ def _kernel(experts: int, gelu: bool) -> Kernel:
     return Kernel("experts.cu", "experts", {"EXPERTS": experts, "GELU": int(gelu)}, shared)
 
 
-@cache
-def _processors() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count
-
-
 def forward(choice: Choice, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """``down_e(act(gate_e(x)) * up_e(x))`` of every pair of row and expert: gate_up bf16 ``[E * 2 f, d]``, down bf16
     ``[E * d, f]`` -> bf16 ``[m * top_k, d]``. ``choice.done`` is used up."""
@@ -65,7 +60,7 @@ def forward(choice: Choice, gate_up: Tensor, down: Tensor, activation: str) -> T
         pairs, pairs // m, f, d, int(pairs >= 4 * experts),
     )  # fmt: skip
     kernel = _kernel(experts, activation == "gelu_tanh")
-    kernel.launch(_processors(), TILE * 2 + 64, params)
+    kernel.launch(processors(), TILE * 2 + 64, params)
     return y
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.build import Kernel, processors
 
 MAX_ROWS = 16
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE
@@ -46,11 +46,6 @@ def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared)
 
 
-@cache
-def _processors() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count
-
-
 def choose(m: int, n: int, k: int, gated: bool) -> Config:
     """For ``n`` output columns, from measurements on an H200 (132 multiprocessors). ``k`` is in two bytes of a weight."""
     if m > 8:
@@ -64,7 +59,7 @@ def choose(m: int, n: int, k: int, gated: bool) -> Config:
             return Config(1, False, 5, 1)
         # Blocks do whole tiles: halve them where that evens out the work.
         tiles = n // (8 if gated else 16)
-        uneven = -(-tiles // (2 * _processors())) * 2 * _processors() > 1.2 * tiles
+        uneven = -(-tiles // (2 * processors())) * 2 * processors() > 1.2 * tiles
         return Config(1, uneven and not gated and k % 128 == 0, 5, 2)
     return Config(1, k % 128 == 0, 5, 2)
 
@@ -100,5 +95,5 @@ def linear(
         bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0), eps,
     )  # fmt: skip
     columns = config.tiles * (8 if config.half or gated else 16)
-    kernel.launch(min(-(-n // columns), _processors() * config.per_sm), 256, params)
+    kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, params)
     return out
