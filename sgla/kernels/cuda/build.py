@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -121,11 +122,14 @@ def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
 
 def source_of(file: str, defines: tuple[tuple[str, int], ...], target: str) -> tuple[str, str]:
     """The text to compile, and its key in the cache for ``target``."""
-    folder = source_folder("cuda")
-    header = (folder / "common.cuh").read_text().replace("#pragma once", "")
-    body = (folder / file).read_text().replace('#include "common.cuh"', header)
-    text = "".join(f"#define {name} {value}\n" for name, value in defines) + body
+    text = "".join(f"#define {name} {value}\n" for name, value in defines) + _with_headers(file)
     return text, hashlib.sha256(f"{target} {text}".encode()).hexdigest()[:32]
+
+
+def _with_headers(file: str) -> str:
+    """A source with its headers in their place: no two of them may include the same one."""
+    text = (source_folder("cuda") / file).read_text().replace("#pragma once", "")
+    return re.sub(r'#include "(.+)"', lambda found: _with_headers(found[1]), text)
 
 
 def _nvrtc(text: str, name: str, arch: str) -> bytes:

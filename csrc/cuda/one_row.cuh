@@ -1,0 +1,454 @@
+// What the kernels that do the whole step of one row have in common: words that blocks tell each other, sums of weight rows with
+// an activation, attention. Who includes this defines HIDDEN, HEADS, KV_HEADS, QK_NORM and PAGE_TILES before; what is called
+// Params, Layer and Shared is the kernel's own and has the members named here.
+//
+// A dot product of 1024 weights with x runs on tensor cores: lane l of a warp takes pieces of 8 at 8 l, 8 l + 256, ... of both.
+// Lanes 4 i to 4 i + 3 are row i of one operand and column i of the other, and the sum of the diagonal is the result. Two
+// weight rows fill the 16 rows of an instruction.
+//
+// Attention: blocks of a KV head share its tiles of 16 tokens, one for each warp first, whose k and v are fetched into registers
+// before q is there. A block merges its warps. A few blocks' results everyone merges by himself; if there are more, each block
+// merges an equal slice of the head's outputs first.
+#pragma once
+#include "common.cuh"
+
+#define PATIENCE (1u << 22)  // looks at a word before the kernel fails, some seconds
+
+constexpr int BLOCKS = 128, WARPS = 8, THREADS = WARPS * 32;
+constexpr int ALL_WARPS = BLOCKS * WARPS;
+constexpr int HD = 128, TILE = 16;
+constexpr int GROUP = HEADS / KV_HEADS, SPLITS = BLOCKS / KV_HEADS;
+constexpr int ATTENDED = HEADS * HD, QKV = ATTENDED + 2 * KV_HEADS * HD;
+constexpr int SLICE = GROUP * HD / SPLITS;  // outputs that a block merges
+constexpr int FEW = 5;  // blocks of a head whose results everyone merges for himself
+constexpr float NEG = -1e30f;
+
+static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP + 2 <= WARPS && SLICE / 4 * SPLITS <= THREADS && SLICE / 4 * SPLITS % 32 == 0);
+
+// Where the vectors lie in `Params::words`; from INNER on the kernel's own.
+struct Exchange {
+  static constexpr int QKV_AT = 0, PART = QKV_AT + QKV, PART_ML = PART + BLOCKS * GROUP * HD, ATTENDED_AT = PART_ML + BLOCKS * GROUP * 2,
+                       MIDDLE = ATTENDED_AT + ATTENDED, INNER = MIDDLE + HIDDEN;
+};
+
+// --- words that say which layer they belong to
+
+// Called while waiting: a kernel that waits for ever would take the machine with it.
+__device__ __forceinline__ void patience(u32& tries) {
+  if (++tries > PATIENCE) __trap();
+}
+
+__device__ __forceinline__ u32 rounded(float x) { return (__float_as_uint(x) + 0x80u) & 0xffffff00u; }
+__device__ __forceinline__ float value(u32 word) { return __uint_as_float(word & 0xffffff00u); }
+__device__ __forceinline__ bool fresh(const uint4& v, u32 tag) {
+  return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffu) == 0;
+}
+__device__ __forceinline__ uint4 look(const u32* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 look2(const u32* from) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void tell(u32* to, float x, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(rounded(x) | tag) : "memory");
+}
+
+__device__ __forceinline__ float rsqrt_fast(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- shared memory
+
+__device__ __forceinline__ uint4 lds128(u32 addr) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(addr) : "memory");
+  return r;
+}
+__device__ __forceinline__ void sts64(u32 addr, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ uint4 ldg128(const bf16* p) {
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+__device__ __forceinline__ void piece_init(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void piece_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+// --- products
+
+// Sums of ROWS rows with x. Chains of instructions that wait for each other are short.
+template <int ROWS>
+struct Sums {
+  static constexpr int PAIRS = (ROWS + 1) / 2, CHAINS = PAIRS >= 4 ? 1 : PAIRS >= 2 ? 2 : 4;
+  float sum[PAIRS][CHAINS][4] = {};
+
+  // `a`: a piece of each row, GATED: of the even rows first; x in shared memory.
+  template <bool GATED, int COUNT>
+  __device__ __forceinline__ void add(const uint4 (&a)[COUNT][4], int from, u32 x) {
+    uint4 b[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = lds128(x + i * 512);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        float(&d)[4] = sum[pair][i % CHAINS];
+        const uint4 lo = a[from + (GATED ? pair : pair * 2)][i];
+        const uint4 hi = pair * 2 + 1 < ROWS ? a[from + (GATED ? PAIRS + pair : pair * 2 + 1)][i] : uint4{0, 0, 0, 0};
+        mma(d, lo.x, hi.x, lo.y, hi.y, b[i].x, b[i].y);
+        mma(d, lo.z, hi.z, lo.w, hi.w, b[i].z, b[i].w);
+      }
+  }
+  // y[i]: the dot product of row 4 i + lane / 8, from the diagonals.
+  __device__ __forceinline__ void total(int lane, float (&y)[(ROWS + 3) / 4]) {
+    const int diagonal = (lane & 7) * 4 + (lane & 7) / 2;
+#pragma unroll
+    for (int i = 0; i < (ROWS + 3) / 4; ++i) y[i] = 0.f;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      float d0 = 0.f, d1 = 0.f;
+#pragma unroll
+      for (int c = 0; c < CHAINS; ++c) {
+        d0 += sum[row / 2][c][row % 2 * 2];
+        d1 += sum[row / 2][c][row % 2 * 2 + 1];
+      }
+      const float z = __shfl_sync(~0u, lane & 4 ? d1 : d0, diagonal);
+      if (lane / 8 == row % 4) y[row / 4] = z;
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2)
+#pragma unroll
+      for (int i = 0; i < (ROWS + 3) / 4; ++i) y[i] += __shfl_xor_sync(~0u, y[i], d);
+  }
+};
+
+// Waits for a vector of N words; into shared memory as bf16. NORM: times the norm's weight, with the sum of squares beside.
+template <int N, bool NORM>
+__device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const float* weight, float* square, int tid) {
+  constexpr int EACH = N / 4 / THREADS, SIDE = EACH % 4 == 0 ? 4 : EACH % 3 == 0 ? 3 : EACH % 2 == 0 ? 2 : 1;
+  float sum = 0.f;
+  u32 tries = 0;
+  words += tid * 4;
+#pragma unroll 1
+  for (int base = 0; base < EACH; base += SIDE) {
+    float4 scale[NORM ? SIDE : 1];
+    if (NORM) {
+#pragma unroll
+      for (int i = 0; i < SIDE; ++i) scale[i] = __ldg(reinterpret_cast<const float4*>(weight) + (base + i) * THREADS + tid);
+    }
+    uint4 got[SIDE];
+    do {
+      patience(tries);
+      got[0] = look(words + base * THREADS * 4);
+    } while (!fresh(got[0], tag));
+#pragma unroll
+    for (int i = 1; i < SIDE; ++i) got[i] = look(words + (base + i) * THREADS * 4);
+#pragma unroll
+    for (int i = 0; i < SIDE; ++i) {
+      if (i > 0)
+        while (!fresh(got[i], tag)) {
+          patience(tries);
+          got[i] = look(words + (base + i) * THREADS * 4);
+        }
+      float a = value(got[i].x), b = value(got[i].y), c = value(got[i].z), d = value(got[i].w);
+      if (NORM) {
+        sum += a * a + b * b + c * c + d * d;
+        a *= scale[i].x; b *= scale[i].y; c *= scale[i].z; d *= scale[i].w;
+      }
+      sts64(to + ((base + i) * THREADS + tid) * 8, pack2(a, b), pack2(c, d));
+    }
+  }
+  if (NORM) square[tid] = sum;
+}
+
+// 1 / the root of the mean square, from the threads' shares.
+__device__ __forceinline__ float norm_factor(const float* square, float eps, int lane) {
+  const float4* from = reinterpret_cast<const float4*>(square) + lane * 2;
+  const float4 a = from[0], b = from[1];
+  float sum = a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return rsqrt_fast(sum / HIDDEN + eps);
+}
+// --- attention
+
+// What stays the same in all layers.
+struct Place {
+  int head, split;     // KV head of this block, and its part
+  int len, tiles;      // tokens with the new one
+  int blocks;          // of a head that have tiles
+  bool few;            // a block has tiles that follow each other
+  const int* pages;
+  float4 cosine, sine; // of this lane's dims 4 lane ... of a half of the head
+};
+
+// The first tile of a warp of this block; the next ones are WARPS * SPLITS further.
+__device__ __forceinline__ int first_tile(const Place& at, int warp) { return at.few ? at.split * WARPS + warp : warp * SPLITS + at.split; }
+__device__ __forceinline__ int newest_block(const Place& at) { return at.few ? (at.tiles - 1) / WARPS : (at.tiles - 1) % SPLITS; }
+
+template <class Params>
+__device__ __forceinline__ long long tile_at(const Params& p, const Place& at, int tile) {
+  return at.pages[tile / PAGE_TILES] * p.page_stride + at.head * p.head_stride + (tile % PAGE_TILES) * (TILE * HD);
+}
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// A head of q or k, four dims a lane: normalised and rotated as bf16.
+__device__ __forceinline__ uint2 prepare(uint4 words, float4 w, const Place& at, int lane, float eps) {
+  float4 x = {value(words.x), value(words.y), value(words.z), value(words.w)};
+  if (QK_NORM) {
+    float sum = x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    const float f = rsqrt_fast(sum / HD + eps);
+    x = {x.x * f * w.x, x.y * f * w.y, x.z * f * w.z, x.w * f * w.w};
+  }
+  const float sign = lane < 16 ? -1.f : 1.f;
+  auto turn = [&](float x, float c, float s) { return x * c + sign * __shfl_xor_sync(~0u, x, 16) * s; };
+  return {pack2(turn(x.x, at.cosine.x, at.sine.x), turn(x.y, at.cosine.y, at.sine.y)),
+          pack2(turn(x.z, at.cosine.z, at.sine.z), turn(x.w, at.cosine.w, at.sine.w))};
+}
+
+// Waits for the projection; q, k and v into shared memory, k and v of the new token to its page too.
+template <class Params, class Layer, class Shared>
+__device__ __forceinline__ void receive_heads(const Params& p, const Layer& layer, const Place& at, Shared& s, u32 tag, int warp, int lane) {
+  if (warp >= GROUP + (newest_block(at) == at.split ? 2 : 0)) return;
+  const int last = at.len - 1;
+  const long long newest = tile_at(p, at, last / TILE) + last % TILE * HD;
+  const int head = warp < GROUP ? at.head * GROUP + warp : HEADS + at.head + (warp > GROUP ? KV_HEADS : 0);
+  const u32* from = p.words + Exchange::QKV_AT + head * HD + lane * 4;
+  float4 weight = {};
+  if (QK_NORM && warp <= GROUP) weight = __ldg(reinterpret_cast<const float4*>(warp < GROUP ? layer.q_norm : layer.k_norm) + lane);
+  uint4 got;
+  u32 tries = 0;
+  do {
+    patience(tries);
+    got = look(from);
+  } while (!fresh(got, tag));
+  uint2 y = {pack2(value(got.x), value(got.y)), pack2(value(got.z), value(got.w))};
+  if (warp <= GROUP) y = prepare(got, weight, at, lane, p.eps);
+  bf16* to = warp < GROUP ? s.q[warp] : warp == GROUP ? s.k : s.v;
+  sts64(smem_addr(to) + lane * 8, y.x, y.y);
+  if (warp >= GROUP) *reinterpret_cast<uint2*>((warp == GROUP ? layer.k : layer.v) + newest + lane * 4) = y;
+}
+
+// This warp's tiles of the history. The first one is fetched before the projection is there.
+template <class Params, class Layer, class Shared>
+__device__ __forceinline__ void attend(const Params& p, const Layer& layer, const Place& at, Shared& s, u32 tag, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  uint4 q[4];
+  float o[8][4] = {};  // dims g * 8 + i and 64 further of heads 2 t and 2 t + 1
+  float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2 t and 2 t + 1; l is this lane's share
+  const int first = first_tile(at, warp);
+#pragma unroll 1
+  for (int tile = first; tile == first || tile < at.tiles; tile += WARPS * SPLITS) {
+    uint4 k[8], v[4][2];
+    if (tile < at.tiles) {
+      const long long from = tile_at(p, at, tile);
+      const bf16 *k_from = layer.k + from + g * HD + t * 8, *v_from = layer.v + from + t * 2 * HD + g * 8;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) k[i] = ldg128(k_from + i / 4 * 8 * HD + i % 4 * 32);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i / 2][i % 2] = ldg128(v_from + (i / 2 % 2 + i / 4 * 8) * HD + i % 2 * 64);
+    }
+    if (tile == first) {
+      receive_heads(p, layer, at, s, tag, warp, lane);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        q[i] = {};
+        if (g < GROUP) q[i] = lds128(smem_addr(s.q[0]) + g * (HD * 2) + i * 64 + t * 16);
+      }
+      if (first >= at.tiles) return;
+    }
+    if (tile == at.tiles - 1) {  // the new token is not in its page yet
+      const int row = (at.len - 1) % TILE, in_v = row % 2 + row / 8 * 2;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (g + i / 4 * 8 == row) k[i] = lds128(smem_addr(s.k) + i % 4 * 64 + t * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (t == row % 8 / 2 && i == in_v) {
+          v[i][0] = lds128(smem_addr(s.v) + g * 16);
+          v[i][1] = lds128(smem_addr(s.v) + HD + g * 16);
+        }
+    }
+    float x[4] = {}, x1[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma(x, k[i].x, k[i + 4].x, k[i].y, k[i + 4].y, q[i].x, q[i].y);
+      mma(x1, k[i].z, k[i + 4].z, k[i].w, k[i + 4].w, q[i].z, q[i].w);
+    }
+    const int token = tile * TILE + g;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = token + (j >= 2 ? 8 : 0) < at.len ? (x[j] + x1[j]) * p.scale : NEG;
+    float n0 = fmaxf(m0, fmaxf(x[0], x[2])), n1 = fmaxf(m1, fmaxf(x[1], x[3]));
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) {
+      n0 = fmaxf(n0, __shfl_xor_sync(~0u, n0, d));
+      n1 = fmaxf(n1, __shfl_xor_sync(~0u, n1, d));
+    }
+    const float c0 = exp2_fast(m0 - n0), c1 = exp2_fast(m1 - n1);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      o[i][0] *= c0;
+      o[i][1] *= c1;
+      o[i][2] *= c0;
+      o[i][3] *= c1;
+    }
+    m0 = n0;
+    m1 = n1;
+    const float p0 = exp2_fast(x[0] - m0), p1 = exp2_fast(x[1] - m1), p2 = exp2_fast(x[2] - m0), p3 = exp2_fast(x[3] - m1);
+    l0 = l0 * c0 + p0 + p2;
+    l1 = l1 * c1 + p1 + p3;
+    const u32 w0 = movmatrix(pack2(p0, p1)), w1 = movmatrix(pack2(p2, p3));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      auto pair = [&](int j, int half) { return __byte_perm(word_of(v[j][half], i / 2), word_of(v[j + 1][half], i / 2), i & 1 ? 0x7632 : 0x5410); };
+      mma(o[i], pair(0, 0), pair(0, 1), pair(2, 0), pair(2, 1), w0, w1);
+    }
+  }
+#pragma unroll
+  for (int d = 4; d < 32; d *= 2) {
+    l0 += __shfl_xor_sync(~0u, l0, d);
+    l1 += __shfl_xor_sync(~0u, l1, d);
+  }
+  if (g == 0) *reinterpret_cast<float4*>(s.part_ml[warp][2 * t]) = {m0, l0, m1, l1};
+#pragma unroll
+  for (int j = 0; j < 4; ++j)  // heads 2 t + j % 2, dims g * 8 ... of half j / 2
+    if (2 * t + j % 2 < GROUP) {
+      float4* to = reinterpret_cast<float4*>(&s.part[warp][2 * t + j % 2][j / 2 * 64 + g * 8]);
+      to[0] = {o[0][j], o[1][j], o[2][j], o[3][j]};
+      to[1] = {o[4][j], o[5][j], o[6][j], o[7][j]};
+    }
+}
+
+// The partial result of this block.
+template <class Params, class Shared>
+__device__ __forceinline__ void tell_part(const Params& p, const Place& at, const Shared& s, u32 tag, int tid) {
+  const int part = (at.head * SPLITS + at.split) * GROUP;
+#pragma unroll 1
+  for (int e = tid; e < GROUP * HD; e += THREADS) {
+    const int head = e / HD, d = e % HD;
+    float2 ml[WARPS];
+    float each[WARPS], m = NEG, l = 0.f, x = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      ml[w] = {NEG, 0.f};
+      each[w] = 0.f;
+      if (first_tile(at, w) < at.tiles) {
+        ml[w] = *reinterpret_cast<const float2*>(s.part_ml[w][head]);
+        each[w] = s.part[w][head][d];
+      }
+      m = fmaxf(m, ml[w].x);
+    }
+    m = value(rounded(m));
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float f = exp2_fast(ml[w].x - m);
+      l += f * ml[w].y;
+      x += f * each[w];
+    }
+    tell(p.words + Exchange::PART + part * HD + e, x, tag);
+    if (d < 2) tell(p.words + Exchange::PART_ML + (part + head) * 2 + d, d == 0 ? m : l, tag);
+  }
+}
+
+// Waits for the partial results of a few blocks for each head, and merges them into shared memory as bf16: a warp a head.
+template <class Params>
+__device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp, int lane) {
+  u32 tries = 0;
+#pragma unroll 1
+  for (int head = warp; head < HEADS; head += WARPS) {
+    const int part = head / GROUP * SPLITS * GROUP + head % GROUP;
+    const u32 *from = p.words + Exchange::PART + part * HD + lane * 4, *from_ml = p.words + Exchange::PART_ML + part * 2;
+    uint4 got[FEW];
+    uint2 ml[FEW];
+#pragma unroll
+    for (int i = 0; i < FEW; ++i)
+      if (i < at.blocks) {
+        got[i] = look(from + i * GROUP * HD);
+        ml[i] = look2(from_ml + i * GROUP * 2);
+      }
+    float m = NEG;
+#pragma unroll
+    for (int i = 0; i < FEW; ++i)
+      if (i < at.blocks) {
+        while (!fresh(got[i], tag) || (((ml[i].x ^ tag) | (ml[i].y ^ tag)) & 0xffu)) {
+          patience(tries);
+          got[i] = look(from + i * GROUP * HD);
+          ml[i] = look2(from_ml + i * GROUP * 2);
+        }
+        m = fmaxf(m, value(ml[i].x));
+      }
+    float l = 0.f;
+    float4 x = {};
+#pragma unroll
+    for (int i = 0; i < FEW; ++i)
+      if (i < at.blocks) {
+        const float f = exp2_fast(value(ml[i].x) - m);
+        l += f * value(ml[i].y);
+        x.x += f * value(got[i].x);
+        x.y += f * value(got[i].y);
+        x.z += f * value(got[i].z);
+        x.w += f * value(got[i].w);
+      }
+    const float r = __fdividef(1.f, l);
+    sts64(to + head * HD * 2 + lane * 8, pack2(x.x * r, x.y * r), pack2(x.z * r, x.w * r));
+  }
+}
+
+// This block's slice of its KV head's outputs, merged over the blocks.
+template <class Params>
+__device__ __forceinline__ void merge_slice(const Params& p, const Place& at, u32 tag, int tid) {
+  const int quad = tid / SPLITS, other = tid % SPLITS;
+  if (quad >= SLICE / 4) return;
+  const int e = at.split * SLICE + quad * 4, part = (at.head * SPLITS + other) * GROUP;
+  float m = NEG, l = 0.f;
+  float4 x = {};
+  if (other < at.tiles) {
+    const u32 *from = p.words + Exchange::PART + part * HD + e, *from_ml = p.words + Exchange::PART_ML + (part + e / HD) * 2;
+    uint4 got;
+    uint2 ml;
+    u32 tries = 0;
+    do {
+      patience(tries);
+      got = look(from);
+      ml = look2(from_ml);
+    } while (!fresh(got, tag) || (((ml.x ^ tag) | (ml.y ^ tag)) & 0xffu));
+    m = value(ml.x);
+    l = value(ml.y);
+    x = {value(got.x), value(got.y), value(got.z), value(got.w)};
+  }
+  float top = m;
+#pragma unroll
+  for (int d = 1; d < SPLITS; d *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  const float f = exp2_fast(m - top);
+  l *= f;
+  x = {x.x * f, x.y * f, x.z * f, x.w * f};
+#pragma unroll
+  for (int d = 1; d < SPLITS; d *= 2) {
+    l += __shfl_xor_sync(~0u, l, d);
+    x.x += __shfl_xor_sync(~0u, x.x, d);
+    x.y += __shfl_xor_sync(~0u, x.y, d);
+    x.z += __shfl_xor_sync(~0u, x.z, d);
+    x.w += __shfl_xor_sync(~0u, x.w, d);
+  }
+  if (other == 0) {
+    u32* to = p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + e;
+    const float r = __fdividef(1.f, l);
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x * r) | tag), "r"(rounded(x.y * r) | tag),
+                 "r"(rounded(x.z * r) | tag), "r"(rounded(x.w * r) | tag)
+                 : "memory");
+  }
+}
