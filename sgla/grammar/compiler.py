@@ -166,20 +166,25 @@ class Compiler:
         self._count("compiled")
         self._seconds.append(answer.seconds)
         if answer.seconds > SLOW:
-            self._forewarn(answer.source)
+            try:
+                self._forewarn(answer.source)
+            except InvalidField as error:  # not kept: it compiled here, so it may yet compile there
+                return error
         return self._keep(grammar, answer.source)
 
     def _forewarn(self, source: str) -> None:
-        """Have the workers compile it beside their steps, and wait for that."""
+        """Have the workers compile it beside their steps, and wait for that. Raises InvalidField if they cannot."""
         assert self._folder is not None
         path = self._folder / hashlib.blake2s(source.encode(), digest_size=16).hexdigest()
         path.write_text(source)
         end = time.monotonic() + TIMEOUT
-        while not self._tell(Control(verb="grammar", args={"path": str(path)}))["ready"]:
-            if time.monotonic() > end:
-                break
-            time.sleep(0.01)
-        path.unlink()
+        try:
+            while not self._tell(Control(verb="grammar", args={"path": str(path)}))["ready"]:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.01)
+        finally:
+            path.unlink()
 
     def _ask(self, ask: Ask) -> Answer:
         """Raises Died. A process that has served before may have died of that, so a fresh one gets a second try."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from sgla.errors import InvalidField
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import Vocabulary
 from sgla.messages import RowSampling
+
+log = logging.getLogger(__name__)
 
 KEPT = 256  # compiled grammars; copies of them are cheap
 Words = NDArray[np.uint32]  # a mask of tokens: bit i % 32 of word i // 32 says whether token i may come
@@ -54,7 +59,7 @@ class Matchers:
     the threads do not wait for each other. Control commands, both with a ``path``:
 
     ``vocabulary``: a file of ``Vocabulary``, before the first request with a grammar. ``grammar``: a source's file, to be
-    compiled beside the steps; the answer's ``ready`` says whether that is done.
+    compiled beside the steps; the answer's ``ready`` says whether that is done. Raises InvalidField if it failed.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -62,9 +67,8 @@ class Matchers:
         self._adding: threading.Thread | None = None
         self._tokenizer: LLTokenizer | None = None
         self.tokens: list[bytes] = []
-        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()  # by source; done or under way
         self._beginnings: dict[bytes, NDArray[np.intp]] = {}
-        self._pending: dict[str, threading.Thread] = {}
 
     def control(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
         path = Path(args["path"])
@@ -73,24 +77,21 @@ class Matchers:
             self._tokenizer, self.tokens = load_tokenizer(vocabulary), vocabulary.tokens
             return {"ready": True}
         source = path.read_text()
-        if source not in self._compiled and source not in self._pending:
-            thread = threading.Thread(target=self._compile, args=(source,), name="grammar", daemon=True)
-            self._pending[source] = thread
-            thread.start()
-        return {"ready": source in self._compiled}
+        if not self._look_up(source, beside=True).done():
+            return {"ready": False}
+        try:
+            self._get(source)
+        except MatchFailed as error:
+            raise InvalidField(str(error)) from error
+        return {"ready": True}
 
     def constraint(self, tokens: NDArray[np.int32], prompt_len: int, sampling: RowSampling) -> Constraint:
         """Of a request whose row of the token table is ``tokens``."""
-        assert self._tokenizer is not None, "a grammar came before the vocabulary"
-        source = sampling.grammar
-        if source not in self._compiled:
-            thread = self._pending.get(source)
-            thread.join() if thread else self._compile(source)
-        self._compiled.move_to_end(source)
-        while len(self._compiled) > KEPT:
-            self._compiled.popitem(last=False)
+        try:
+            compiled = self._get(sampling.grammar)
+        except MatchFailed as error:
+            return Unmet(str(error))
         free = FreePart(self, sampling) if sampling.grammar_after else None
-        compiled = self._compiled[source]
         busy = self._adding is not None and self._adding.is_alive()
         matcher, template = compiled.copy()
         if compiled.lacks(self._most) and not busy:
@@ -117,18 +118,49 @@ class Matchers:
                 del self._beginnings[next(iter(self._beginnings))]
         return found
 
-    def _compile(self, source: str) -> None:
-        assert self._tokenizer is not None
+    def _get(self, source: str) -> Compiled:
+        """Waits for it. Raises MatchFailed, which is forgotten: another request may have better luck."""
+        try:
+            return self._look_up(source).result()
+        except MatchFailed:
+            del self._compiled[source]
+            raise
+
+    def _look_up(self, source: str, beside: bool = False) -> Future[Compiled]:
+        """What there is of it. What is new is compiled at once, or ``beside`` the steps."""
+        assert self._tokenizer is not None, "a grammar came before the vocabulary"
+        found = self._compiled.get(source)
+        if found is None:
+            found = self._compiled[source] = Future()
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            if beside:
+                threading.Thread(
+                    target=self._compile, args=(source, found), name="grammar", daemon=True
+                ).start()
+            else:
+                self._compile(source, found)
+        self._compiled.move_to_end(source)
+        return found
+
+    def _compile(self, source: str, outcome: Future[Compiled]) -> None:
         tokenizer = self._tokenizer
+        assert tokenizer is not None
 
         def make() -> LLMatcher:
             matcher = make_matcher(tokenizer, source)
             matcher.compute_bitmask()  # what the first one needs is made now, and shared with the copies
-            assert not matcher.is_error(), f"a grammar that the compiler accepted: {matcher.get_error()}"
+            if matcher.is_error():
+                raise MatchFailed(matcher.get_error())
             return matcher
 
-        self._compiled[source] = Compiled(make)
-        self._pending.pop(source, None)
+        try:
+            outcome.set_result(Compiled(make))
+        except (
+            Exception
+        ) as error:  # it compiled in a process of its own; what is wrong here concerns its requests alone
+            log.exception("a grammar that the compiler accepted does not compile")
+            outcome.set_exception(MatchFailed(f"the grammar cannot be compiled: {error}"))
 
 
 class FreePart:
@@ -280,6 +312,16 @@ class Constraint:
         if token not in self._stops:
             raise MatchFailed(f"the grammar cannot go on: {self._matcher.get_error() or 'unexpected token'}")
         self._ended = True
+
+
+class Unmet(Constraint):
+    """In place of one whose grammar could not be compiled: its request fails at its first token."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def catch_up(self, position: int) -> None:
+        raise MatchFailed(self._why)
 
 
 def set_bits(words: Words, ids: NDArray[np.intp]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 from schemas import CASES, REFUSED
 
 from sgla import Engine
 from sgla.engine import Output
 from sgla.errors import SglaError
-from sgla.grammar import compiler
+from sgla.grammar import compiler, matcher
 from sgla.grammar.matcher import Constraint, MatchFailed
 from sgla.messages import Grammar, SamplingParams
 
@@ -425,6 +426,21 @@ def test_a_grammar_that_fails_later_ends_its_own_request_only(
     assert (results[0].finish, results[2].text) == ("length", "bbbbbb")
     assert (results[1].status, results[1].message) == (400, "the grammar cannot go on: too much")
     assert engine.stats().running == 0
+
+
+def test_a_grammar_that_the_worker_cannot_compile_ends_its_own_request_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "SLOW", 9.0)  # the worker meets it in a step
+    unlucky = Grammar(kind="regex", text="unlucky")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            matcher, "make_matcher", lambda *args: LLMatcher(*args, limits=LLParserLimits(max_grammar_size=1))
+        )
+        with pytest.raises(SglaError, match="the grammar cannot be compiled") as caught:
+            engine.generate("x", params(engine, unlucky))
+        assert caught.value.status == 400
+    assert engine.generate("x", params(engine, unlucky)).text == "unlucky"
 
 
 def test_others_are_served_while_a_hostile_grammar_compiles(

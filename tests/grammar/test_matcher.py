@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from llguidance import LLMatcher
 
+from sgla.errors import InvalidField
+from sgla.grammar import matcher as matcher_module
 from sgla.grammar.llg import Wrapper
 from sgla.grammar.matcher import TEMPLATES, Constraint, Matchers, MatchFailed
 from sgla.grammar.protocol import Vocabulary
-from sgla.messages import RowSampling
+from sgla.messages import NewRow, RowSampling
+from sgla.sampling.constraints import Constraints
 
 END, THINK, CLOSE, LONG = 256, 257, 258, 259
 VOCABULARY = Vocabulary(
@@ -152,7 +157,57 @@ def test_a_slow_grammar_is_compiled_beside_the_steps(matchers: Matchers, tmp_pat
     ready = matchers.control("grammar", {"path": str(path)})["ready"]
     while not ready:
         ready = matchers.control("grammar", {"path": str(path)})["ready"]
-    assert path.read_text() in matchers._compiled
+    assert matchers._compiled[path.read_text()].done()
+
+
+def compiled_beside(matchers: Matchers, source: str, path: Path) -> None:
+    path.write_text(source)
+    while not matchers.control("grammar", {"path": str(path)})["ready"]:
+        time.sleep(0.001)
+
+
+def test_grammars_of_requests_that_never_came_are_bounded(
+    matchers: Matchers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher_module, "KEPT", 3)
+    for number in range(5):
+        compiled_beside(matchers, LLMatcher.grammar_from_regex(f"unused{number}"), tmp_path / "source")
+    assert len(matchers._compiled) == 3
+
+
+def test_a_grammar_that_does_not_compile_fails_those_who_wait_and_is_forgotten(
+    matchers: Matchers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LLMatcher.grammar_from_regex("unlucky")
+
+    go_on = threading.Event()
+    go_on.set()
+
+    def fail(*args: object) -> None:
+        go_on.wait()
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(matcher_module, "make_matcher", fail)
+        with pytest.raises(InvalidField, match="cannot be compiled: no memory"):
+            compiled_beside(matchers, source, tmp_path / "source")
+        go_on.clear()
+        (tmp_path / "source").write_text(source)
+        matchers.control("grammar", {"path": str(tmp_path / "source")})
+        threading.Timer(0.02, go_on.set).start()  # its request comes before it is done
+        for _ in range(2):
+            row = Row(matchers, "unlucky")
+            with pytest.raises(MatchFailed, match="cannot be compiled: no memory"):
+                row.allowed()
+        sampling = RowSampling(grammar=source)
+        ahead = Constraints(np.zeros((1, 8), np.int32), SIZE, matchers, jumps=True, pin=False)
+        ahead.admit(NewRow(slot=0, tokens=b"", prompt_len=1, pages=b"", sampling=sampling))
+        slots, positions = np.zeros(1, np.int32), np.ones(1, np.int32)
+        failed = [(0, "the grammar cannot be compiled: no memory")]
+        assert ahead.masks(slots, positions, torch.device("cpu")) == (None, failed)
+        assert ahead.take(slots, positions, slots).failed == failed
+        assert source not in matchers._compiled
+    assert Row(matchers, "unlucky").allowed() == ids("u")
 
 
 def test_a_source_in_demand_gets_several_templates(tmp_path: Path) -> None:
