@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 from http_fake import BOS, FakeIngress
 from http_site import Serve, Site
 
 from sgla import clock
+from sgla.http.native.session_store import OpenSessionRequest, Sessions, Turn
+from sgla.http.request.schema import SessionParams
 
 
 async def opened(site: Site, **fields: Any) -> str:
@@ -152,6 +155,32 @@ async def test_what_sessions_hold_is_bounded(site: Site, monkeypatch: Any) -> No
     await turn(site, session, "y", "21", after="20")
     await turn(site, session, "z", "new", replace=True)
     await turn(site, session, "z", "newer", after="new")
+
+
+def test_the_size_of_a_session_is_kept_and_not_added_up(monkeypatch: Any) -> None:
+    sessions, asked, chance = Sessions(2, 60.0), 0, random.Random(0)
+    name = sessions.open(OpenSessionRequest(capacity_of_str_len=1000))
+    session, size = sessions._get(name), Turn.size
+
+    def count(turn: Turn) -> int:
+        nonlocal asked
+        asked += 1
+        return size(turn)
+
+    monkeypatch.setattr(Turn, "size", count)
+    open_turns = []
+    for i in range(300):
+        ended = [rid for rid, known in session.turns.items() if known.output is not None]
+        params = SessionParams(id=name, rid=chance.choice([None, *ended[-3:]]), replace=i % 30 == 29)
+        asked = 0
+        open_turns.append(sessions.begin(params, str(i), [1] * chance.randrange(9)))
+        assert params.replace or asked <= 2
+        if chance.random() < 0.7:
+            turn = open_turns.pop(chance.randrange(len(open_turns)))
+            if chance.random() < 0.7:
+                turn.end([2] * chance.randrange(9))
+            turn.close()
+        assert session.size == sum(map(size, session.turns.values()))
 
 
 async def test_a_session_takes_one_prompt_at_a_time(site: Site) -> None:

@@ -72,26 +72,29 @@ class Turn:
 
     def end(self, output: list[int]) -> None:
         self.output = array("i", output)
+        if self._session.turns.get(self._rid) is self:
+            self._session.size += len(output)
 
     def close(self) -> None:
         """Its request is over; one that was never answered is forgotten."""
         turns = self._session.turns
         if self.output is None and turns.get(self._rid) is self:
             del turns[self._rid]
+            self._session.size -= self.size()
 
 
 class Session:
+    """``size``: that of all ``turns``, kept up to date by whoever changes them."""
+
     def __init__(self, capacity: int, ttl: float) -> None:
         self.turns: dict[str, Turn] = {}
+        self.size = 0
         self._capacity = capacity
         self._ttl = ttl
         self.touch()
 
     def touch(self) -> None:
         self.expires = clock.now() + self._ttl
-
-    def size(self) -> int:
-        return sum(turn.size() for turn in self.turns.values())
 
     def begin(self, params: SessionParams, rid: str, added: list[int], room: int) -> Turn:
         """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds, and Overloaded
@@ -106,13 +109,16 @@ class Session:
                 f"the turn has {length} tokens, the session was opened for {self._capacity}",
                 param="session_params",
             )
-        turns = self._without_later(before) if params.replace else self.turns
-        if sum(kept.size() for kept in turns.values()) + turn.size() > room:
+        turns, size = self.turns, self.size
+        if params.replace:
+            turns = self._without_later(before)
+            size = sum(kept.size() for kept in turns.values())
+        if size + turn.size() > room:
             raise Overloaded(
                 f"the sessions hold {MAX_TOKENS} tokens, which is the limit; close some", retry_after=5.0
             )
         turns[rid] = turn
-        self.turns = turns
+        self.turns, self.size = turns, size + turn.size()
         return turn
 
     def _ended(self, rid: str) -> Turn:
@@ -172,7 +178,7 @@ class Sessions:
     def begin(self, params: SessionParams, rid: str, added: list[int]) -> Turn:
         """See ``Session.begin``."""
         session = self._get(params.id)
-        others = sum(other.size() for other in self._sessions.values() if other is not session)
+        others = sum(other.size for other in self._sessions.values() if other is not session)
         return session.begin(params, rid, added, MAX_TOKENS - others)
 
     def _get(self, name: str) -> Session:
