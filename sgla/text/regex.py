@@ -104,23 +104,19 @@ class Step(NamedTuple):
 
 
 class Automaton:
-    """All expressions of a request. Immutable but for what it keeps, so requests share it.
-
-    ``literals`` are texts that stand for themselves and count as the last expressions. Raises RegexError.
-    """
+    """All expressions of a request. Immutable but for what it keeps, so requests share it. Raises RegexError."""
 
     start = State((), START)
 
-    def __init__(self, expressions: Sequence[str], literals: Sequence[str] = ()) -> None:
-        self._names = (*expressions, *literals)
+    def __init__(self, expressions: Sequence[str]) -> None:
+        self._names = tuple(expressions)
         self._tests: dict[Test, int] = {}  # test of a character -> positions that it leads to
         self._ends: list[int] = []  # the first position behind each expression
         self._size = self._parts = 0
         self._asserts = False
         if sum(map(len, expressions)) > LENGTH:
             raise RegexError(f"the expressions have more than {LENGTH} characters together")
-        patterns = [*expressions, *map(re.escape, literals)]
-        self._root = Alt(tuple(self._expression(pattern) for pattern in patterns))
+        self._root = Alt(tuple(self._expression(pattern) for pattern in expressions))
         self._known: dict[tuple[int, int], Tables] = {}
         self._accepting: dict[str, int] = {}
         self._steps: dict[tuple[State, str], Step] = {}
@@ -268,8 +264,8 @@ class Automaton:
 
 
 @lru_cache(maxsize=64)
-def automaton(expressions: tuple[str, ...], literals: tuple[str, ...]) -> Automaton:
-    return Automaton(expressions, literals)
+def automaton(expressions: tuple[str, ...]) -> Automaton:
+    return Automaton(expressions)
 
 
 def span(node: Node, holds: Callable[[str], bool], follow: list[int]) -> Span:

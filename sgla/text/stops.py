@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from sgla.messages import SamplingParams
-from sgla.text.regex import Automaton, Match, automaton
+from sgla.text.regex import Automaton, automaton
 
 
 class Stops(Protocol):
@@ -34,13 +34,13 @@ def make_stops(sampling: SamplingParams) -> Stops | None:
     """None if there is nothing to look for. Raises RegexError."""
     literals = tuple(filter(None, sampling.stop))
     if sampling.stop_regex:
-        known = automaton(tuple(sampling.stop_regex), literals)
-        return RegexMatcher(known, sampling.include_stop_str_in_output)
+        known = automaton(tuple(sampling.stop_regex))
+        return RegexMatcher(known, literals, sampling.include_stop_str_in_output)
     return StopMatcher(literals, sampling.include_stop_str_in_output) if literals else None
 
 
 class _Node:
-    """A prefix of a stop string. ``match``: length of the longest stop that ends here, 0 if none."""
+    """A prefix of a stop string. ``match``: the longest stop that ends here, "" if none."""
 
     __slots__ = ("depth", "fail", "match", "next")
 
@@ -48,7 +48,7 @@ class _Node:
         self.depth = depth
         self.next: dict[str, _Node] = {}
         self.fail: _Node = self
-        self.match = 0
+        self.match = ""
 
 
 @lru_cache(maxsize=256)
@@ -59,7 +59,7 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
         node = root
         for char in stop:
             node = node.next.setdefault(char, _Node(node.depth + 1))
-        node.match = len(stop)
+        node.match = stop
     waiting = deque(root.next.values())
     for node in waiting:
         node.fail = root
@@ -106,11 +106,10 @@ class StopMatcher:
         self._held = text[safe:]
         return text[:safe], None
 
-    def _cut(self, text: str, length: int) -> tuple[str, str]:
+    def _cut(self, text: str, stop: str) -> tuple[str, str]:
         self._held = ""
         self._node = self._root
-        start = len(text) - length
-        return (text if self._include else text[:start]), text[start:]
+        return (text if self._include else text.removesuffix(stop)), stop
 
     def flush(self) -> tuple[str, str | None]:
         held, self._held, self._node = self._held, "", self._root
@@ -118,13 +117,14 @@ class StopMatcher:
 
 
 class RegexMatcher:
-    """``Stops`` of expressions and strings; the stop that matched is told as it was given. With ``include`` nothing is held
-    back."""
+    """``Stops`` of expressions and strings; of two equal matches the expression's counts. The stop that matched is told as it was
+    given. With ``include`` nothing is held back."""
 
-    def __init__(self, known: Automaton, include: bool = False) -> None:
+    def __init__(self, known: Automaton, strings: Sequence[str] = (), include: bool = False) -> None:
         self._automaton = known
         self._include = include
         self._state = known.start
+        self._node = _automaton(tuple(strings))
         self._held = ""
         self._end = 0  # characters fed
         self._starts: list[int] = []  # where the match of each group of the state begins
@@ -134,29 +134,38 @@ class RegexMatcher:
         return len(self._held)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        state, starts, step = self._state, self._starts, self._automaton.step
+        state, starts, step, node = self._state, self._starts, self._automaton.step, self._node
         whole = self._held + text
         offset = self._end - len(self._held)
         for at, char in enumerate(text, self._end):
             state, sources, match = step(state, char)
+            node = _step(node, char)
+            string = at + 1 - len(node.match)  # where it begins
             if match is not None:
-                return self._cut(whole, offset, [*starts, at], match, at if match.early else at + 1)
+                start = [*starts, at][match.group]
+                if match.early or start <= string:
+                    return self._cut(whole, offset, start, at if match.early else at + 1, match.name)
+            if node.match:
+                return self._cut(whole, offset, string, at + 1, node.match)
             if sources or starts:
                 starts = [starts[source] if source < len(starts) else at for source in sources]
-        self._state, self._starts = state, starts
+        self._state, self._starts, self._node = state, starts, node
         self._end += len(text)
-        safe = starts[0] - offset if starts and not self._include else len(whole)
+        safe = len(whole)
+        if not self._include:
+            safe = min([self._end - node.depth, *starts[:1]]) - offset
         self._held = whole[safe:]
         return whole[:safe], None
 
     def flush(self) -> tuple[str, str | None]:
         match = self._automaton.end(self._state)
         if match is not None:
-            return self._cut(self._held, self._end - len(self._held), self._starts, match, self._end)
+            offset = self._end - len(self._held)
+            return self._cut(self._held, offset, self._starts[match.group], self._end, match.name)
         held, self._held = self._held, ""
         return held, None
 
-    def _cut(self, whole: str, offset: int, starts: Sequence[int], match: Match, end: int) -> tuple[str, str]:
+    def _cut(self, whole: str, offset: int, start: int, end: int, stop: str) -> tuple[str, str]:
         """The text before the match, or up to its ``end``."""
         self._held = ""
-        return whole[: (end if self._include else starts[match.group]) - offset], match.name
+        return whole[: (end if self._include else start) - offset], stop

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgla.messages import SamplingParams
 from sgla.text.regex import KEPT, Automaton, RegexError
-from sgla.text.stops import RegexMatcher, StopMatcher, Stops
+from sgla.text.stops import RegexMatcher, StopMatcher, Stops, make_stops
 
 ALPHABET = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=5)
@@ -124,15 +125,30 @@ def test_any_split_gives_what_python_finds(
     pieces = cut(text, chance)
     expected = searched(text, expressions, include)
     for _ in range(2):  # the second time with the steps that the first has made
-        shown, matched = run(pieces, RegexMatcher(known, include))
+        shown, matched = run(pieces, RegexMatcher(known, include=include))
         assert ("".join(shown), matched) == expected
 
 
 @settings(max_examples=200, deadline=None)
 @given(ALPHABET, STOPS, st.booleans(), st.randoms())
 def test_strings_among_expressions(text: str, stops: list[str], include: bool, chance: random.Random) -> None:
-    shown, matched = run(cut(text, chance), RegexMatcher(Automaton(["never"], stops), include))
+    shown, matched = run(cut(text, chance), RegexMatcher(Automaton(["never"]), stops, include))
     assert ("".join(shown), matched) == naive(text, stops, include)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("aabc \n", max_size=12), st.lists(ENDED, max_size=2), STOPS, st.booleans(), st.randoms())
+def test_strings_beside_expressions(
+    text: str, expressions: list[str], stops: list[str], include: bool, chance: random.Random
+) -> None:
+    shown, matched = run(cut(text, chance), RegexMatcher(Automaton(expressions), stops, include))
+    assert ("".join(shown), matched) == searched(text, [*expressions, *stops], include)
+
+
+def test_strings_beside_expressions_may_be_long() -> None:
+    stops = make_stops(SamplingParams(stop=["x" * 1000, "y" * 1000], stop_regex=["z+!"]))
+    assert stops is not None
+    assert run(["a" + "x" * 999 + "y" * 1000], stops) == (["a" + "x" * 999], "y" * 1000)
 
 
 @pytest.mark.parametrize(
