@@ -190,8 +190,10 @@ def choose_kv_bytes(
 
 def choose_context(positions: int | None, room: int) -> Choice:
     """``room``: tokens that the KV cache holds."""
-    if positions is None or room < positions:
+    if room < min(LONGEST, positions or LONGEST):
         return Choice(room, "what the KV cache holds; --kv-cache-bytes gives more")
+    if positions is None or positions > LONGEST:
+        return Choice(LONGEST, "the longest there can be")
     return Choice(positions, "the model's own limit")
 
 

@@ -19,6 +19,7 @@ from sgla.config import ALIASES, Config
 from sgla.errors import ConfigError
 from sgla.observe.machine import Gpu, Machine, detect
 from sgla.resolve import GIB, MIB, RANGES, check, resolve
+from sgla.sched.limits import LONGEST
 
 PRESETS = sorted(Path(__file__).parent.parent.glob("configs/*.yaml"))
 LAPTOP = Machine(
@@ -235,6 +236,14 @@ def test_context_is_bounded_by_the_model_and_by_the_cache() -> None:
     per_token = 2 * 30 * 3 * 64 * 2
     assert resolve(Config(kv_cache_bytes=100 * per_token), LAPTOP, SMOLLM2).config.context_length == 100
     assert resolve(Config(), LAPTOP).config.context_length is None
+    endless = SMOLLM2 | {"max_position_embeddings": 10 << 20}
+    found = resolve(Config(kv_cache_bytes=100 * GIB), LAPTOP, endless)
+    assert (found.config.context_length, found.reasons["context_length"]) == (
+        LONGEST,
+        "the longest there can be",
+    )
+    with pytest.raises(ConfigError, match="--context-length must be from 1 to 1048576"):
+        resolve(Config(context_length=LONGEST + 1), LAPTOP, endless)
 
 
 def test_ledger_of_a_known_model() -> None:

@@ -26,7 +26,7 @@ from sgla.observe import steplog
 from sgla.observe.metrics import Metrics
 from sgla.observe.steplog import RecordedCore
 from sgla.sched.core import Core
-from sgla.sched.limits import LONGEST, Limits
+from sgla.sched.limits import Limits
 from sgla.text.output import OutputStream
 from sgla.text.prepare import Preparer
 from sgla.text.tokenizer import load_text, vocabulary
@@ -78,7 +78,6 @@ class System:
         self._executor.on_death(self._fail)
         text = in_thread(load_text, config, source)
         facts = await self._executor.start(self._progress)
-        facts.context_len = min(facts.context_len, LONGEST)
         tokenizer, template = await text
         if self.died.done():
             raise self.died.result()

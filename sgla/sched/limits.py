@@ -37,6 +37,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
+        assert self.context_len <= LONGEST, "plans cannot carry such contexts"
         assert self.encoder or self.pages > 1, "no pages but the dummy"
 
     @property

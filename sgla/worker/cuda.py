@@ -135,7 +135,7 @@ class CudaRunner:
         self._dtype_name = "bfloat16" if config.dtype == "auto" else config.dtype
         spec = ModelSpec.from_config(source.config)
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
-        self.context_len = min(config.context_length or spec.context_len, spec.context_len)
+        self.context_len = config.context_length or spec.context_len
         heads, kv_heads = split_heads(spec.heads, spec.kv_heads, self.shard)
         shape = attention.Shape(
             heads=len(heads),
