@@ -16,3 +16,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same data in every run."""
+    torch.manual_seed(0)

@@ -43,6 +43,13 @@ def oracle(
         ops.recorder = recorder
 
 
+def same_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether these can be e4m3 of numbers that differ by roundings to bfloat16 (2^-7 of the largest): such a number now and then
+    comes to the next step, and steps are 1/8 of a value at most."""
+    steps = torch.maximum(a.abs(), b.abs()) / 8 + b.abs().max() / 128
+    return bool(((a - b).abs() <= steps).all()) and float((a != b).float().mean()) < 1 / 4
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
@@ -81,8 +88,12 @@ def test_decode_from_the_projection(
     q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected, places)
     projection = Projection(cos_sin, *weights, 1e-6)
     out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection)
+    page, offset = places.long() // 16, places.long() % 16
     for a, b in ((kv.k, expected.k), (kv.v, expected.v), (stored.k, expected.k), (stored.v, expected.v)):
-        assert relative(a.float(), b.float()) < 1e-2  # a rounding may fall the other way
+        a, b = a.float(), b.float()
+        assert same_rounding(a[page, offset], b[page, offset])
+        a[page, offset] = b[page, offset]
+        assert torch.equal(a, b)
     assert relative(out, oracle(q, kv, batch, dim**-0.5, window, softcap)) < 1e-2
 
 
