@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import ConfigError, SglaError, WorkerDied
+from sgla.errors import ConfigError, WorkerDied
 from sgla.executor.base import Results
 from sgla.executor.procs import RUNNERS
 from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
@@ -34,6 +34,7 @@ class InlineExecutor:
         self._runner = runner or RUNNERS.get(config.device, RUNNERS["cpu"])
         self._results = Results()
         self._inbox: SimpleQueue[StepPlan | Command | None] = SimpleQueue()
+        self._replies: set[asyncio.Future[dict[str, Any]]] = set()  # to come
         self._thread: Thread | None = None
         self._on_death: Callable[[WorkerDied], None] | None = None
         self._gone = False
@@ -67,20 +68,17 @@ class InlineExecutor:
         self._serve(runner)
 
     def _serve(self, runner: Any) -> None:
-        from sgla.worker.loop import AtOnce
+        from sgla.worker.loop import AtOnce, answer
 
         steps = AtOnce(runner)
         while (item := self._inbox.get()) is not None:
             if isinstance(item, tuple):
                 command, future = item
-                try:
-                    self._settle(future, runner.control(command))
-                except SglaError as error:
-                    self._settle(future, error)
+                self._settle(future, answer(runner, command))
                 continue
             try:
                 self._results.put(steps.launch(item).result)
-            except Exception as error:
+            except BaseException as error:
                 traceback.print_exc()
                 died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
                 self._loop.call_soon_threadsafe(self._died, died)
@@ -98,6 +96,9 @@ class InlineExecutor:
         self._loop.call_soon_threadsafe(settle)
 
     def _died(self, error: WorkerDied) -> None:
+        for future in self._replies:
+            if not future.done():
+                future.set_exception(error)
         if not self._gone and self._on_death is not None:
             self._on_death(error)
         self._gone = True
@@ -118,8 +119,12 @@ class InlineExecutor:
         if self._gone:
             raise WorkerDied("the worker is gone")
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._replies.add(future)
         self._inbox.put((command, future))
-        return {"ranks": [await future]}
+        try:
+            return {"ranks": [await future]}
+        finally:
+            self._replies.discard(future)
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
         self._on_death = callback

@@ -165,9 +165,16 @@ def _answer(runner: Launches, pipe: Connection) -> bool:
         command = pipe.recv()
     except (EOFError, ConnectionResetError):
         return False
-    try:
-        reply: dict[str, Any] | SglaError = runner.control(command)
-    except SglaError as error:
-        reply = error
-    pipe.send(("reply", reply))
+    pipe.send(("reply", answer(runner, command)))
     return True
+
+
+def answer(runner: Runs | Launches, command: Control) -> dict[str, Any] | SglaError:
+    """What came of a command. Steps go on whatever that is."""
+    try:
+        return runner.control(command)
+    except SglaError as error:
+        return error
+    except Exception as error:
+        traceback.print_exc()
+        return SglaError(f"the worker's {command.verb!r} failed: {type(error).__name__}: {error}")

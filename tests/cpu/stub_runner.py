@@ -72,4 +72,6 @@ class StubRunner:
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(os.getpid(), number)
             return {"pid": os.getpid(), "executed": self.executed}
+        if command.verb == "fail":
+            raise ZeroDivisionError("a bug")
         raise UnsupportedField(f"no verb {command.verb}")

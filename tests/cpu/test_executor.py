@@ -18,7 +18,7 @@ import pytest
 import uvloop
 
 from sgla.config import Config
-from sgla.errors import ConfigError, UnsupportedField, WeightError, WorkerDied
+from sgla.errors import ConfigError, SglaError, UnsupportedField, WeightError, WorkerDied
 from sgla.executor.base import Executor
 from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
@@ -198,6 +198,26 @@ async def test_a_failed_step_is_told_and_final(make: Make, kind: Make, capfd: An
     executor.submit(make_plan(2))
     error = await asyncio.wait_for(died, 20)
     assert "ZeroDivisionError: a bug" in error.message
+    await executor.close()
+
+
+@pytest.mark.parametrize("kind", [ProcsExecutor, InlineExecutor])
+async def test_a_failed_command_is_told_and_steps_go_on(make: Make, kind: Make, capfd: Any) -> None:
+    executor = make(kind, {})
+    await executor.start(lambda p: None)
+    with pytest.raises(SglaError, match="'fail' failed: ZeroDivisionError: a bug"):
+        await asyncio.wait_for(executor.control(Control(verb="fail")), 20)
+    executor.submit(make_plan(1))
+    assert (await collect(executor, 1))[0].error is None
+    await executor.close()
+
+
+async def test_a_command_behind_a_failed_step_fails_too(make: Make, capfd: Any) -> None:
+    executor = make(InlineExecutor, {"at": 1, "step": "raise"})
+    await executor.start(lambda p: None)
+    executor.submit(make_plan(1))
+    with pytest.raises(WorkerDied):
+        await asyncio.wait_for(executor.control(Control(verb="signals")), 5)
     await executor.close()
 
 
