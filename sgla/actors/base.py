@@ -76,8 +76,9 @@ class Actor(Generic[M]):
         raise NotImplementedError
 
     def guard(self, function: Callable[..., None], *args: object) -> None:
-        """Run one callback of this actor; an exception goes to the supervisor instead of the loop's logger."""
+        """Run one callback of this actor; an exception, or a panic of a library, goes to the supervisor instead of the loop's
+        logger."""
         try:
             function(*args)
-        except Exception as error:
+        except BaseException as error:
             self._on_crash(type(self).__name__, error)

@@ -86,11 +86,15 @@ class Tokenize(Actor[Job]):
             self._compiler.close()
 
     def _run(self, job: Job) -> list[Submit] | Rejected:
+        if job.rid not in self._pending:  # cancelled while it waited for a thread
+            return []
         try:
             return self._prepare(job)
         except SglaError as error:
             return error.rejected(job.rid)
-        except Exception:  # one request's prompt must not take the server down
+        except (
+            BaseException
+        ):  # one request's prompt must not take the server down; Rust's panics are no Exceptions
             log.exception("preparing request %s failed", job.rid)
             return SglaError("the prompt could not be prepared; see the server's log").rejected(job.rid)
 

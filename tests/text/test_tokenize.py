@@ -1,0 +1,82 @@
+"""The tokenizer actor: requests that are cancelled, and libraries that panic."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sgla.actors.tokenize import INLINE_BYTES, Tokenize
+from sgla.errors import SglaError
+from sgla.messages import Job, Rejected, SamplingParams, Submit
+
+NOBODY: Any = None
+
+
+def actor(prepare: Callable[[Job], list[Submit]], reject: Callable[[Rejected], None]) -> Tokenize:
+    def crash(name: str, error: BaseException) -> None:
+        raise AssertionError(f"{name} crashed") from error
+
+    return Tokenize(prepare, NOBODY, NOBODY, reject, crash, threads=1)
+
+
+def job(rid: str, size: int) -> Job:
+    return Job(rid=rid, sampling=SamplingParams(), text="x" * size)
+
+
+async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
+    prepared, go_on = [], threading.Event()
+
+    def prepare(job: Job) -> list[Submit]:
+        prepared.append(job.rid)
+        go_on.wait()
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    for rid in ("a", "b", "c"):
+        tokenize.post(job(rid, INLINE_BYTES + 1))
+    await asyncio.sleep(0)  # its turn
+    tokenize.cancel("b", 1, "client")
+    go_on.set()
+    await asyncio.to_thread(tokenize._pool.shutdown)
+    assert prepared == ["a", "c"]
+    tokenize.close()
+
+
+class Panic(BaseException):
+    """As what a panic of a library in Rust becomes."""
+
+
+@pytest.mark.parametrize("size", [1, INLINE_BYTES + 1])
+async def test_a_panic_ends_its_request_only(size: int) -> None:
+    def prepare(job: Job) -> list[Submit]:
+        if job.rid == "bad":
+            raise Panic
+        return []
+
+    rejected = asyncio.get_running_loop().create_future()
+    tokenize = actor(prepare, rejected.set_result)
+    for rid in ("bad", "good"):
+        tokenize.post(job(rid, size))
+    ended = await asyncio.wait_for(rejected, 5)
+    assert (ended.rid, ended.status) == ("bad", 500)
+    await asyncio.to_thread(tokenize._pool.shutdown)
+    await asyncio.sleep(0)
+    assert not tokenize._pending
+    tokenize.close()
+
+
+async def test_a_panic_of_an_actor_is_told() -> None:
+    def panic(rejected: Rejected) -> None:
+        raise Panic
+
+    crashed = asyncio.get_running_loop().create_future()
+    refused = SglaError("no").rejected("bad")
+    tokenize = Tokenize(lambda job: refused, NOBODY, NOBODY, panic, lambda *told: crashed.set_result(told))  # type: ignore[arg-type,return-value]
+    tokenize.post(job("bad", 1))
+    name, error = await asyncio.wait_for(crashed, 5)
+    assert (name, type(error)) == ("Tokenize", Panic)
+    tokenize.close()
