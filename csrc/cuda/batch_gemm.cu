@@ -5,6 +5,10 @@
 // kernel before. Blocks that split k exchange their sums, through each other's shared memory as a cluster or, GLOBAL, through
 // the L2 cache (then all blocks must fit on the GPU at once), and each finishes a share of the rows.
 // GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a thread has both.
+//
+// An add into the residual and an RMSNorm between two such kernels need none of their own. The first (ADD) adds to the
+// residual, leaves the sum times the norm's weight, and for its columns the sums of the squares of each row. The second
+// (SCALED) adds these up while its weights come, in a fixed order, and divides its results by the rms.
 #include "common.cuh"
 
 #ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
@@ -25,7 +29,10 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef EPILOGUE  // 0: bf16; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
+#ifndef SCALED  // 1: rows of the result are divided by the rms of rows of which the kernel before left the squares' sums
+#define SCALED 0
+#endif
+#ifndef EPILOGUE  // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
 #endif
 
@@ -34,18 +41,27 @@ constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
 constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
 constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128;
 constexpr bool TIGHT = GROUPS == 3 && BN == 256;  // 160 registers a consumer, for which the loading group gives up its own
-constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32);
+constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32) + SCALED * 32;
+static_assert(!(TIGHT && SCALED), "the loading group gives up registers as a whole");
 constexpr int WIDTH = TIGHT ? 128 : BN, ACC = BN / 2, SHARE = ACC / SPLIT;  // of an instruction; sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
+constexpr bool ADD = EPILOGUE == 1;
+constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr int COLS = GATED ? BM / 2 : BM;  // output columns of a tile
 
 struct Params {
   TensorMap w, x;
   const float* bias;  // [n] or null
   void* out;          // [m, n]
+  bf16* residual;     // ADD: [m, n]
+  const float* norm;  // ADD: [n]
+  float* squares;     // ADD: [tiles][row_stride], what the columns of a tile add to a row's sum
+  const float* row_squares;  // SCALED: [parts][row_stride]
   float4* sums;       // GLOBAL: [tile][to][from][SHARE / 4][CONSUMERS]
   u32* counts;        // GLOBAL: [tile], arrivals since ever
   int m, n, k, tiles, row_tiles, x_rows;  // tiles: of weight rows; x_rows: of one load
+  int parts, row_stride;
+  float eps;
 };
 
 __device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int k, int row) {
@@ -145,10 +161,34 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   }
 }
 
+// The factors of the rows, by a warp of its own while weights come.
+__device__ __forceinline__ void find_scales(const Params& p, float* scales) {
+  constexpr int QUADS = BN / 4, LANES = QUADS < 32 ? QUADS : 32, SHARERS = 32 / LANES;  // lanes that share four rows' parts
+  const int lane = threadIdx.x % 32;
+  pdl_wait();
+  for (int quad = lane % LANES; quad < QUADS; quad += LANES) {
+    const int parts = quad * 4 < p.m ? p.parts : 0;
+    float4 sum = {};
+#pragma unroll 16
+    for (int part = lane / LANES; part < parts; part += SHARERS) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(p.row_squares + part * p.row_stride) + quad);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    float* s = reinterpret_cast<float*>(&sum);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int d = LANES; d < 32; d *= 2) s[i] += __shfl_xor_sync(~0u, s[i], d);
+      s[i] = rsqrtf(s[i] / p.k + p.eps);
+    }
+    reinterpret_cast<float4*>(scales)[quad] = sum;
+  }
+}
+
 // A warp writes N rows of x from `row` on, of its 16 rows of w: lane (g, t) has rows g and g + 8 of w, and rows 2t and 2t + 1 of
 // every 8 of x. Transposed, four lanes write 16 bytes.
 template <int N>
-__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int tile, int row) {
+__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int tile, int row, const float* scales) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n = tile * COLS + threadIdx.x / 32 * (GATED ? 8 : 16);
   float bias[2] = {};
   if (!GATED && p.bias) {
@@ -157,7 +197,11 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
   }
 #pragma unroll
   for (int j = 0; j < N; j += 4, row += 8) {
-    const float* d = sum + j;
+    float d[4] = {sum[j], sum[j + 1], sum[j + 2], sum[j + 3]};
+    if (SCALED) {
+      const float2 s = *reinterpret_cast<const float2*>(scales + row + t * 2);
+      d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
+    }
     if (EPILOGUE == 3) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -179,11 +223,67 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
   }
 }
 
+// The residual where ``store_add`` wants it: in its order of lanes.
+template <int N>
+__device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2], int tile, int row) {
+  const int lane = threadIdx.x % 32, n = tile * COLS + threadIdx.x / 32 * 16;
+  row += lane / 4;
+#pragma unroll
+  for (int j = 0; j < N / 2; j += 2, row += 8) {
+    const u32* from = reinterpret_cast<const u32*>(p.residual + (long long)row * p.n + n) + lane % 4;
+    kept[j] = row < p.m && n < p.n ? __ldcg(from) : 0;
+    kept[j + 1] = row < p.m && n + 8 < p.n ? __ldcg(from + 4) : 0;
+  }
+}
+
+// Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
+template <int N>
+__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2], int tile, int row, float* warp_squares) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, n = tile * COLS + warp * 16;
+  float bias[2] = {}, norm[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (n + i * 8 < p.n) {
+      norm[i] = p.norm[n + i * 8 + g];
+      if (p.bias) bias[i] = p.bias[n + i * 8 + g];
+    }
+  consumers_sync();  // those before have been read
+#pragma unroll
+  for (int j = 0; j < N; j += 4) {
+    const int at = row + j * 2 + g;
+    const long long to = ((long long)at * p.n + n) / 2 + t;
+    float squares[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 old = movmatrix(kept[j / 2 + i]);
+      const u32 total = pack2(sum[j + i * 2] + bias[i] + lo2f(old), sum[j + i * 2 + 1] + bias[i] + hi2f(old));
+      const float y0 = lo2f(total), y1 = hi2f(total);
+      squares[0] += y0 * y0, squares[1] += y1 * y1;
+      const u32 h = movmatrix(total), x = movmatrix(pack2(y0 * norm[i], y1 * norm[i]));
+      if (at < p.m && n + i * 8 < p.n) {
+        reinterpret_cast<u32*>(p.residual)[to + i * 4] = h;
+        static_cast<u32*>(p.out)[to + i * 4] = x;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) squares[i] += __shfl_xor_sync(~0u, squares[i], d);
+      if (g == 0) warp_squares[warp * DONE_ROWS + j * 2 + t * 2 + i] = squares[i];
+    }
+  }
+  consumers_sync();
+  for (int i = threadIdx.x; i < DONE_ROWS && row + i < p.m; i += CONSUMERS) {
+    float total = 0.f;
+    for (int w = 0; w < CONSUMERS / 32; ++w) total += warp_squares[w * DONE_ROWS + i];
+    p.squares[tile * p.row_stride + row + i] = total;
+  }
+}
+
 // Blocks that split k: each gives the others the sums of their rows and finishes its own, adding in a fixed order.
-__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], const Tile& tile, const Work& work, u32 ring) {
+__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], float (&sum)[SHARE], const Tile& tile, const Work& work, u32 ring) {
   float4* sums = p.sums + (long long)tile.w * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
   const u32 mine = ring + threadIdx.x * 16;
-  float sum[SHARE];
   if (!GLOBAL) consumers_sync();  // the ring is free
 #pragma unroll
   for (int to = 0; to < SPLIT; ++to)
@@ -228,11 +328,12 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
     }
   }
   if (!GLOBAL) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // the others' memory has been read
-  store(p, sum, tile.w, tile.row + work.rank * (BN / SPLIT));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
+  __shared__ __align__(16) float scales[SCALED ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
+  __shared__ u64 scaled;  // the barrier of the scales
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
   const Work work(p);
   if (threadIdx.x == 0) {
@@ -240,10 +341,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
       barrier_init(full + s * 8, 1);
       barrier_init(empty + s * 8, GROUPS);
     }
+    if (SCALED) barrier_init(smem_addr(&scaled), 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   const int group = threadIdx.x / 128;  // of consumers; the last one loads
+  if (SCALED && threadIdx.x >= CONSUMERS + 32) {
+    find_scales(p, scales);
+    barrier_arrive(smem_addr(&scaled));
+    return;
+  }
   if (group == GROUPS) {
     if (TIGHT) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
@@ -253,6 +360,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   const bool leads = threadIdx.x % 128 == 0;
   Slot slot;
   for (int at = work.begin; at < work.total; at += work.step) {
+    const Tile tile(p, at);
+    const int row = tile.row + work.rank * DONE_ROWS;
+    u32 kept[SHARE / 2];
+    if constexpr (ADD) {
+      pdl_wait();
+      load_residual<SHARE>(p, kept, tile.w, row);
+    }
     float acc[ACC] = {};
     u32 used = 0;  // the barrier of the stage before
     for (int i = 0; i < work.count; ++i, slot.next()) {
@@ -275,11 +389,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     wgmma_wait<0>(acc);
     if (leads) barrier_arrive(used);
     pdl_wait();
-    const Tile tile(p, at);
+    float sum[SHARE];
     if constexpr (SPLIT == 1) {
-      store(p, acc, tile.w, tile.row);
+#pragma unroll
+      for (int j = 0; j < ACC; ++j) sum[j] = acc[j];
     } else {
-      exchange(p, acc, tile, work, ring);
+      exchange(p, acc, sum, tile, work, ring);
+    }
+    if (SCALED) barrier_wait(smem_addr(&scaled), 0);
+    if constexpr (ADD) {
+      store_add(p, sum, kept, tile.w, row, warp_squares);
+    } else {
+      store(p, sum, tile.w, row, scales);
     }
   }
   if (SPLIT > 1 && !GLOBAL) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // others may still read from this block

@@ -6,8 +6,8 @@
     add into the residual -> RMSNorm -> linear -> gate activation
 
 become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects that only
-these operations look into; the residual stream is then updated in place. With more rows only the activation behind a
-linear layer is.
+these operations look into; the residual stream is then updated in place. With more rows a linear layer does the activation
+behind it, or adds into the residual and leaves an RMSNorm to the next one, all but its scale (``LazyScale``).
 """
 
 from __future__ import annotations
@@ -106,27 +106,50 @@ class LazyLinear:
 
 
 @dataclass(slots=True)
+class LazyScale:
+    """An RMSNorm of which the next linear layer does the rest."""
+
+    rows: batch_gemm.Unscaled
+    norm: Norm
+
+    def force(self) -> Tensor:
+        return elementwise.rms_norm(*self.norm)
+
+
+@dataclass(slots=True)
 class LazyBatch:
     """A linear layer of more rows, whose epilogue is not known yet."""
 
-    x: Tensor
+    x: Tensor | LazyScale
     weight: Tensor
     bias: Tensor | None
 
     def run(self, epilogue: int, out: Tensor | None = None) -> Tensor | None:
         """None: the kernel does not gain."""
-        gated = epilogue in (batch_gemm.SILU, batch_gemm.GELU)
-        n, k = self.weight.shape
-        config = batch_gemm.choose(self.x.shape[0], n, k, gated)
+        x, config = self._choose(epilogue in (batch_gemm.SILU, batch_gemm.GELU))
         if config is None:
             return None
-        return batch_gemm.linear(self.x, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
+        return batch_gemm.linear(x, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
+
+    def add(self, norm: Norm) -> LazyScale | None:
+        """The norm, whose residual is added to in place. None: the kernel does not gain."""
+        x, config = self._choose(gated=False)
+        if config is None:
+            return None
+        return LazyScale(batch_gemm.linear_add(x, self.weight, config, norm, self.bias), norm)
+
+    def _choose(self, gated: bool) -> tuple[Tensor | batch_gemm.Unscaled, batch_gemm.Config | None]:
+        n, k = self.weight.shape
+        if isinstance(self.x, LazyScale):
+            return self.x.rows, batch_gemm.choose(self.x.rows.x.shape[0], n, k, gated)
+        return self.x, batch_gemm.choose(self.x.shape[0], n, k, gated)
 
     def force(self) -> Tensor:
         y = self.run(batch_gemm.STORE)
         if y is not None:
             return y
-        return F.linear(self.x, self.weight, None if self.bias is None else self.bias.to(self.x.dtype))
+        x = force(self.x)
+        return F.linear(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
 @dataclass(slots=True)
@@ -183,7 +206,7 @@ class Both:
 
 
 LAZY = (
-    LazyNorm, LazyLinear, LazyBatch, LazyQuery, LazySum, LazyActivation, Both,
+    LazyNorm, LazyLinear, LazyScale, LazyBatch, LazyQuery, LazySum, LazyActivation, Both,
     mixture.AddNorm, mixture.Few, mixture.Grouped,
 )  # fmt: skip
 
@@ -269,6 +292,10 @@ class GpuOps:
                 return x.add_norm(residual, weight, eps), residual
             x.add(residual)
             return LazyNorm(residual, weight, eps), residual
+        if isinstance(x, LazyBatch) and not self._e4m3 and not self._mixtures:
+            lazy = x.add(Norm(residual, weight, eps))
+            if lazy is not None:
+                return lazy, residual
         if isinstance(x, LazySum):
             y = x.ranks.all_reduce_norm(x.x, Norm(residual, weight, eps))
             if y is not None:
@@ -287,7 +314,8 @@ class GpuOps:
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
         if self._batched and dense and batch_gemm.supported(w.n, w.k):
-            batch = LazyBatch(force(x).contiguous(), w.data, bias)
+            later = isinstance(x, LazyScale) and not self._float32
+            batch = LazyBatch(x if later else force(x).contiguous(), w.data, bias)
             y = batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
             if y is not None:
                 return y

@@ -226,6 +226,38 @@ def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
         assert relative(out, ops.act_mul(y, "gelu_tanh")) < 5e-3
 
 
+@pytest.mark.parametrize("m", [9, 16, 40, 64, 100, 128, 192])
+@pytest.mark.parametrize("width", [1024, 1088, 4096])
+def test_norm_of_two_linear_layers(m: int, width: int) -> None:
+    """The first adds to the residual and leaves squares, the second divides by the rms."""
+    from sgla.kernels.cuda import batch_gemm
+
+    inner = 3072
+    down = torch.randn(width, inner, dtype=BF16, device="cuda") * inner**-0.5
+    after = torch.randn(6144, width, dtype=BF16, device="cuda") * width**-0.5
+    weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")
+    x, start = (torch.randn(m, size, dtype=BF16, device="cuda") for size in (inner, width))
+    expected = start.double() + x.double() @ down.double().t() + bias.double()
+    normed = ops.rms_norm(expected.float(), weight, 1e-6).double()
+    configs = [
+        batch_gemm.choose(m, *w.shape, gated) for w, gated in ((down, False), (after, False), (after, True))
+    ]
+    assert all(configs)
+    first, second, gated = configs
+    results = []
+    for _ in range(3):
+        h = start.clone()
+        rows = batch_gemm.linear_add(x, down, first, ops.Norm(h, weight, 1e-6), bias)
+        y = batch_gemm.linear(rows, after, second)
+        z = batch_gemm.linear(rows, after, gated, epilogue=batch_gemm.SILU)
+        results.append((h, rows.x, y, z))
+        assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1]))
+    y_expected = normed @ after.double().t()
+    assert relative(h, expected) < 5e-3
+    assert relative(y, y_expected) < 5e-3
+    assert relative(z, ops.act_mul(y_expected, "silu")) < 1e-2
+
+
 @pytest.mark.parametrize("m", [16, 64, 128, 192, 256])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)])
 def test_rows_that_batch_gemm_does_not_have(m: int, n: int, k: int) -> None:

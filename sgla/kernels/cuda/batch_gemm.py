@@ -11,11 +11,12 @@ from torch import Tensor
 
 from sgla.kernels.cuda import build
 from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.ops import Norm
 
 MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 128, 192, 256  # of x in a tile
 MAX_ROWS = ROWS[-1]
-STORE, SILU, FLOAT32, GELU = 0, 2, 3, 4  # EPILOGUE, numbered as in skinny_gemm
+STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
 SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
 VOCABULARY = 100_000  # rows of a weight that is an output layer
 
@@ -27,9 +28,16 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("w", TensorMap),
         ("x", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("bias", "out", "sums", "counts")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows")),
-        ("pad", ctypes.c_int * 2),  # tensor maps are aligned to 64 bytes
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("bias", "out", "residual", "norm", "squares", "row_squares", "sums", "counts")
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows", "parts", "row_stride")
+        ),
+        ("eps", ctypes.c_float),
+        ("pad", ctypes.c_int * 7),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -41,6 +49,15 @@ class Config(NamedTuple):
     split: int
     per_sm: int = 2
     apart: bool = False
+
+
+class Unscaled(NamedTuple):
+    """An RMSNorm but for its scale: x bf16 ``[m, d]`` is still to be divided by the rms of the rows whose sums of squares over
+    each part of the width stand in ``squares`` float32 ``[parts, m rounded up to 32]``."""
+
+    x: Tensor
+    squares: Tensor
+    eps: float
 
 
 def supported(n: int, k: int) -> bool:
@@ -79,11 +96,14 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
 
 
 @cache
-def _kernel(config: Config, rows: int, epilogue: int) -> Kernel:
+def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
     stage = (config.tile + rows) * 128
-    stages = min(8, (SHARED[config.per_sm - 1] - 1280) // stage)
+    kept = (
+        4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split))
+    )  # scales, parts of squares
+    stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
-    defines |= {"PER_SM": config.per_sm, "STAGES": stages, "EPILOGUE": epilogue}
+    defines |= {"PER_SM": config.per_sm, "STAGES": stages, "EPILOGUE": epilogue, "SCALED": int(scaled)}
     cluster = 1 if config.apart else config.split
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + 1024, cluster)
 
@@ -96,7 +116,7 @@ def _exchange(tiles: int, config: Config, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Unscaled,
     weight: Tensor,
     config: Config,
     *,
@@ -108,12 +128,39 @@ def linear(
 
     Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
     """
+    if out is None:
+        rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
+        dtype = torch.float32 if epilogue == FLOAT32 else rows.dtype
+        out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
+    _launch(x, weight, config, bias, epilogue, out)
+    return out
+
+
+def linear_add(
+    x: Tensor | Unscaled, weight: Tensor, config: Config, norm: Norm, bias: Tensor | None = None
+) -> Unscaled:
+    """Adds ``x @ weight.T + bias`` to ``norm.residual`` in place; the norm of the sum, which another ``linear`` completes."""
+    m, n = norm.residual.shape
+    squares = torch.empty(-(-n // config.tile), _row_stride(m), device="cuda")
+    result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
+    _launch(x, weight, config, bias, ADD, result.x, norm, squares)
+    return result
+
+
+def _launch(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    config: Config,
+    bias: Tensor | None,
+    epilogue: int,
+    out: Tensor,
+    norm: Norm | None = None,
+    squares: Tensor | None = None,
+) -> None:
+    x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
     n = weight.shape[0]
-    gated = epilogue in (SILU, GELU)
-    columns = n // 2 if gated else n
-    if out is None:
-        out = x.new_empty(m, columns, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype)
+    gated, scaled = epilogue in (SILU, GELU), row_squares is not None
     assert x.is_contiguous(), "the tensor map knows no padding"
     rows = next(size for size in ROWS if size >= min(m, MAX_ROWS) and size >= 8 * config.split)
     tiles, row_tiles = -(-n // config.tile), -(-m // rows)
@@ -125,17 +172,24 @@ def linear(
     elif config.apart:
         assert row_tiles == 1, "tiles are counted by their weight rows"
         assert blocks <= processors() * config.per_sm, "blocks wait for each other"
-        sums, counts = (t.data_ptr() for t in _exchange(tiles, config, rows))
+        sums, counts = _exchange(tiles, config, rows)
+    assert row_tiles == 1 or not scaled, "the scales of one tile's rows are kept"
+    residual, factors = (norm.residual, norm.weight) if norm is not None else (None, None)
+    tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     params = _Params(
         _weight_map(weight.data_ptr(), n, k, config.tile, gated),
         tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
-        bias.data_ptr() if bias is not None else None,
-        out.data_ptr(), sums, counts, m, columns, k, tiles, row_tiles, x_rows,
+        *(None if t is None else t.data_ptr() for t in tensors),
+        m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
+        0 if row_squares is None else row_squares.shape[0], _row_stride(m), eps,
     )  # fmt: skip
-    kernel = _kernel(config, rows, epilogue)
+    kernel = _kernel(config, rows, epilogue, scaled)
     loaders = 128 if config.tile == 192 and rows == 256 else 32
-    kernel.launch(blocks, 2 * config.tile + loaders, params)
-    return out
+    kernel.launch(blocks, 2 * config.tile + loaders + 32 * scaled, params)
+
+
+def _row_stride(m: int) -> int:
+    return -(-m // 32) * 32
 
 
 @lru_cache(1 << 14)
