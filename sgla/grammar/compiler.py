@@ -64,6 +64,7 @@ class Compiler:
         self._cache_bytes = 0
         self._process_lock = threading.Lock()
         self._folder: Path | None = None
+        self._told = False  # the workers have the vocabulary
         self._process: Process | None = None
         self._closed = False
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
@@ -222,8 +223,11 @@ class Compiler:
             folder = Path(tempfile.mkdtemp(prefix="sgla-"))
             vocabulary.write(folder / "vocabulary")
             self._folder = folder
-            self._tell(Control(verb="vocabulary", args={"path": str(folder / "vocabulary")}))
-        return self._folder / "vocabulary"
+        path = self._folder / "vocabulary"
+        if not self._told:
+            self._tell(Control(verb="vocabulary", args={"path": str(path)}))
+            self._told = True
+        return path
 
     def _count(self, outcome: str) -> None:
         with self._cache_lock:

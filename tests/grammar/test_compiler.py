@@ -145,6 +145,26 @@ def test_workers_are_warned_of_slow_grammars(monkeypatch: pytest.MonkeyPatch) ->
         compiler(schema({"const": 2}))
 
 
+def test_workers_that_could_not_read_the_vocabulary_are_told_again() -> None:
+    told: list[str] = []
+
+    def tell(command: Control) -> dict[str, Any]:
+        told.append(command.verb)
+        if len(told) == 1:
+            raise SglaError("no memory")
+        return {"ready": True}
+
+    vocabulary = Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256])
+    compiler = Compiler(lambda: vocabulary, tell)
+    try:
+        with pytest.raises(SglaError, match="no memory"):
+            compiler(schema({"const": 1}))
+        compiler(schema({"const": 1}))
+        assert told == ["vocabulary"] * 2
+    finally:
+        compiler.close()
+
+
 @pytest.mark.parametrize(
     ("grammar", "output", "counted"),
     [
