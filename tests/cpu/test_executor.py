@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -218,6 +219,20 @@ async def test_a_command_behind_a_failed_step_fails_too(make: Make, capfd: Any) 
     executor.submit(make_plan(1))
     with pytest.raises(WorkerDied):
         await asyncio.wait_for(executor.control(Control(verb="signals")), 5)
+    await executor.close()
+
+
+async def test_a_death_is_told_where_nobody_reads_stderr(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+    executor = make(ProcsExecutor, {"at": 1, "step": "kill"})
+    died = asyncio.get_running_loop().create_future()
+    executor.on_death(died.set_result)
+    await executor.start(lambda p: None)
+    executor.submit(make_plan(1))
+    assert "these are my last words" in (await asyncio.wait_for(died, 5)).message
     await executor.close()
 
 
