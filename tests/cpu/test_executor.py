@@ -71,7 +71,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     await asyncio.to_thread(int)  # the loop's own descriptors and threads exist from here on
     process, made = psutil.Process(), []
-    before = process.num_fds()
+    before, others = process.num_fds(), process.children()
 
     def make(kind: Make, source: dict[str, Any], tp: int = 1) -> Any:
         made.append(kind(Config(threads=1, tp=tp), source, runner=STUB))
@@ -80,9 +80,9 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     yield make
     for executor in made:
         await executor.close()
-    assert process.children() == []
+    assert process.children() == others
     assert os.listdir(tmp_path) == []
-    assert process.num_fds() == before
+    assert process.num_fds() <= before
 
 
 @pytest.mark.parametrize("kind", [ProcsExecutor, InlineExecutor])
@@ -175,12 +175,14 @@ async def test_trouble_while_loading_fails_start(
 async def test_a_worker_killed_from_outside_at_any_phase_fails_start(make: Make, when: str) -> None:
     executor = make(ProcsExecutor, {"load": "hang"})
     phases: list[str] = []
+    others = psutil.Process().children()
 
     async def kill() -> None:
         wanted = {"at once": None, "importing": "spawn", "loading": "load"}[when]
-        while not psutil.Process().children() or (wanted and wanted not in phases):
+        while psutil.Process().children() == others or (wanted and wanted not in phases):
             await asyncio.sleep(0.001)
-        psutil.Process().children()[0].send_signal(signal.SIGKILL)
+        (worker,) = set(psutil.Process().children()) - set(others)
+        worker.send_signal(signal.SIGKILL)
 
     killer = asyncio.create_task(kill())
     with pytest.raises(WorkerDied, match="SIGKILL"):
