@@ -332,6 +332,47 @@ def bench_prefill() -> None:
                 )
 
 
+def bench_prompts() -> None:
+    """Prompt rows in graphs: pairs of tokens in the pages before, and of tokens."""
+    import numpy as np
+
+    from sgla.attention.base import cut
+
+    for heads, kv_heads in ((32, 8), (16, 8)):
+        for rows in (
+            [(0, 256)],
+            [(0, 700)],
+            [(0, 1024)],
+            [(700, 324), (0, 380)],
+            [(0, 70)] * 10,
+            [(4096, 700)],
+        ):
+            starts, lens = np.array(rows, np.int32).T
+            q, layers, batch = decode_batch(len(rows), int((starts + lens).max()), heads, kv_heads, 128)
+            q = torch.randn(int(lens.sum()), heads * 128, dtype=BF16, device="cuda")
+            out, flops = torch.empty_like(q), 4 * heads * 128 * float((lens * (starts + lens / 2.0)).sum())
+            shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, len(rows))
+            for name in ("auto", "triton"):
+                prompts = attention.choose(name, shape, 0.088)[0].prompts
+                slots = np.arange(len(rows), dtype=np.int32)
+                tiles = torch.from_numpy(cut(slots, starts, lens, 0, prompts.tile)).cuda()
+
+                def body(prompts: Any = prompts, tiles: Any = tiles) -> None:
+                    for kv in layers:
+                        prompts.forward(q, kv, batch.page_table, tiles, 0.088, 0, 0.0, out)
+
+                us = time_us(body, len(layers))
+                emit(
+                    bench="prompts",
+                    kernel=name,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    rows=rows,
+                    us=round(us, 1),
+                    tflop_s=round(flops / us / 1e6),
+                )
+
+
 def bench_sampling() -> None:
     from sgla.kernels.cuda.cuts import find_cuts
     from sgla.kernels.triton import sampling
@@ -358,7 +399,16 @@ def bench_sampling() -> None:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["decode", "cascade", "skinny", "batch", "small", "prefill", "sampling"]
+    chosen = sys.argv[1:] or [
+        "decode",
+        "cascade",
+        "skinny",
+        "batch",
+        "small",
+        "prefill",
+        "prompts",
+        "sampling",
+    ]
     emit(machine=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda)
     for name in chosen:
         globals()[f"bench_{name}"]()

@@ -389,6 +389,7 @@ class Facts(msgspec.Struct, kw_only=True):
     step_tokens: int  # largest number of tokens in one step, but for an encoder's prompt that is longer
     dtype: str
     device: str
+    step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why

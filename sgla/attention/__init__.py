@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgla.attention.base import Attention, DeviceBatch, Extend, ExtendRows, Shape
+from sgla.attention.base import Attention, DeviceBatch, Extend, ExtendRows, Prompts, Shape
 from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
 
@@ -19,9 +19,9 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
     from sgla.attention import invariant
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.hybrid import WholeOrPaged
-    from sgla.attention.native import NativeDecode
+    from sgla.attention.native import NativeDecode, NativePrompts
     from sgla.attention.torch_ops import TorchDecode, TorchExtend
-    from sgla.attention.triton_ops import TritonDecode, TritonExtend
+    from sgla.attention.triton_ops import TritonDecode, TritonExtend, TritonPrompts
 
     if shape.deterministic:
         why = invariant.refuses(shape) or (
@@ -32,13 +32,18 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
                 f"--deterministic cannot be honoured: {why}; use --attention-backend auto, or leave it out",
                 param="deterministic",
             )
-        decode_all = Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape))
-        return decode_all, ["attention and linear layers: batch-invariant kernels, as asked"]
+        invariants = invariant.InvariantDecode(shape), invariant.InvariantExtend(shape)
+        return Attention(*invariants, TritonPrompts()), [
+            "attention and linear layers: batch-invariant kernels, as asked"
+        ]
     if name == "torch":
-        return Attention(TorchDecode(), TorchExtend()), ["attention: torch operations, no graphs, as asked"]
+        backend = Attention(TorchDecode(), TorchExtend(), TritonPrompts())
+        return backend, ["attention: torch operations, no graphs, as asked"]
     no_flash, no_native = FlashInferExtend.refuses(shape), NativeDecode.refuses(shape)
     if name == "triton":
-        return Attention(TritonDecode(shape), TritonExtend()), ["attention: triton, as asked"]
+        return Attention(TritonDecode(shape), TritonExtend(), TritonPrompts()), [
+            "attention: triton, as asked"
+        ]
     if name == "flashinfer" and shape.fp8_kv:
         no_flash = no_flash or "it reads no 8-bit KV cache here"
     if name == "flashinfer" and no_flash:
@@ -50,10 +55,16 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
     extend: Extend = TritonExtend() if no_flash else FlashInferExtend(shape, scale)
     if shape.fp8_kv and not no_flash:
         extend = WholeOrPaged(extend, TritonExtend())
-    backend = Attention(decode, extend)
+    no_prompts = NativePrompts.refuses(shape)
+    prompts: Prompts = TritonPrompts() if no_prompts else NativePrompts(shape)
+    backend = Attention(decode, extend, prompts)
     reasons = [
         f"{what} not used: {why}"
-        for what, why in (("flashinfer", no_flash), ("native decode", no_native))
+        for what, why in (
+            ("flashinfer", no_flash),
+            ("native decode", no_native),
+            ("native prompts", no_prompts),
+        )
         if why
     ]
     return backend, [f"attention: {backend.name}", *reasons]

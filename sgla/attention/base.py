@@ -78,8 +78,8 @@ class Decode(Protocol):
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
     ) -> Tensor:
-        """q ``[decode_rows, Hq * hd]`` of the batch's first rows -> the same shape. Capturable: lengths, pages and
-        ``cum`` are read on the device."""
+        """q ``[T, Hq * hd]``, at least that of ``decode_rows`` -> the same shape, of which only those rows are written.
+        Capturable: lengths, pages and ``cum`` are read on the device."""
 
 
 class Extend(Protocol):
@@ -94,12 +94,44 @@ class Extend(Protocol):
         """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows -> the same shape."""
 
 
+class Prompts(Protocol):
+    """``Extend`` whose plan lies on the device, so that it can be captured: tiles of at most ``tile`` tokens (``cut``)."""
+
+    tile: int
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        page_table: Tensor,
+        tiles: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        """q ``[T, Hq * hd]``; ``out``, the same shape, is written for the tokens that are in a tile."""
+
+
+def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) -> Int32s:
+    """int32[n, 4]: slot, token in q (``first`` is that of the first row), its position, and how many tokens. The longest
+    histories come first, for an even finish."""
+    counts = -(-q_lens // tile)
+    row = np.repeat(np.arange(len(counts)), counts)
+    offset = (np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)) * tile
+    begin, start = first + (q_lens.cumsum() - q_lens)[row] + offset, starts[row] + offset
+    count = np.minimum(tile, q_lens[row] - offset)
+    tiles = np.stack([slots[row], begin, start, count], 1).astype(np.int32)
+    return tiles[np.argsort(-start - count, kind="stable")]
+
+
 @dataclass(slots=True)
 class Attention:
-    """A backend: ``decode`` and ``extend`` may come from different libraries (a hybrid)."""
+    """A backend: its parts may come from different libraries (a hybrid)."""
 
     decode: Decode
     extend: Extend
+    prompts: Prompts
 
     @property
     def in_place(self) -> bool:

@@ -1,4 +1,4 @@
-"""Our CUDA decode kernel: lengths and pages are read on the device and work is cut evenly, so a graph replays it as is."""
+"""Our CUDA kernels: lengths and pages are read on the device and work is cut evenly, so a graph replays them as they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sgla.attention import cascade
 from sgla.attention.base import DeviceBatch, Shape
-from sgla.kernels.cuda import decode_attention
+from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton.cascade import attend_prefixes
@@ -54,3 +54,32 @@ class NativeDecode:
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
             projection, prefix, (kv.k_scale, kv.v_scale),
         )  # fmt: skip
+
+
+class NativePrompts:
+    def __init__(self, shape: Shape) -> None:
+        self.tile = prompt_attention.tile_tokens(shape.group)
+
+    @staticmethod
+    def refuses(shape: Shape) -> str | None:
+        """Why this kernel cannot be used, or None."""
+        if shape.windows != {0}:
+            return "layers have a sliding window"
+        if shape.softcap:
+            return "scores have a soft cap"
+        if shape.fp8_kv:
+            return "the KV cache has 8 bits"
+        return prompt_attention.supported(shape.dtype, shape.head_dim, shape.group, shape.page_size)
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        page_table: Tensor,
+        tiles: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        prompt_attention.attend(q, kv.k, kv.v, page_table, tiles, scale, out)

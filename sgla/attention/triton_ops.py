@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Shape
-from sgla.attention.torch_ops import rows_of
+from sgla.attention.base import DeviceBatch, Shape, cut
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention
 
@@ -35,20 +34,36 @@ class TritonExtend:
 
     def __init__(self) -> None:
         self._tiles = torch.empty(0)
-        self._part: DeviceBatch | None = None
+        self._prompts = TritonPrompts()
 
     def plan(self, batch: DeviceBatch) -> None:
-        assert batch.extend is not None
-        tiles = attention.extend_tiles(batch.extend.q_lens.tolist(), "cpu").pin_memory()
-        self._tiles = tiles.to(batch.ids.device, non_blocking=True)
-        self._part = rows_of(batch, batch.decode_rows, batch.rows)
+        rows = batch.extend
+        assert rows is not None
+        tiles = cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, 0, self._prompts.tile)
+        self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
 
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
     ) -> Tensor:
-        part = self._part
-        assert part is not None
-        return attention.extend(
-            q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
-            scale * kv.k_scale, window, softcap, kv.v_scale,
-        )  # fmt: skip
+        out = torch.empty_like(q)
+        self._prompts.forward(q, kv, batch.page_table, self._tiles, scale, window, softcap, out)
+        return out
+
+
+class TritonPrompts:
+    tile = attention.BLOCK_M
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        page_table: Tensor,
+        tiles: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        attention.extend(
+            q, kv.k, kv.v, page_table, tiles, scale * kv.k_scale, out, window, softcap, kv.v_scale
+        )

@@ -9,7 +9,6 @@ The main process imports no torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -71,9 +70,8 @@ class Rank:
         except BlockingIOError:
             return True
         text = data.decode(errors="replace")
-        with contextlib.suppress(OSError):  # nobody reads ours any more; the last words are kept all the same
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
         first, *rest = text.split("\n")
         self.lines[-1] += first
         self.lines.extend(rest)

@@ -110,12 +110,22 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 class Budget:
     """What is left of one step for prefill: tokens, and seconds at ``b`` a token and ``c`` a pair."""
 
-    __slots__ = ("_b", "_c", "_floor", "seconds", "tokens")
+    __slots__ = ("_b", "_c", "_floor", "_tile", "_used", "seconds", "tokens")
 
-    def __init__(self, tokens: int, seconds: float, coefficients: Coefficients, floor: int) -> None:
-        """``floor``: tokens that may always be taken once, however slow the machine is."""
+    def __init__(
+        self,
+        tokens: int,
+        seconds: float,
+        coefficients: Coefficients,
+        floor: int,
+        used: int = 0,
+        tile: int = 1,
+    ) -> None:
+        """``floor``: tokens that may always be taken once, however slow the machine is; ``used``: tokens of the step that are
+        no prefill; ``tile``: see ``Limits.step_tile``."""
         self.tokens = tokens
         self.seconds = seconds
+        self._used, self._tile = used, tile
         self._floor = floor
         _, self._b, self._c = coefficients
 
@@ -125,6 +135,11 @@ class Budget:
         if self.seconds == math.inf or most <= 0:
             return most
         return max(min(most, self._affordable(start, self.seconds * share)), min(most, self._floor))
+
+    def whole_tiles(self, count: int) -> int:
+        """At most ``count``, such that the step has whole tiles if it has one at all."""
+        rest = (self._used + count) % self._tile
+        return count - rest if rest < count else count
 
     def _affordable(self, start: int, seconds: float) -> int:
         """Largest q with ``b q + c (q start + q (q + 1) / 2) <= seconds``."""
@@ -138,6 +153,7 @@ class Budget:
     def spend(self, start: int, count: int) -> None:
         """A row took ``count`` tokens from ``start``."""
         self.tokens -= count
+        self._used += count
         self.seconds -= self._b * count + self._c * pairs(start, count)
         self._floor = max(self._floor - count, 0)
         if self.seconds <= 0 and not self._floor:

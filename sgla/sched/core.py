@@ -214,6 +214,8 @@ class Core:
             seconds,
             self._costs.coefficients,
             self.limits.page_size,
+            step.decodes,
+            self.limits.step_tile,
         )
 
     def _plan_prefills(self, step: Step, prefills: list[Request], budget: Budget) -> None:
@@ -229,7 +231,8 @@ class Core:
                 self._add_prefill(step, request, count, budget)
 
     def _chunk(self, request: Request, budget: Budget, others: bool) -> int:
-        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared.
+        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared, and before
+        a tile of the step that it would not fill.
 
         A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
         """
@@ -239,6 +242,7 @@ class Core:
         share = 0.5 if others and need > self.limits.step_tokens else 1.0
         count = budget.grant(request.planned, need, share)
         if count < need:
+            count = budget.whole_tiles(count)
             page = self.limits.page_size
             aligned = (request.planned + count) // page * page - request.planned
             if aligned > 0:

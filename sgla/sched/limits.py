@@ -24,6 +24,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     page_size: int
     context_len: int
     step_tokens: int  # most tokens in one step
+    step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     max_queued: int = 1024  # waiting requests before Overloaded

@@ -52,6 +52,7 @@ from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.state import column
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
+STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 EAGER = 3000.0  # microseconds that an eager step takes longer to launch
 CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
@@ -230,6 +231,7 @@ class CudaRunner:
             context_len=min(self.context_len, (int(pages) - 1) * config.page_size),
             vocab_size=self.model.spec.vocab,
             step_tokens=self.step_tokens,
+            step_tile=STEP_TILE,
             dtype=self._dtype_name,
             device=torch.cuda.get_device_name(),
             ledger=self.ledger,
@@ -358,7 +360,7 @@ class CudaRunner:
     ) -> tuple[Tensor, int, list[Scored], Undrawn | None]:
         """A step with prompt tokens, run eagerly. Decode rows go first, which the row numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        graphs = self._captures and not self._deterministic and self.prompts.takes(q_lens, flags)
+        graphs = self._captures and not self._deterministic and self.prompts.takes(starts, q_lens, flags)
         if graphs and not self._share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, undrawn = self.prompts.run(slots, starts, q_lens, flags)
             return out, count, [], undrawn

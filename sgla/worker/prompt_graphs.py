@@ -1,7 +1,6 @@
 """Steps that read prompts as graph replays: a few prompt rows, with decode rows beside them or not.
 
-Run eagerly, such a step takes the host longer to launch than the GPU to compute. Attention of the prompt rows is Triton's,
-which reads everything on the device.
+Run eagerly, such a step takes the host longer to launch than the GPU to compute.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from sgla import attention
 from sgla.attention import DeviceBatch
+from sgla.attention.base import cut
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import attention as extension
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Undrawn
@@ -28,47 +27,47 @@ if TYPE_CHECKING:
 
 ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
 REAL = ROWS - 2
-TOKENS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)  # of the prompt rows together
-WORK = 5e12  # weights times tokens: with more, the GPU takes longer than the launches of an eager step, which wastes no padding
-DECODES = (0, 8, 16, 32, 64, 96, 128, 192)  # decode rows beside them
+# Of a step. Those between, such as 448, 704 or 960, take as long as the next one.
+TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+HISTORY = 8192  # tokens of the longest prompt so far: with more, attention of eager steps is faster, which cut histories
+DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as there are slots
 
 
 class PromptGraphs:
-    """One graph for each pair of sizes. Decode rows come first in the batch, padded; results are in the plan's order."""
+    """One graph for each pair of sizes. The batch is decode rows, prompt rows, padding; results are in the plan's order."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self._runner = runner
-        most = WORK * runner.dtype.itemsize / max(runner.ledger["weights"], 1)
-        self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len, most)]
+        self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len)]
         self.decodes = [n for n in DECODES if n < runner.slots] + [runner.slots]
+        self.pairs = sorted({(min(n, size), size) for n in self.decodes for size in self.tokens})
         self.limit = self.tokens[-1] if self.tokens else 0
-        self._tiles = self.limit // extension.BLOCK_M + ROWS
+        self._tile = runner.attention.prompts.tile
+        self._tiles = self.limit // self._tile + REAL
         rows, size = runner.slots + ROWS, sum(self._lengths(runner.slots))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
-        self._tokens = torch.zeros(3, runner.slots + self.limit, dtype=torch.int32, device="cuda")
+        self._tokens = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
         self._cum = {w: torch.zeros(rows, dtype=torch.int32, device="cuda") for w in runner.windows}
         self._logits = torch.empty(rows, len(runner.model.lm_head.own), device="cuda")
         self._out = torch.zeros(rows, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
-        """Of the columns: slots, starts, kv_len; of the samples: row of hidden states, slot, position; tiles, q_start."""
+        """Of the columns: tiles; slots, starts, kv_len; of the samples: row of hidden states, slot, position; q_start."""
         rows = decodes + ROWS
-        return (rows, rows, rows, rows, rows, rows, 2 * self._tiles, ROWS + 1)
+        return (4 * self._tiles, rows, rows, rows, rows, rows, rows, ROWS + 1)
 
-    def takes(self, q_lens: Any, flags: Any) -> bool:
-        decodes = _decodes(q_lens, flags)
-        count = int(decodes.sum())
-        few = len(q_lens) - count <= REAL and int(q_lens.sum()) - count <= self.limit
-        return bool(self.tokens) and few and not (flags & PROMPT_LOGPROBS).any()
+    def takes(self, starts: Any, q_lens: Any, flags: Any) -> bool:
+        prompts = ~_decodes(q_lens, flags)
+        few = int(prompts.sum()) <= REAL and int(q_lens.sum()) <= self.limit
+        return few and (starts[prompts] < HISTORY).all() and not (flags & PROMPT_LOGPROBS).any()
 
     def capture(self, capture: Capture) -> None:
         """After the decode graphs. Running the largest makes all kernels known."""
-        pairs = [(n, size) for size in reversed(self.tokens) for n in reversed(self.decodes)]
         none = np.zeros(0, np.int32)
-        for i, (n, size) in enumerate(pairs):
+        for i, (n, size) in enumerate(sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0]))):
             body = partial(self._forward, n, size)
             if i == 0:
                 self._fill(none, none, none, none.astype(bool), none, (n, size))
@@ -85,11 +84,11 @@ class PromptGraphs:
         host = pinned.numpy()
         host[:] = 0
         rows = padded + ROWS
-        d_slots, d_starts, kv_len, at, where, ends = host[: 6 * rows].reshape(6, rows)
-        tiles, q_start = host[6 * rows : -(ROWS + 1)].reshape(-1, 2), host[-(ROWS + 1) :]
+        tiles, q_start = host[: 4 * self._tiles].reshape(-1, 4), host[-(ROWS + 1) :]
+        d_slots, d_starts, kv_len, at, where, ends = host[4 * self._tiles : -(ROWS + 1)].reshape(6, rows)
         first, rest = decodes.nonzero()[0], (~decodes).nonzero()[0]
         count, prompts, new = len(first), len(rest), len(sampled)
-        stops, lens = starts + q_lens, q_lens[rest]
+        stops = starts + q_lens
         d_slots[:] = where[:] = self._runner.slots
         d_starts[count:padded] = -1
         last = np.empty(len(slots), np.int32)  # each row's last hidden state
@@ -98,24 +97,21 @@ class PromptGraphs:
             last[first] = np.arange(count)
         place = slice(padded, padded + prompts)
         d_slots[place], d_starts[place], kv_len[place] = slots[rest], starts[rest], stops[rest]
-        lens.cumsum(out=q_start[1 : prompts + 1])
-        last[rest] = padded - 1 + q_start[1 : prompts + 1]
+        q_start[0] = count
+        np.add(q_lens[rest].cumsum(), count, out=q_start[1 : prompts + 1])
+        last[rest] = q_start[1 : prompts + 1] - 1
         q_start[prompts + 1 :] = size
         at[:new], where[:new], ends[:new] = last[sampled], slots[sampled], stops[sampled]
-        tiles[:, 0] = ROWS - 1
-        tile = 0
-        for row, length in enumerate(lens.tolist()):
-            for offset in range(0, length, extension.BLOCK_M):
-                tiles[tile] = row, offset
-                tile += 1
+        cuts = cut(slots[rest], starts[rest], q_lens[rest], count, self._tile)
+        tiles[: len(cuts)] = cuts
         self._columns[: len(host)].copy_(pinned, non_blocking=True)
 
     def _forward(self, n: int, size: int) -> None:
-        """The step in the columns: ``n`` decode rows, ``size`` tokens of prompt rows."""
+        """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
         runner, tables = self._runner, self._runner.tables
         lengths = self._lengths(n)
-        slots, starts, kv_len, at, where, ends, tiles, q_start = self._columns[: sum(lengths)].split(lengths)
-        ids, positions, out_loc = self._tokens[:, : n + size]
+        tiles, slots, starts, kv_len, at, where, ends, q_start = self._columns[: sum(lengths)].split(lengths)
+        ids, positions, out_loc = self._tokens[:, :size]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
         window, *others = runner.windows
         if n:
@@ -125,10 +121,11 @@ class PromptGraphs:
             )  # fmt: skip
             for other in others:
                 step.count_tiles(kv_len[:n], cum[other], attention.TILE, other)
-        tables.prepare_extend(slots[n:], starts[n:], q_start, size, ids[n:], positions[n:], out_loc[n:])
+        # Behind the decode rows, where the places of those that are missing have just been filled as padding.
+        tables.prepare_extend(slots[n:], starts[n:], q_start, size, ids, positions, out_loc)
         batch = DeviceBatch(
             rows=n + ROWS,
-            tokens=n + size,
+            tokens=size,
             ids=ids,
             positions=positions,
             slots=slots,
@@ -141,19 +138,15 @@ class PromptGraphs:
             decode_rows=n,
             cum=cum,
         )
-        decode = runner.attention.decode.forward
+        decode, extend = runner.attention.decode.forward, runner.attention.prompts.forward
 
         def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
-            prompts = extension.extend(
-                q[n:], kv.k, kv.v, batch.page_table, slots[n:], q_start, kv_len[n:], tiles.view(-1, 2),
-                scale * kv.k_scale, window, softcap, kv.v_scale,
-            )  # fmt: skip
-            if n == 0:
-                return prompts
-            return torch.cat([decode(q[:n], kv, batch, scale, window, softcap), prompts])
+            out = decode(q, kv, batch, scale, window, softcap) if n else torch.empty_like(q)
+            extend(q, kv, batch.page_table, tiles.view(-1, 4), scale, window, softcap, out)
+            return out
 
         logits, out = self._logits[: n + ROWS], self._out[: n + ROWS]
-        with runner.ops.attending(attend), runner.ops.fused(n + size):
+        with runner.ops.attending(attend), runner.ops.fused(size):
             hidden = gpu.force(runner.model.forward(batch, runner.kv))
         with runner.ops.fused(n + ROWS), runner.ops.float32_output(logits):
             found = runner.model.logits_part(runner.ops.gather(hidden, at))
@@ -165,18 +158,15 @@ class PromptGraphs:
         """The tokens of the rows that sample, in their order, how many they are, and ``Undrawn`` as ``DecodeGraphs.run``."""
         decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
         count, new = int(decodes.sum()), len(sampled)
-        tokens = int(q_lens.sum()) - count
-        sizes = (
-            next(n for n in self.decodes if n >= count),
-            next(size for size in self.tokens if size >= tokens),
-        )
+        size = next(size for size in self.tokens if size >= q_lens.sum())
+        sizes = min(next(n for n in self.decodes if n >= count), size), size
         self._fill(slots, starts, q_lens, decodes, sampled, sizes)
         self._graphs[sizes].replay()
         if self._runner.sampler.plain(slots[sampled]):
             return self._out, new, None
         on_host = (slots[sampled], (starts + q_lens)[sampled])
         lengths = self._lengths(sizes[0])
-        where, ends = self._columns[: sum(lengths)].split(lengths)[4:6]
+        where, ends = self._columns[: sum(lengths)].split(lengths)[5:7]
         numbers = np.asarray(sampled, np.int32)
         return (
             self._out,

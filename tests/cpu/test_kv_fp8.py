@@ -3,6 +3,7 @@ stores is tested in tests/gpu: Triton's interpreter rounds e4m3 otherwise."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ pytest.importorskip("triton")
 
 from test_triton import random_batch
 
+from sgla.attention.base import cut
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention, invariant, step
@@ -42,8 +44,10 @@ def test_attention_reads_it(softcap: float) -> None:
     same = KVLayer(kv.k.float() * kv.k_scale, kv.v.float() * kv.v_scale)
     torch.testing.assert_close(expected, ops.attention(q, same, batch, 0.3, 0, softcap))
     rows = (q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len)
-    tiles = attention.extend_tiles([1, 40, 3], "cpu")
-    out = attention.extend(*rows, tiles, 0.3 * kv.k_scale, 0, softcap, kv.v_scale)
+    lens, ends = np.array([1, 40, 3], np.int32), np.array([70, 40, 90], np.int32)
+    tiles = torch.from_numpy(cut(batch.slots.numpy(), ends - lens, lens, 0, attention.BLOCK_M))
+    out = torch.empty_like(q)
+    attention.extend(*rows[:4], tiles, 0.3 * kv.k_scale, out, 0, softcap, kv.v_scale)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     tiles = invariant.tiles_of([1, 40, 3], 2, "cpu")
     out = invariant.attend(*rows, tiles, 0.3 * kv.k_scale, 0, softcap, 64, None, kv.v_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from sgla.attention.base import cut
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention, elementwise, sampling, step
@@ -71,10 +73,10 @@ def test_extend(group: int, dim: int, window: int, softcap: float) -> None:
     q_lens, kv_lens = [1, 40, 130, 3], [9, 40, 150, 70]
     q, kv, batch = random_batch(q_lens, kv_lens, group, 1, dim)
     expected = ops.attention(q, kv, batch, 0.3, window, softcap)
-    tiles = attention.extend_tiles(q_lens, "cpu")
-    out = attention.extend(
-        q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len, tiles, 0.3, window, softcap
-    )
+    slots, lens = batch.slots.numpy(), np.array(q_lens, np.int32)
+    tiles = torch.from_numpy(cut(slots, np.array(kv_lens, np.int32) - lens, lens, 0, attention.BLOCK_M))
+    out = torch.empty_like(q)
+    attention.extend(q, kv.k, kv.v, batch.page_table, tiles, 0.3, out, window, softcap)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from sgla import attention
 from sgla.attention import DeviceBatch, ExtendRows
+from sgla.attention.base import cut
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 
@@ -157,6 +159,29 @@ def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, soft
     attend.plan(batch)
     out = attend(q, kv, batch, dim**-0.5, window, softcap)
     assert relative(out, oracle(q, kv, batch, dim**-0.5, window, softcap)) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+def test_prompts(name: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:
+    """As graphs have them: tokens of decode rows before, padding behind, tiles that are not used."""
+    q, kv, batch = paged([2, 300, 128, 5, 65], [2, 300, 500, 1500, 65], heads, kv_heads, dim, (window,))
+    prompts = backend(name, batch, kv, heads, (window,), softcap, dim**-0.5).prompts
+    expected, rows = oracle(q, kv, batch, dim**-0.5, window, softcap), batch.extend
+    assert rows is not None
+    before, tokens = 7, q.shape[0]
+    tiles = cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, before, prompts.tile)
+    tiles = np.concatenate([tiles, np.zeros((3, 4), np.int32)])
+    padded = torch.full((before + tokens + 9, q.shape[1]), float("nan"), dtype=BF16, device="cuda")
+    padded[before : before + tokens] = q
+    for _ in range(2):
+        out = torch.zeros_like(padded)
+        prompts.forward(
+            padded, kv, batch.page_table, torch.from_numpy(tiles).cuda(), dim**-0.5, window, softcap, out
+        )
+        assert relative(out[before : before + tokens], expected) < 1e-2
+        assert not out[:before].any()
+        assert not out[before + tokens :].any()
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 16])

@@ -146,6 +146,33 @@ def test_chunks_and_mixed_steps_do_not_change_the_tokens(runner: Any) -> None:
     assert mixed == decoded[: len(mixed)]
 
 
+def test_a_graph_for_prompts_and_decode_rows_equals_eager(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = {slot: prompt(slot, 70 + 9 * slot) for slot in range(12)}
+
+    def tokens() -> list[list[int]]:
+        new = [new_row(slot, prompts[slot]) for slot in prompts]
+        runner.execute(plan(0, [(s, 0, len(prompts[s]), SAMPLE) for s in range(7)], new))
+        later = [(s, 0, 40 + s, 0) if s % 2 else (s, 0, len(prompts[s]), SAMPLE) for s in range(7, 12)]
+        rest = [(s, 40 + s, len(prompts[s]) - 40 - s, SAMPLE) for s in range(7, 12, 2)]
+        steps = [
+            [(s, len(prompts[s]) + i, 1, SAMPLE) for s in range(7)] + rows
+            for i, rows in enumerate((later, rest))
+        ]
+        return [
+            np.frombuffer(runner.execute(plan(i, rows)).tokens, np.int32).tolist()
+            for i, rows in enumerate(steps)
+        ]
+
+    captured = tokens()
+    monkeypatch.setattr(runner.prompts, "limit", 0)
+    eager = tokens()
+    same = [a == b for one, other in zip(captured, eager) for a, b in zip(one, other)]
+    assert len(same) == 19
+    assert sum(same) >= 16
+
+
 def test_rules_and_logprobs(runner: Any) -> None:
     tokens = prompt(3, 40)
     runner.execute(plan(0, [(3, 0, 40, SAMPLE)], [new_row(3, tokens, logprobs=4)]))

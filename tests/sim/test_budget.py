@@ -66,3 +66,11 @@ def test_without_target_or_decode_rows_only_tokens_count() -> None:
     assert budget.grant(0, 1000) == 100
     assert budget.grant(0, 7) == 7
     assert budget.grant(0, 1000, share=0.5) == 50
+
+
+@pytest.mark.parametrize(
+    ("used", "count", "whole"),
+    [(64, 900, 704), (64, 100, 100), (300, 100, 100), (300, 300, 212), (0, 512, 512)],
+)
+def test_a_cut_leaves_whole_tiles(used: int, count: int, whole: int) -> None:
+    assert Budget(8192, math.inf, (1.0, 1.0, 1.0), 4, used, 256).whole_tiles(count) == whole

@@ -147,7 +147,7 @@ class DecodeAttention:
         prefix: PrefixParts | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
-        """q bf16 ``[R, Hq * hd]`` -> the same shape; with ``projection`` q is ``[R, (Hq + 2 Hkv) * hd]`` as it comes from the
+        """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq + 2 Hkv) * hd]`` as it comes from the
         linear layer, and the new token's k and v are written to the pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
         are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window and without those
         that ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, or e4m3 to be multiplied by
@@ -184,11 +184,11 @@ class DecodeAttention:
         scale = scale * k_scale * unit
         params = _Params(
             *(None if t is None else t.data_ptr() for t in tensors),
-            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), q.shape[0], kv_heads, window, eps,
+            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads, window, eps,
             scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
-        short = prefix is not None and q.shape[0] * kv_heads >= self._processors * SHORT_BLOCKS
+        short = prefix is not None and slots.shape[0] * kv_heads >= self._processors * SHORT_BLOCKS
         warps, blocks = (SHORT_WARPS, SHORT_BLOCKS) if short else (WARPS, BLOCKS)
         kernel = _kernel(
             dim,

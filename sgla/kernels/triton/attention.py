@@ -96,27 +96,25 @@ def _merge(part, part_ml, out, splits, v_scale, HD: tl.constexpr):
 
 @triton.jit
 def _extend(
-    q, k, v, page_table, slots, q_start, kv_len, tiles, out,
+    q, k, v, page_table, tiles, out,
     s_page, s_token, s_head, table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    tile, q_head = tl.program_id(0), tl.program_id(1)
+    tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
-    row = tl.load(tiles + tile * 2)
-    offset = tl.load(tiles + tile * 2 + 1)
-    begin = tl.load(q_start + row)
-    q_len = tl.load(q_start + row + 1) - begin
-    length = tl.load(kv_len + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    i = offset + tl.arange(0, BLOCK_M)
+    slot = tl.load(tile).to(tl.int64)
+    begin = tl.load(tile + 1)
+    start_at = tl.load(tile + 2)
+    count = tl.load(tile + 3)
+    i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HD)
     at = ((begin + i).to(tl.int64) * q_heads + q_head) * HD
-    query = tl.load(q + at[:, None] + d[None, :], mask=i[:, None] < q_len, other=0.0)
-    position = length - q_len + i
-    end = tl.minimum(length, length - q_len + offset + BLOCK_M)
+    query = tl.load(q + at[:, None] + d[None, :], mask=i[:, None] < count, other=0.0)
+    position = start_at + i
+    end = start_at + count
     first = 0
     if window > 0:
-        first = tl.maximum(length - q_len + offset - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(start_at - window + 1, 0) // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, HD], dtype=tl.float32)
@@ -139,7 +137,7 @@ def _extend(
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
-    tl.store(out + at[:, None] + d[None, :], result, mask=i[:, None] < q_len)
+    tl.store(out + at[:, None] + d[None, :], result, mask=i[:, None] < count)
 
 
 def scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -160,14 +158,14 @@ def decode(
     splits: int = 1,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """One query token a row: q ``[R, Hq * hd]`` -> ``[R, Hq * hd]``; k, v ``[pages, page_size, Hkv, hd]``.
+    """One query token a row: q ``[R or more, Hq * hd]`` -> the same shape, R rows of it; k, v ``[pages, page_size, Hkv, hd]``.
 
     Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
     """
-    rows = q.shape[0]
+    rows = slots.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     group = q.shape[1] // (kv_heads * dim)
     q = q.contiguous()  # it may lie beside k and v (``Attention.in_place``)
@@ -193,14 +191,7 @@ def splits_for(rows: int, kv_heads: int, processors: int) -> int:
     return min(32, 1 << (wanted.bit_length() - 1))
 
 
-BLOCK_M = 128
-
-
-def extend_tiles(q_lens: list[int], device: torch.device | str, block: int = BLOCK_M) -> Tensor:
-    """int32[tiles, 2]: (row, offset of the tile in the row's query), longest rows first for an even finish."""
-    order = sorted(range(len(q_lens)), key=lambda r: -q_lens[r])
-    pairs = [(r, o) for r in order for o in range(0, q_lens[r], block)]
-    return torch.tensor(pairs, dtype=torch.int32, device=device).view(-1, 2)
+BLOCK_M = 128  # tokens of a tile
 
 
 def extend(
@@ -208,25 +199,22 @@ def extend(
     k: Tensor,
     v: Tensor,
     page_table: Tensor,
-    slots: Tensor,
-    q_start: Tensor,
-    kv_len: Tensor,
     tiles: Tensor,
     scale: float,
+    out: Tensor,
     window: int = 0,
     softcap: float = 0.0,
     v_scale: float = 1.0,
-) -> Tensor:
-    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from ``extend_tiles``;
-    ``v_scale`` as in ``decode``."""
+) -> None:
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``, the same shape; ``tiles``
+    int32[n, 4]: slot, first token in q, its position, and how many tokens (at most BLOCK_M; 0: none); ``v_scale`` as in
+    ``decode``. Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = q.shape[1] // dim
-    out = torch.empty_like(q)
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
-        q, k, v, page_table, slots, q_start, kv_len, tiles, out,
+        q, k, v, page_table, tiles, out,
         k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale, cap, window,
         HD=dim, GROUP=q_heads // kv_heads, BLOCK_M=BLOCK_M, BLOCK_N=64 if dim <= 128 else 32, SOFTCAP=softcap > 0,
         num_warps=8, num_stages=2,
     )  # fmt: skip
-    return out

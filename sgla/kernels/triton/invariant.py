@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.attention import NEG, _score, extend_tiles, scales
+from sgla.kernels.triton.attention import NEG, _score, scales
 
 ROWS = 64  # queries of a tile: tokens times the query heads of a KV head
 BLOCK = 64  # tokens of a block
@@ -189,8 +189,10 @@ def tile_tokens(group: int) -> int:
 
 
 def tiles_of(q_lens: list[int], group: int, device: torch.device | str) -> Tensor:
-    """int32[tiles, 2]: see ``extend_tiles``."""
-    return extend_tiles(q_lens, device, tile_tokens(group))
+    """int32[tiles, 2]: (row, offset of the tile in the row's query), longest rows first for an even finish."""
+    order = sorted(range(len(q_lens)), key=lambda r: -q_lens[r])
+    pairs = [(r, o) for r in order for o in range(0, q_lens[r], tile_tokens(group))]
+    return torch.tensor(pairs, dtype=torch.int32, device=device).view(-1, 2)
 
 
 def attend(
