@@ -11,6 +11,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -23,7 +23,7 @@ constexpr int SLICE = GROUP * HD / SPLITS;  // outputs that a block merges
 constexpr int FEW = 5;  // blocks of a head whose results everyone merges for himself
 constexpr float NEG = -1e30f;
 
-static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP + 2 <= WARPS && SLICE / 4 * SPLITS <= THREADS && SLICE / 4 * SPLITS % 32 == 0);
+static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP <= 8 && SLICE / 4 * SPLITS <= THREADS && SLICE / 4 * SPLITS % 32 == 0);
 
 // Where the vectors lie in `Params::words`; from INNER on the kernel's own.
 struct Exchange {
@@ -222,24 +222,38 @@ __device__ __forceinline__ uint2 prepare(uint4 words, float4 w, const Place& at,
 // Waits for the projection; q, k and v into shared memory, k and v of the new token to its page too.
 template <class Params, class Layer, class Shared>
 __device__ __forceinline__ void receive_heads(const Params& p, const Layer& layer, const Place& at, Shared& s, u32 tag, int warp, int lane) {
-  if (warp >= GROUP + (newest_block(at) == at.split ? 2 : 0)) return;
+  constexpr int EACH = (GROUP + 2 + WARPS - 1) / WARPS;
+  const int heads = GROUP + (newest_block(at) == at.split ? 2 : 0);  // q, then k and v
+  if (warp >= heads) return;
   const int last = at.len - 1;
   const long long newest = tile_at(p, at, last / TILE) + last % TILE * HD;
-  const int head = warp < GROUP ? at.head * GROUP + warp : HEADS + at.head + (warp > GROUP ? KV_HEADS : 0);
-  const u32* from = p.words + Exchange::QKV_AT + head * HD + lane * 4;
-  float4 weight = {};
-  if (QK_NORM && warp <= GROUP) weight = __ldg(reinterpret_cast<const float4*>(warp < GROUP ? layer.q_norm : layer.k_norm) + lane);
-  uint4 got;
+  uint4 got[EACH];
+  float4 weight[EACH];
+  auto from = [&](int i) {
+    const int head = i < GROUP ? at.head * GROUP + i : HEADS + at.head + (i > GROUP ? KV_HEADS : 0);
+    return p.words + Exchange::QKV_AT + head * HD + lane * 4;
+  };
+#pragma unroll
+  for (int j = 0; j < EACH; ++j)
+    if (const int i = warp + j * WARPS; i < heads) {
+      weight[j] = {};
+      if (QK_NORM && i <= GROUP) weight[j] = __ldg(reinterpret_cast<const float4*>(i < GROUP ? layer.q_norm : layer.k_norm) + lane);
+      got[j] = look(from(i));
+    }
   u32 tries = 0;
-  do {
-    patience(tries);
-    got = look(from);
-  } while (!fresh(got, tag));
-  uint2 y = {pack2(value(got.x), value(got.y)), pack2(value(got.z), value(got.w))};
-  if (warp <= GROUP) y = prepare(got, weight, at, lane, p.eps);
-  bf16* to = warp < GROUP ? s.q[warp] : warp == GROUP ? s.k : s.v;
-  sts64(smem_addr(to) + lane * 8, y.x, y.y);
-  if (warp >= GROUP) *reinterpret_cast<uint2*>((warp == GROUP ? layer.k : layer.v) + newest + lane * 4) = y;
+#pragma unroll
+  for (int j = 0; j < EACH; ++j)
+    if (const int i = warp + j * WARPS; i < heads) {
+      while (!fresh(got[j], tag)) {
+        patience(tries);
+        got[j] = look(from(i));
+      }
+      uint2 y = {pack2(value(got[j].x), value(got[j].y)), pack2(value(got[j].z), value(got[j].w))};
+      if (i <= GROUP) y = prepare(got[j], weight[j], at, lane, p.eps);
+      bf16* to = i < GROUP ? s.q[i] : i == GROUP ? s.k : s.v;
+      sts64(smem_addr(to) + lane * 8, y.x, y.y);
+      if (i >= GROUP) *reinterpret_cast<uint2*>((i == GROUP ? layer.k : layer.v) + newest + lane * 4) = y;
+    }
 }
 
 // This warp's tiles of the history. The first one is fetched before the projection is there.
@@ -364,48 +378,52 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
   }
 }
 
-// Waits for the partial results of a few blocks for each head, and merges them into shared memory as bf16: a warp a head.
+// Waits for the partial results of a few blocks for a head, and merges them to `to` in shared memory as bf16.
 template <class Params>
-__device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp, int lane) {
+__device__ __forceinline__ void receive_head(const Params& p, const Place& at, u32 tag, int head, u32 to, int lane) {
+  const int part = head / GROUP * SPLITS * GROUP + head % GROUP;
   u32 tries = 0;
-#pragma unroll 1
-  for (int head = warp; head < HEADS; head += WARPS) {
-    const int part = head / GROUP * SPLITS * GROUP + head % GROUP;
-    const u32 *from = p.words + Exchange::PART + part * HD + lane * 4, *from_ml = p.words + Exchange::PART_ML + part * 2;
-    uint4 got[FEW];
-    uint2 ml[FEW];
+  const u32 *from = p.words + Exchange::PART + part * HD + lane * 4, *from_ml = p.words + Exchange::PART_ML + part * 2;
+  uint4 got[FEW];
+  uint2 ml[FEW];
 #pragma unroll
-    for (int i = 0; i < FEW; ++i)
-      if (i < at.blocks) {
+  for (int i = 0; i < FEW; ++i)
+    if (i < at.blocks) {
+      got[i] = look(from + i * GROUP * HD);
+      ml[i] = look2(from_ml + i * GROUP * 2);
+    }
+  float m = NEG;
+#pragma unroll
+  for (int i = 0; i < FEW; ++i)
+    if (i < at.blocks) {
+      while (!fresh(got[i], tag) || (((ml[i].x ^ tag) | (ml[i].y ^ tag)) & 0xffu)) {
+        patience(tries);
         got[i] = look(from + i * GROUP * HD);
         ml[i] = look2(from_ml + i * GROUP * 2);
       }
-    float m = NEG;
+      m = fmaxf(m, value(ml[i].x));
+    }
+  float l = 0.f;
+  float4 x = {};
 #pragma unroll
-    for (int i = 0; i < FEW; ++i)
-      if (i < at.blocks) {
-        while (!fresh(got[i], tag) || (((ml[i].x ^ tag) | (ml[i].y ^ tag)) & 0xffu)) {
-          patience(tries);
-          got[i] = look(from + i * GROUP * HD);
-          ml[i] = look2(from_ml + i * GROUP * 2);
-        }
-        m = fmaxf(m, value(ml[i].x));
-      }
-    float l = 0.f;
-    float4 x = {};
-#pragma unroll
-    for (int i = 0; i < FEW; ++i)
-      if (i < at.blocks) {
-        const float f = exp2_fast(value(ml[i].x) - m);
-        l += f * value(ml[i].y);
-        x.x += f * value(got[i].x);
-        x.y += f * value(got[i].y);
-        x.z += f * value(got[i].z);
-        x.w += f * value(got[i].w);
-      }
-    const float r = __fdividef(1.f, l);
-    sts64(to + head * HD * 2 + lane * 8, pack2(x.x * r, x.y * r), pack2(x.z * r, x.w * r));
-  }
+  for (int i = 0; i < FEW; ++i)
+    if (i < at.blocks) {
+      const float f = exp2_fast(value(ml[i].x) - m);
+      l += f * value(ml[i].y);
+      x.x += f * value(got[i].x);
+      x.y += f * value(got[i].y);
+      x.z += f * value(got[i].z);
+      x.w += f * value(got[i].w);
+    }
+  const float r = __fdividef(1.f, l);
+  sts64(to + lane * 8, pack2(x.x * r, x.y * r), pack2(x.z * r, x.w * r));
+}
+
+// The same for all heads: a warp a head.
+template <class Params>
+__device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp, int lane) {
+#pragma unroll 1
+  for (int head = warp; head < HEADS; head += WARPS) receive_head(p, at, tag, head, to + head * HD * 2, lane);
 }
 
 // This block's slice of its KV head's outputs, merged over the blocks.

@@ -9,6 +9,7 @@ The main process imports no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -70,8 +71,9 @@ class Rank:
         except BlockingIOError:
             return True
         text = data.decode(errors="replace")
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody reads ours any more; the last words are kept all the same
+            sys.stderr.write(text)
+            sys.stderr.flush()
         first, *rest = text.split("\n")
         self.lines[-1] += first
         self.lines.extend(rest)

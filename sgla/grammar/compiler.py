@@ -243,12 +243,15 @@ class Process:
 
     def __init__(self, vocabulary: Path) -> None:
         self.served = False
+        # What this process imports, and nothing from the current folder.
+        command = [sys.executable, "-P", "-m", "sgla.grammar.sandbox", str(vocabulary)]
+        path = os.pathsep.join(folder for folder in sys.path if folder)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "sgla.grammar.sandbox", str(vocabulary)],
+            command,
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None

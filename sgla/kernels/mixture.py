@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda import experts
+from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.ops import Activation, Norm
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sgla.quant import Weight
 
 ROUTED = 16  # tokens up to which norm and router are one kernel
+MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
 
 
@@ -99,6 +100,10 @@ def run(
         return Few(inner, chosen, down, d)
     if native:
         return Grouped(experts.forward(choice, gate_up.data, down.data, activation), probabilities)
+    if pairs >= MANY * router.n and down.kind == "bf16" and _hopper() and grouped_gemm.supported(down.k, d):
+        groups = moe.group(chosen, router.n, grouped_gemm.ROWS)
+        inner = grouped_gemm.product(x, gate_up.data, down.k, groups, activation)
+        return Grouped(grouped_gemm.product(inner, down.data, d, groups), probabilities)
     tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), _hopper())
     groups = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(

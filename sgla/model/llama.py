@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape, pays
+from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape
+from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import SelfAttention
 from sgla.layers.batch import ForwardBatch
@@ -42,18 +43,25 @@ class Block:
         x, h = self.mlp_norm.add(x, h)
         return self.mlp(x), h
 
-    def weights(self) -> LayerWeights | None:
-        """The layer's tensors, if it has nothing but plain bfloat16 weights, full attention and a SiLU-gated MLP."""
+    def weights(self) -> LayerWeights | MixtureWeights | None:
+        """The layer's tensors, if it has nothing but plain bfloat16 weights, full attention and SiLU-gated MLPs."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(mlp, GatedMLP) or mlp.activation != "silu" or attention.window or attention.softcap:
+        qkv, out = attention.qkv, attention.out
+        norms = self.input_norm.weight, self.mlp_norm.weight
+        heads = attention.q_norm, attention.k_norm
+        if mlp.activation != "silu" or attention.window or attention.softcap:
             return None
-        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-        if any(x.bias is not None or x.weight.kind != "bf16" for x in linears):
+        if any(x.bias is not None or x.weight.kind != "bf16" for x in (qkv, out)):
             return None
-        return LayerWeights(
-            attention.qkv.weight.data, attention.out.weight.data, mlp.gate_up.weight.data, mlp.down.weight.data,
-            self.input_norm.weight, self.mlp_norm.weight, attention.q_norm, attention.k_norm,
-        )  # fmt: skip
+        if isinstance(mlp, MoE):
+            if any(weight.kind != "bf16" for weight in (mlp.router, mlp.gate_up, mlp.down)):
+                return None
+            experts = mlp.router.data, mlp.gate_up.data, mlp.down.data
+            return MixtureWeights(qkv.weight.data, out.weight.data, *experts, *norms, *heads)
+        if any(x.bias is not None or x.weight.kind != "bf16" for x in (mlp.gate_up, mlp.down)):
+            return None
+        mlp_weights = mlp.gate_up.weight.data, mlp.down.weight.data
+        return LayerWeights(qkv.weight.data, out.weight.data, *mlp_weights, *norms, *heads)
 
 
 class Llama(CausalLM):
@@ -100,9 +108,9 @@ class Llama(CausalLM):
     def decode_step(self, kv: list[KVLayer]) -> DecodeStep | None:
         spec, pages = self.spec, kv[0].k
         layers = [weights for block in self.blocks if (weights := block.weights()) is not None]
-        plain = len(layers) == spec.layers and self.embed.weight.kind == self.lm_head.weight.kind == "bf16"
+        alike = len(layers) == spec.layers and len({type(weights) for weights in layers}) == 1
+        plain = alike and self.embed.weight.kind == self.lm_head.weight.kind == "bf16"
         whole_heads = spec.head_dim == self.cos_sin.shape[1] == HEAD_DIM
-        shape = Shape(spec.hidden, spec.heads, spec.kv_heads, spec.intermediate, self.qk_norm, pages.shape[1])
         if (
             self.shard.size > 1
             or not plain
@@ -111,9 +119,20 @@ class Llama(CausalLM):
             or pages.dtype != torch.bfloat16
         ):
             return None
-        if not pays(shape, spec.layers, spec.vocab):
+        shape = self._step_shape(isinstance(layers[0], MixtureWeights), pages.shape[1])
+        if not shape.pays(spec.layers, spec.vocab):
             return None
         embedding, head = self.embed.weight.data, self.lm_head.weight.data
         return DecodeStep(
             shape, layers, kv, embedding, head, self.norm.weight, self.cos_sin, spec.eps, spec.attention_scale
         )
+
+    def _step_shape(self, mixture: bool, page_size: int) -> Shape | MixtureShape:
+        spec, moe = self.spec, self.spec.moe
+        if not mixture:
+            return Shape(spec.hidden, spec.heads, spec.kv_heads, spec.intermediate, self.qk_norm, page_size)
+        assert moe is not None
+        return MixtureShape(
+            spec.hidden, spec.heads, spec.kv_heads, moe.intermediate, moe.experts, moe.top_k, moe.normalize,
+            self.qk_norm, page_size,
+        )  # fmt: skip

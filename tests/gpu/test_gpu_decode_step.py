@@ -17,6 +17,7 @@ from sgla.kernels.ops import KVLayer
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
 LAYERS, VOCAB, EPS, SLOT = 2, 2000, 1e-6, 2
+LENGTHS = (1, 16, 17, 640, 2100, 4097)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,27 +29,23 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * c - b * s, b * c + a * s], -1)
 
 
+def weight(n: int, k: int) -> Tensor:
+    return torch.randn(n, k, dtype=BF16, device="cuda").mul_(0.02)
+
+
+def norm(n: int) -> Tensor:
+    return 1 + 0.1 * torch.randn(n, device="cuda")
+
+
 class Decoder:
     """Random weights and a random history of one row."""
 
     def __init__(self, shape: Any, tokens: int) -> None:
-        from sgla.kernels.cuda.decode_step import DecodeStep, LayerWeights
+        from sgla.kernels.cuda.decode_step import DecodeStep
 
-        def weight(n: int, k: int) -> Tensor:
-            return torch.randn(n, k, dtype=BF16, device="cuda") * 0.02
-
-        def norm(n: int) -> Tensor:
-            return 1 + 0.1 * torch.randn(n, device="cuda")
-
-        hidden, heads = shape.hidden, (norm(128), norm(128)) if shape.qk_norm else (None, None)
+        hidden = shape.hidden
         self.shape, self.scale, pages = shape, 128**-0.5, -(-tokens // 16)
-        self.layers = [
-            LayerWeights(
-                weight(shape.qkv, hidden), weight(hidden, shape.heads * 128), weight(2 * shape.inner, hidden),
-                weight(hidden, shape.inner), norm(hidden), norm(hidden), *heads,
-            )
-            for _ in range(LAYERS)
-        ]  # fmt: skip
+        self.layers = [self.layer() for _ in range(LAYERS)]
         self.embedding, self.head, self.norm = weight(VOCAB, hidden), weight(VOCAB, hidden), norm(hidden)
         pool = torch.randn(LAYERS, 2, pages + 1, shape.kv_heads, 16, 128, dtype=BF16, device="cuda")
         self.kv = [KVLayer(k, v) for k, v in pool.transpose(3, 4)]
@@ -61,6 +58,20 @@ class Decoder:
         self.step = DecodeStep(
             shape, self.layers, self.kv, self.embedding, self.head, self.norm, self.cos_sin, EPS, self.scale
         )
+
+    def layer(self) -> Any:
+        from sgla.kernels.cuda.decode_step import LayerWeights
+
+        shape, hidden = self.shape, self.shape.hidden
+        heads = (norm(128), norm(128)) if shape.qk_norm else (None, None)
+        return LayerWeights(
+            weight(shape.qkv, hidden), weight(hidden, shape.heads * 128), weight(2 * shape.inner, hidden),
+            weight(hidden, shape.inner), norm(hidden), norm(hidden), *heads,
+        )  # fmt: skip
+
+    def mlp(self, w: Any, x: Tensor) -> Tensor:
+        gate, up = (w.gate_up.float() @ x).chunk(2)
+        return w.down.float() @ (F.silu(gate) * up)
 
     def run(self, token: int, length: int) -> Tensor:
         ids, slots, kv_len = (
@@ -86,13 +97,20 @@ class Decoder:
             keys, values = torch.cat([past_k, k[None]]), torch.cat([past_v, v[None]])
             scores = torch.einsum("hgd,nhd->hgn", q.view(shape.kv_heads, -1, 128), keys) * self.scale
             h = h + w.out.float() @ torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values).flatten()
-            gate, up = (w.gate_up.float() @ rms_norm(h, w.mlp_norm)).chunk(2)
-            h = h + w.down.float() @ (F.silu(gate) * up)
+            h = h + self.mlp(w, rms_norm(h, w.mlp_norm))
         return self.head.float() @ rms_norm(h, self.norm), torch.stack(written)
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
     return float((x.float() - expected).norm() / expected.norm())
+
+
+def compare(decoder: Decoder, token: int, length: int) -> None:
+    expected, written = decoder.oracle(token, length)
+    assert relative(decoder.run(token, length), expected) < 0.015
+    page, at = int(decoder.table[SLOT, (length - 1) // 16]), (length - 1) % 16
+    stored = torch.stack([torch.stack([kv.k[page, at], kv.v[page, at]]) for kv in decoder.kv])
+    assert relative(stored, written) < 0.015
 
 
 @pytest.mark.parametrize(
@@ -104,12 +122,8 @@ def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, q
 
     torch.manual_seed(0)
     decoder = Decoder(Shape(hidden, heads, kv_heads, inner, qk_norm, 16), 4200)
-    for token, length in enumerate((1, 16, 17, 640, 2100, 4097)):
-        expected, written = decoder.oracle(token, length)
-        assert relative(decoder.run(token, length), expected) < 0.015
-        page, at = int(decoder.table[SLOT, (length - 1) // 16]), (length - 1) % 16
-        stored = torch.stack([torch.stack([kv.k[page, at], kv.v[page, at]]) for kv in decoder.kv])
-        assert relative(stored, written) < 0.015
+    for token, length in enumerate(LENGTHS):
+        compare(decoder, token, length)
 
 
 @pytest.fixture
@@ -121,6 +135,10 @@ def runner() -> Iterator[Any]:
 
 
 def test_runner_decodes_one_row_as_it_does_many(runner: Any) -> None:
+    compare_in_runner(runner)
+
+
+def compare_in_runner(runner: Any) -> None:
     """The kernel in the graph, by itself, and the usual kernels one after the other."""
     graphs = runner.graphs
     assert graphs._one_row is not None

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_gpu_runner import agreement, generate, prompt
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import experts as native
-from sgla.kernels.cuda import router
+from sgla.kernels.cuda import grouped_gemm, router
 from sgla.kernels.triton import elementwise, moe
 from sgla.quant import pack
 
@@ -37,7 +38,7 @@ def experts() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize("tokens", [1, 4, 5, 16, 17, 100, 256, 1000])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 16, 17, 100, 256, 700, 1000])
 def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None:
     weights = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
     x, norm = torch.randn(tokens, 2048, dtype=BF16, device="cuda"), torch.rand(2048, device="cuda") + 0.5
@@ -109,6 +110,35 @@ def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
         found = router.choose(x, w[0], top_k, True, places=native.places(count))
         y = native.forward(found, w[1], w[2], "silu")
         assert relative(moe.combine(y, found.probabilities), expected) < 0.01
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("count", "f", "tokens"), [(8, 192, 300), (16, 768, 1000), (128, 768, 4096), (3, 64, 700)]
+)
+def test_products_of_prompts_equal_the_oracle(count: int, f: int, tokens: int, activation: Any) -> None:
+    """Some experts have no pairs, one or a few."""
+    d, top_k = 1024, 2
+    x = torch.randn(tokens, d, dtype=BF16, device="cuda")
+    gate_up = torch.randn(count * 2 * f, d, dtype=BF16, device="cuda") * d**-0.5
+    down = torch.randn(count * d, f, dtype=BF16, device="cuda") * f**-0.5
+    ids = torch.randint(0, count - 1, (tokens, top_k), dtype=torch.int32, device="cuda")
+    ids[ids == 1] = 0
+    ids[7, 1] = 1
+    groups = moe.group(ids, count, grouped_gemm.ROWS)
+    inner = grouped_gemm.product(x, gate_up, f, groups, activation)
+    y = grouped_gemm.product(inner, down, d, groups)
+    order = ids.view(-1).argsort(stable=True)
+    for e in range(count):
+        places = (ids.view(-1)[order] == e).nonzero().view(-1)
+        if not len(places):
+            continue
+        pairs = order[places]
+        both = x[pairs // top_k].float() @ gate_up[e * 2 * f : (e + 1) * 2 * f].float().t()
+        gate, up = both.split(f, 1)
+        act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        assert relative(inner[places], act * up) < 0.01
+        assert relative(y[pairs], inner[places].float() @ down[e * d : (e + 1) * d].float().t()) < 0.01
 
 
 def make(quantization: str | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,20 @@ def test_workers_are_warned_of_slow_grammars(monkeypatch: pytest.MonkeyPatch) ->
         compiler.close()
     with pytest.raises(SglaError, match="stopping"):
         compiler(schema({"const": 2}))
+
+
+def test_modules_of_the_current_folder_are_not_taken_for_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the library is where this process has it from
+    vocabulary = Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256])
+    compiler = Compiler(lambda: vocabulary, lambda command: {"ready": True})
+    try:
+        assert compiler(schema({"const": 1}))
+    finally:
+        compiler.close()
 
 
 def test_workers_that_could_not_read_the_vocabulary_are_told_again() -> None:

@@ -1,10 +1,11 @@
-"""Launcher of ``decode_step.cu``: one token of one row through a whole decoder in one kernel."""
+"""Launcher of ``decode_step.cu`` and ``mixture_step.cu``: one token of one row through a whole decoder in one kernel."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes lo
 P = ctypes.c_void_p
 
 
+class StepShape(Protocol):
+    """What a kernel of a whole step is compiled for."""
+
+    @property
+    def words(self) -> int:
+        """Of the vectors that blocks exchange."""
+
+    def kernel(self) -> Kernel: ...
+
+
 class Shape(NamedTuple):
-    """What the kernel is compiled for."""
+    """What ``decode_step.cu`` is compiled for."""
 
     hidden: int
     heads: int
@@ -64,6 +75,21 @@ class Shape(NamedTuple):
         """Places of a warp's ring, each a piece and a barrier."""
         most = ((227 << 10) - self.shared) // (WARPS * (2 * PIECE + 8))
         return min(most, self.layer_weights // (BLOCKS * WARPS * PIECE))
+
+    def kernel(self) -> Kernel:
+        return _kernel(self)
+
+    def pays(self, layers: int, vocab: int) -> bool:
+        """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other."""
+        properties = torch.cuda.get_device_properties(0)
+        if properties.major < 9 or properties.multi_processor_count < BLOCKS:
+            return False
+        even = all(
+            n % (BLOCKS * WARPS) == 0 for n in (self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM)
+        )
+        attends = self.kv_heads in (4, 8, 16) and self.group <= 6 and self.page_size % 16 == 0
+        small = 2 * self.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
+        return even and attends and small and vocab % 4 == 0
 
 
 class LayerWeights(NamedTuple):
@@ -110,19 +136,6 @@ class _Params(ctypes.Structure):
     )
 
 
-def pays(shape: Shape, layers: int, vocab: int) -> bool:
-    """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other."""
-    properties = torch.cuda.get_device_properties(0)
-    if properties.major < 9 or properties.multi_processor_count < BLOCKS:
-        return False
-    even = all(
-        n % (BLOCKS * WARPS) == 0 for n in (shape.hidden, shape.qkv, shape.inner, shape.heads * HEAD_DIM)
-    )
-    attends = shape.kv_heads in (4, 8, 16) and shape.group <= 6 and shape.page_size % 16 == 0
-    small = 2 * shape.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and shape.depth >= LEAST_DEPTH
-    return even and attends and small and vocab % 4 == 0
-
-
 @cache
 def _kernel(shape: Shape) -> Kernel:
     defines = {"HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "INTER": shape.inner}
@@ -137,14 +150,14 @@ def _kernel(shape: Shape) -> Kernel:
 
 
 class DecodeStep:
-    """The model is one that ``pays``. ``embedding`` and ``head`` bf16 ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin``
+    """The model is one that ``pays``; ``layers`` as its shape wants them. ``embedding`` and ``head`` bf16 ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin``
     float32 ``[positions, 128]``, ``scale`` of the attention scores; ``kv`` bf16, all layers with the same strides, the tokens of a
     page and head contiguous."""
 
     def __init__(
         self,
-        shape: Shape,
-        layers: list[LayerWeights],
+        shape: StepShape,
+        layers: Sequence[tuple[Tensor | None, ...]],
         kv: list[KVLayer],
         embedding: Tensor,
         head: Tensor,
@@ -167,7 +180,7 @@ class DecodeStep:
         self._kept = layers, kv
         self._numbers = k.stride(0), k.stride(2), len(layers), head.shape[0]
         self._eps, self._scale = eps, scale * 1.4426950408889634
-        self._kernel = _kernel(shape)
+        self._kernel = shape.kernel()
 
     def __call__(
         self, ids: Tensor, slots: Tensor, kv_len: Tensor, page_table: Tensor, logits: Tensor

@@ -91,7 +91,7 @@ def _norm_router(
     tl.store(logits + token * experts + e, y, mask=e < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, ids, probabilities, done, tokens, experts, top_k, places,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
@@ -123,7 +123,7 @@ def _route(
     tl.store(probabilities + pair, p / scale[:, None], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(ids, counts, pairs, E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One program: how often each expert is in CHUNK pairs."""
     _begin(PDL)
@@ -133,37 +133,43 @@ def _count(ids, counts, pairs, E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.con
     tl.store(counts + chunk * E + tl.arange(0, E), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "count"])
 def _group(
     ids, counts, order, blocks, pairs, count,
     ROWS: tl.constexpr, E: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the places of one expert's pairs in the order, and its blocks."""
+    """One program: the places of one expert's pairs of one chunk in the order. The first chunk's: its blocks too, which are
+    about equal."""
     _begin(PDL)
     expert = tl.program_id(0)
-    i = tl.arange(0, CHUNK)
+    own_chunk = tl.program_id(1)
     bins = tl.arange(0, E)
     sizes = tl.zeros([E], tl.int32)
-    for chunk in range(0, tl.cdiv(pairs, CHUNK)):
-        sizes += tl.load(counts + chunk * E + bins)
+    earlier = tl.zeros([E], tl.int32)
+    for chunk in range(0, tl.num_programs(1)):
+        found = tl.load(counts + chunk * E + bins)
+        sizes += found
+        if chunk < own_chunk:
+            earlier += found
     needed = (sizes + ROWS - 1) // ROWS
     start = tl.sum(tl.where(bins < expert, sizes, 0))
     first = tl.sum(tl.where(bins < expert, needed, 0))
     size = tl.sum(tl.where(bins == expert, sizes, 0))
     own = (size + ROWS - 1) // ROWS
-    b = tl.arange(0, BLOCKS)
-    entry = blocks + (first + b) * 3
-    tl.store(entry, tl.zeros([BLOCKS], tl.int32) + expert, mask=b < own)
-    tl.store(entry + 1, start + b * ROWS, mask=b < own)
-    tl.store(entry + 2, tl.minimum(start + (b + 1) * ROWS, start + size), mask=b < own)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(blocks + b * 3, tl.full([BLOCKS], -1, tl.int32), mask=(b >= first + own) & (b < count))
-    seen = start
-    for at in range(0, pairs, CHUNK):
-        found = tl.load(ids + at + i, mask=at + i < pairs, other=-1) == expert
-        rank = tl.cumsum(found.to(tl.int32), 0)
-        tl.store(order + seen + rank - 1, at + i, mask=found)
-        seen += tl.sum(found.to(tl.int32))
+    each = (size + own - 1) // tl.maximum(own, 1)
+    if own_chunk == 0:
+        b = tl.arange(0, BLOCKS)
+        entry = blocks + (first + b) * 3
+        tl.store(entry, tl.zeros([BLOCKS], tl.int32) + expert, mask=b < own)
+        tl.store(entry + 1, start + b * each, mask=b < own)
+        tl.store(entry + 2, tl.minimum(start + (b + 1) * each, start + size), mask=b < own)
+        if expert == tl.num_programs(0) - 1:
+            tl.store(blocks + b * 3, tl.full([BLOCKS], -1, tl.int32), mask=(b >= first + own) & (b < count))
+    i = own_chunk * CHUNK + tl.arange(0, CHUNK)
+    mine = tl.load(ids + i, mask=i < pairs, other=-1) == expert
+    rank = tl.cumsum(mine.to(tl.int32), 0)
+    before = start + tl.sum(tl.where(bins == expert, earlier, 0))
+    tl.store(order + before + rank - 1, i, mask=mine)
 
 
 @triton.jit
@@ -382,7 +388,7 @@ def group(ids: Tensor, experts: int, rows: int) -> Groups:
     chunks, warps = triton.cdiv(pairs, chunk), 8 if chunk > 1024 else 4
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     _count[(chunks,)](ids, counts, pairs, E=bins, CHUNK=chunk, num_warps=warps, **_pdl())
-    _group[(experts,)](
+    _group[(experts, chunks)](
         ids, counts, order, blocks, pairs, count, ROWS=rows, E=bins, BLOCKS=triton.next_power_of_2(count),
         CHUNK=chunk, num_warps=warps, **_pdl(),
     )  # fmt: skip

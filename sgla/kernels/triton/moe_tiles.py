@@ -17,7 +17,6 @@ TUNED: dict[tuple[int, int, int, int], list[Tiles]] = {
         Tiles(512, 64, Tile(64, 64, 4, 3, False, True), Tile(128, 64, 8, 4, False, True)),
         Tiles(1024, 128, Tile(128, 64, 8, 4, False, True), Tile(256, 64, 8, 4, False, True)),
         Tiles(2048, 128, Tile(128, 64, 8, 4, False, True), Tile(256, 64, 8, 4, False, True)),
-        Tiles(8192, 128, Tile(128, 64, 8, 4, False, True), Tile(128, 64, 4, 3, False, True)),
     ],
     # The same in e4m3
     (128, 768, 2048, 1): [

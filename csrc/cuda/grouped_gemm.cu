@@ -1,0 +1,297 @@
+// One product of a mixture of experts for prompts: the pairs of token and expert, sorted by expert, in blocks of one expert.
+//
+// Weights are the wide side (M) of the tensor-core instruction and the pairs of a block the narrow one (N), in steps of 16 or 32
+// up to 256, so no product is wasted on a whole tile of rows that are not there. A block of threads stays and takes every so
+// manieth tile. One group of warps loads, the others multiply 64 weight rows each with all pairs.
+// GATED: rows of x are gathered by token; the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a
+// thread has both; the result is in the pairs' order. Otherwise x is in that order and comes through the copy engine, and the
+// result goes to the pair's own row.
+#include "common.cuh"
+
+#ifndef GATED
+#define GATED 1
+#endif
+#ifndef GELU
+#define GELU 0
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+
+constexpr int BM = 128, BK = 64, BN = 256, STEP = 16, BOX = 32;  // BOX: rows of x in one copy
+constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
+constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
+constexpr int PIECE = 64, CHUNKS = GATED ? 4 : 8;  // pairs that leave together; 16-byte pieces of the columns of a group of warps
+constexpr int OUT_BYTES = PIECE * CHUNKS * 16, LINES = 128 / CHUNKS;  // LINES: rows that a group of warps writes at a time
+template <int N>
+constexpr int TARGETS = GATED ? 1 : (N + LINES - 1) / LINES;
+
+struct Params {
+  TensorMap w, x;     // x: not GATED
+  const bf16* rows;   // GATED: x [tokens, k]
+  const int* order;   // [pairs]
+  const int* blocks;  // [count, 3]: expert or -1, first and last + 1 place in the order
+  bf16* out;          // [pairs, n]
+  int count, tiles, n, k, top_k;
+};
+
+__device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int k, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(row) : "memory");
+}
+__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, int expert) {
+  if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows, expert
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];"
+                 ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 16), "r"(expert) : "memory");
+  else
+    copy_x(to, map, bar, k, row);
+}
+__device__ __forceinline__ void stmatrix_trans(u32 to, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+}
+// A tile with rows of 128 bytes, swizzled, k innermost; 8 rows are 1024 bytes.
+__device__ __forceinline__ u64 tile_at(u32 addr) {
+  return u64((addr & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+}
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA(N, SUMS, A, B, ...) \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", " B ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(a), "l"(b)); \
+  }
+#define S1 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define S2 S1 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define S3 S2 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define S4 S3 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define S5 S4 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define S6 S5 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define S7 S6 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define S8 S7 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define S9 S8 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define S10 S9 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define S11 S10 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define S12 S11 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define S13 S12 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define S14 S13 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define S15 S14 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define S16 S15 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define O1 D8(0)
+#define O2 O1, D8(8)
+#define O3 O2, D8(16)
+#define O4 O3, D8(24)
+#define O5 O4, D8(32)
+#define O6 O5, D8(40)
+#define O7 O6, D8(48)
+#define O8 O7, D8(56)
+#define O9 O8, D8(64)
+#define O10 O9, D8(72)
+#define O11 O10, D8(80)
+#define O12 O11, D8(88)
+#define O13 O12, D8(96)
+#define O14 O13, D8(104)
+#define O15 O14, D8(112)
+#define O16 O15, D8(120)
+WGMMA(32, S2, "%16", "%17", O2)
+WGMMA(64, S4, "%32", "%33", O4)
+WGMMA(96, S6, "%48", "%49", O6)
+WGMMA(128, S8, "%64", "%65", O8)
+WGMMA(160, S10, "%80", "%81", O10)
+WGMMA(176, S11, "%88", "%89", O11)
+WGMMA(192, S12, "%96", "%97", O12)
+WGMMA(208, S13, "%104", "%105", O13)
+WGMMA(224, S14, "%112", "%113", O14)
+WGMMA(240, S15, "%120", "%121", O15)
+WGMMA(256, S16, "%128", "%129", O16)
+template <int PENDING, int N>
+__device__ __forceinline__ void wgmma_wait(float (&acc)[N]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#pragma unroll
+  for (int j = 0; j < N; ++j) asm volatile("" : "+f"(acc[j])::"memory");
+}
+__device__ __forceinline__ float gate(float x, float up) {
+  const float u = GELU ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
+  return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
+}
+
+// A place in the ring of stages.
+struct Slot {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// The tiles of this block of threads. Those of a block of pairs follow each other, so its rows of x and its expert stay in the
+// L2 cache.
+struct Tile {
+  int at, expert, first, rows, w;
+  __device__ __forceinline__ Tile(const Params& p, int i) : at(i) {
+    const bool here = i < p.count * p.tiles;
+    const int* block = p.blocks + (here ? i / p.tiles * 3 : 0);
+    expert = here ? block[0] : -1, first = block[1], rows = block[2] - first, w = i % p.tiles;
+  }
+  __device__ __forceinline__ Tile next(const Params& p) const { return Tile(p, at + gridDim.x); }
+};
+
+__device__ __forceinline__ void load_w(const Params& p, u32 stage, u32 bar, int k, const Tile& tile) {
+  copy_w(stage, p.w, bar, k, (GATED ? 0 : tile.expert * p.n) + tile.w * BM, tile.expert);
+}
+
+// By one thread. Weights are asked for while the kernel before runs: the blocks were there before that one.
+__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty) {
+  const int steps = p.k / BK;
+  auto boxes = [](const Tile& tile) { return (tile.rows + BOX - 1) / BOX; };
+  auto bytes = [&](const Tile& tile) { return W_BYTES + boxes(tile) * (BOX * BK * 2); };
+  const Tile one(p, blockIdx.x);
+  int ahead = one.expert < 0 ? 0 : min(STAGES, steps);
+  for (int i = 0; i < ahead; ++i) {
+    barrier_expect(full + i * 8, bytes(one));
+    load_w(p, ring + i * STAGE_BYTES, full + i * 8, i * BK, one);
+  }
+  pdl_wait();
+  Slot slot;
+  for (Tile tile = one; tile.expert >= 0; tile = tile.next(p))
+    for (int i = 0; i < steps; ++i, slot.next()) {
+      const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
+      if (ahead > 0) {
+        --ahead;
+      } else {
+        barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
+        barrier_expect(bar, bytes(tile));
+        load_w(p, stage, bar, i * BK, tile);
+      }
+      for (int b = 0; b < boxes(tile); ++b) copy_x(stage + W_BYTES + b * (BOX * BK * 2), p.x, bar, i * BK, tile.first + b * BOX);
+    }
+}
+
+// By all loading threads: 8 take the 128 bytes of a row, swizzled, of each 16 rows.
+__device__ __forceinline__ void load_gathered(const Params& p, u32 ring, u32 full, u32 empty, int thread) {
+  const int row = thread / 8, chunk = thread % 8, steps = p.k / BK;
+  const u32 to = ring + W_BYTES + row * (BK * 2) + ((chunk ^ (row & 7)) << 4);
+  const bf16* from = p.rows + chunk * 8;
+  Slot slot;
+  for (Tile tile(p, blockIdx.x); tile.expert >= 0; tile = tile.next(p)) {
+    const int parts = (tile.rows + STEP - 1) / STEP;
+    u32 source[BN / STEP];
+#pragma unroll
+    for (int r = 0; r < BN / STEP; ++r) source[r] = p.order[tile.first + min(r * STEP + row, tile.rows - 1)] / p.top_k * p.k;
+    for (int i = 0; i < steps; ++i, slot.next()) {
+      barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
+      if (thread == 0) {
+        barrier_expect(full + slot.stage * 8, W_BYTES);
+        load_w(p, ring + slot.stage * STAGE_BYTES, full + slot.stage * 8, i * BK, tile);
+      }
+      __syncwarp();
+      const u32 stage = to + slot.stage * STAGE_BYTES;
+#pragma unroll
+      for (int r = 0; r < BN / STEP; ++r)
+        if (r < parts) cp_async16(stage + r * (STEP * BK * 2), from + source[r] + i * BK, 16);
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + slot.stage * 8) : "memory");
+    }
+  }
+}
+
+// A group of warps brings its columns of the tile to memory, PIECE pairs at a time, transposed through shared memory. `odd`:
+// which of two buffers at `out` is next.
+template <int N>
+__device__ __forceinline__ void store(const Params& p, const Tile& tile, const float (&acc)[N / 2], const int (&target)[TARGETS<N>], u32 out, u32& odd) {
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+  const int chunk = thread % CHUNKS;
+  bf16* to = p.out + (tile.w * GROUPS + group) * (CHUNKS * 8) + chunk * 8;
+  auto at = [&](int row, int chunk) { return row * (CHUNKS * 16) + ((chunk ^ (GATED ? row >> 1 & 3 : row & 7)) << 4); };
+#pragma unroll
+  for (int first = 0; first < N; first += PIECE, odd ^= 1) {
+    if (first >= tile.rows) break;
+    const u32 buffer = out + odd * OUT_BYTES;
+#pragma unroll
+    for (int j = first / 8; j < min(first + PIECE, N) / 8; j += GATED ? 2 : 1) {
+      const float* d = acc + j * 4;
+      const int row = j * 8 - first + lane % 8;
+      if (GATED)
+        stmatrix_trans(buffer + at(row + (lane & 8), warp), pack2(gate(d[0], d[2]), gate(d[1], d[3])), pack2(gate(d[4], d[6]), gate(d[5], d[7])));
+      else
+        stmatrix_trans(buffer + at(row, warp * 2 + (lane >> 3 & 1)), pack2(d[0], d[1]), pack2(d[2], d[3]));
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+#pragma unroll
+    for (int i = 0; i < PIECE / LINES; ++i) {
+      u32 v[4];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(buffer + at(thread / CHUNKS + i * LINES, chunk)) : "memory");
+      const int row = first + thread / CHUNKS + i * LINES;
+      if (row < tile.rows) *reinterpret_cast<uint4*>(to + (long long)(GATED ? tile.first + row : target[first / LINES + i]) * p.n) = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+// The product of 64 weight rows and N pairs.
+template <int N>
+__device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 ring, u32 full, u32 empty, Slot& slot, u32 out, u32& odd) {
+  const int group = threadIdx.x / 128, steps = p.k / BK;
+  const bool leads = threadIdx.x % 128 == 0;
+  int target[TARGETS<N>];  // rows of the result that this thread writes to; asked for early
+  if (!GATED) {
+#pragma unroll
+    for (int i = 0; i < TARGETS<N>; ++i) target[i] = p.order[tile.first + min(i * LINES + int(threadIdx.x) % 128 / CHUNKS, tile.rows - 1)];
+  }
+  float acc[N / 2] = {};
+  u32 used = 0;  // the barrier of the stage before
+  for (int i = 0; i < steps; ++i, slot.next()) {
+    const u32 stage = ring + slot.stage * STAGE_BYTES;
+    barrier_wait(full + slot.stage * 8, slot.parity);
+    if (GATED) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // x was not brought by the copy engine
+    const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < BK / 16; ++k) wgmma(acc, w + k * 2, x + k * 2);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    if (i > 0) {
+      wgmma_wait<1>(acc);
+      if (leads) barrier_arrive(used);
+    }
+    used = empty + slot.stage * 8;
+  }
+  wgmma_wait<0>(acc);
+  if (leads) barrier_arrive(used);
+  store<N>(p, tile, acc, target, out, odd);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __grid_constant__ Params p) {
+  extern __shared__ unsigned char smem[];
+  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, out = ring + STAGES * STAGE_BYTES, full = out + GROUPS * 2 * OUT_BYTES, empty = full + STAGES * 8;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(full + s * 8, GATED ? 129 : 1);
+      barrier_init(empty + s * 8, GROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int group = threadIdx.x / 128;  // of consumers; the last one loads
+  if (group == GROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    const int thread = threadIdx.x - CONSUMERS;
+    if (GATED) {
+      pdl_wait();
+      pdl_launch();
+      load_gathered(p, ring, full, empty, thread);
+    } else if (thread == 0) {
+      load(p, ring, full, empty);
+      pdl_launch();
+    }
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  pdl_wait();
+  Slot slot;
+  u32 odd = 0;
+  Tile tile(p, blockIdx.x);
+  while (tile.expert >= 0) {
+    const Tile next = tile.next(p);  // asked for early
+#define CASE(I) case I: multiply<I * STEP>(p, tile, ring, full, empty, slot, out + group * 2 * OUT_BYTES, odd); break;
+    switch ((tile.rows + STEP - 1) / STEP) {  // few sizes of small products, which are rare
+      case 1: CASE(2) case 3: CASE(4) case 5: CASE(6) case 7: CASE(8) case 9: CASE(10)
+      CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)
+    }
+    tile = next;
+  }
+}

@@ -1,0 +1,563 @@
+// One token of one row through all layers of a mixture of experts, from the embedding to the logits, in a single kernel.
+//
+// As in decode_step.cu a block stays on a multiprocessor, weights run ahead through the warps' rings, and what blocks tell each
+// other goes through the L2 cache in words that carry the number of the layer. What differs:
+//
+// Every block keeps the whole residual stream, each thread for its own places, and is told updates. Blocks of a KV head multiply its
+// outputs alone by their columns of o, so a block merges and reads one head's share of attention, and adds up the KV heads'
+// updates.
+//
+// A block computes the logit of one expert, and every warp chooses for itself. Only then is it known which weights come next.
+//
+// The chosen experts' inner activations lie behind each other in the order of the choice. A warp has rows of one expert's gate
+// and up, and of all experts' down.
+#ifndef HIDDEN
+#define HIDDEN 2048
+#endif
+#ifndef HEADS
+#define HEADS 32
+#endif
+#ifndef KV_HEADS
+#define KV_HEADS 4
+#endif
+#ifndef INTER  // of an expert
+#define INTER 768
+#endif
+#ifndef NORMALIZE  // 1: the probabilities of the chosen experts add up to 1
+#define NORMALIZE 1
+#endif
+#ifndef QK_NORM  // 1: RMSNorm of each head of q and k
+#define QK_NORM 1
+#endif
+#ifndef PAGE_TILES  // page size / 16
+#define PAGE_TILES 1
+#endif
+#ifndef MAX_LAYERS
+#define MAX_LAYERS 64
+#endif
+#include "one_row.cuh"
+
+constexpr int EXPERTS = BLOCKS, TOP_K = WARPS, INNER_ALL = TOP_K * INTER;
+constexpr int PLACE = 2048, PLACE_BYTES = PLACE * 2, DEPTH = 5;  // weights of a place of the ring; places
+constexpr int QKV_ROWS = QKV / ALL_WARPS, OUT_COLUMNS = GROUP * HD, OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp
+constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have rows of an expert
+constexpr int DOWN_ROWS = HIDDEN / ALL_WARPS, DOWN_BYTES = DOWN_ROWS * INTER * 2, DOWN_QUADS = INTER / 256;
+constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN, INNER = LOGITS + EXPERTS, END = INNER + INNER_ALL;
+
+static_assert(HIDDEN == PLACE && QKV_ROWS == 5 && QKV % ALL_WARPS == 0 && OUT_ROWS == 8 && OUT_COLUMNS == PLACE / 2);
+static_assert(INTER % 256 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 2 && DOWN_BYTES <= PLACE_BYTES && TOP_K == 8);
+
+struct Layer {
+  const bf16 *qkv, *out, *router, *gate_up, *down;  // [QKV, HIDDEN], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN], [EXPERTS * 2 INTER, HIDDEN], [EXPERTS * HIDDEN, INTER]
+  const float *input_norm, *mlp_norm;               // [HIDDEN]
+  const float *q_norm, *k_norm;                     // [HD]
+  bf16 *k, *v;                                      // pages
+};
+
+struct Params {
+  const Layer* layers;
+  const bf16* embedding;   // [vocab, HIDDEN]
+  const bf16* head;        // [vocab, HIDDEN]
+  const float* norm;       // [HIDDEN]
+  const float* cos_sin;    // [positions, HD], cosines then sines
+  const int* ids;          // [1]
+  const int* slots;        // [1]
+  const int* kv_len;       // [1], with the new token; 0 for padding
+  const int* page_table;   // [slots, table_stride]
+  float* logits;           // [vocab]
+  u32* words;              // exchange, END + HIDDEN
+  u32* steps;              // [1], layers so far
+  long long page_stride, head_stride;  // elements of k and v
+  int count, vocab, table_stride;      // layers; output columns, an even number
+  float eps, scale;                    // scale times log2(e)
+};
+
+// Shared memory behind the rings.
+struct Shared {
+  bf16 narrow[HIDDEN], wide[INNER_ALL];  // inputs of matrices
+  float4 stream[2][THREADS];             // the residual stream, a thread's places at 4 tid ... and 4 (tid + THREADS) ...
+  float sums[2][WARPS];                  // the warps' shares of the sum of squares, and of the logit
+  float part[WARPS][GROUP][HD];          // unnormalised outputs of the warps' tiles
+  float part_ml[WARPS][8][2];            // their maxima and sums
+  bf16 q[GROUP][HD], k[HD], v[HD];       // as attention takes them
+  Layer layers[MAX_LAYERS];
+  u64 full[WARPS][DEPTH];
+};
+
+// What a thread knows of itself.
+struct Self {
+  int tid, warp, lane, me;        // me: the warp's number among all
+  u32 ring, full;                 // the warp's places and their barriers
+  u64 policy;
+  int place = 0;                  // of the ring, the next to read
+  u32 round = 0;
+};
+
+// --- the ring
+
+__device__ __forceinline__ int wrapped(int place) { return place >= DEPTH ? place - DEPTH : place; }
+
+__device__ __forceinline__ void expect(const Self& self, int place, u32 bytes) {
+  asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(self.full + place * 8), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy(const Self& self, u32 to, const bf16* from, u32 bytes, int place) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(self.full + place * 8), "l"(self.policy) : "memory");
+}
+
+// The calling lane fills a place.
+__device__ __forceinline__ void fill(const Self& self, int place, const bf16* from, u32 bytes = PLACE_BYTES) {
+  expect(self, place, bytes);
+  copy(self, self.ring + place * PLACE_BYTES, from, bytes, place);
+}
+
+// The first row of the output layer that warp `me` has: rows come in pairs.
+__device__ __forceinline__ int head_first(const Params& p, int me) { return int((long long)(p.vocab / 2) * me / ALL_WARPS) * 2; }
+
+// Place `i` of what the warp reads first in a layer: a row of q, k and v, or of the output layer behind the last one, if it has as many.
+__device__ __forceinline__ void fill_first(const Params& p, const Shared& s, const Self& self, int layer, int i, int place) {
+  const int row = head_first(p, self.me) + i;
+  if (layer < p.count) fill(self, place, s.layers[layer].qkv + (self.me * QKV_ROWS + i) * HIDDEN);
+  else if (row < head_first(p, self.me + 1)) fill(self, place, p.head + (long long)row * HIDDEN);
+}
+
+// Rows of an expert's down.
+__device__ __forceinline__ void fill_down(const Layer& layer, const Self& self, int expert, int place) {
+  fill(self, place, layer.down + (long long)(expert * HIDDEN + self.me * DOWN_ROWS) * INTER, DOWN_BYTES);
+}
+
+// Waits until the next `count` places are full: a lane for each.
+__device__ __forceinline__ void await(const Self& self, int count) {
+  const int mine = self.place + self.lane;
+  if (self.lane < count) piece_wait(self.full + wrapped(mine) * 8, self.round ^ (mine >= DEPTH));
+  __syncwarp();
+}
+__device__ __forceinline__ u32 place_at(const Self& self, int i) { return self.ring + wrapped(self.place + i) * PLACE_BYTES; }
+// Goes on behind `count` places, all of which are in registers. Returns the first of them.
+__device__ __forceinline__ int leave(Self& self, int count) {
+  __syncwarp();
+  const int first = self.place;
+  self.place += count;
+  if (self.place >= DEPTH) {
+    self.place -= DEPTH;
+    self.round ^= 1;
+  }
+  return first;
+}
+
+// --- products
+
+__device__ __forceinline__ uint4 load_matrix(u32 from) {
+  u32 r[4];
+  ldmatrix(r, from);
+  return {r[0], r[1], r[2], r[3]};
+}
+
+// Two weight rows, 128 columns in an element; as the 16 rows of an instruction want them.
+template <int COUNT>
+__device__ __forceinline__ void load_pair(uint4 (&a)[COUNT], u32 low, u32 high, int lane) {
+  const u32 from = (lane & 8 ? high : low) + lane / 16 * 128 + lane % 8 * 16;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) a[i] = load_matrix(from + i * 256);
+}
+
+// An input, 256 columns in an element.
+template <int COUNT>
+__device__ __forceinline__ void load_x(uint4 (&x)[COUNT], const bf16* from, int lane) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) x[i] = load_matrix(smem_addr(from) + lane * 16 + i * 512);
+}
+
+// Adds the products of two weight rows with x to those of a pair of `Sums`.
+template <int COUNT, int CHAINS>
+__device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)[COUNT * 2], const uint4 (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const uint4 b = a[2 * i], c = a[2 * i + 1];
+    mma(d[2 * i % CHAINS], b.x, b.y, b.z, b.w, x[i].x, x[i].y);
+    mma(d[(2 * i + 1) % CHAINS], c.x, c.y, c.z, c.w, x[i].z, x[i].w);
+  }
+}
+
+// --- the residual stream
+
+// Adds what words say of PARTS vectors of updates to the thread's places of the stream.
+template <int PARTS>
+__device__ __forceinline__ void receive_updates(Shared& s, const u32* words, u32 tag, int tid) {
+  uint4 got[PARTS][2];
+  bool missing[PARTS][2], any;
+  u32 tries = 0;
+  words += tid * 4;
+#pragma unroll
+  for (int i = 0; i < PARTS * 2; ++i) missing[i / 2][i % 2] = true;
+  do {
+    patience(tries);
+    any = false;
+#pragma unroll
+    for (int i = 0; i < PARTS * 2; ++i)
+      if (missing[i / 2][i % 2]) got[i / 2][i % 2] = look(words + i / 2 * HIDDEN + i % 2 * THREADS * 4);
+#pragma unroll
+    for (int i = 0; i < PARTS * 2; ++i) any |= missing[i / 2][i % 2] = !fresh(got[i / 2][i % 2], tag);
+  } while (any);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float4 h = s.stream[i][tid];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      h.x += value(got[part][i].x);
+      h.y += value(got[part][i].y);
+      h.z += value(got[part][i].z);
+      h.w += value(got[part][i].w);
+    }
+    s.stream[i][tid] = h;
+  }
+}
+
+// The stream times the norm's weight as bf16; the shares of the sum of squares and, with a router's row, of its product.
+template <bool ROUTER>
+__device__ __forceinline__ void put_stream(Shared& s, const Self& self, const float4 (&weight)[2], const uint2 (&router)[2]) {
+  float square = 0.f, dot = 0.f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float4 h = s.stream[i][self.tid];
+    const float a = h.x * weight[i].x, b = h.y * weight[i].y, c = h.z * weight[i].z, d = h.w * weight[i].w;
+    square += h.x * h.x + h.y * h.y + h.z * h.z + h.w * h.w;
+    if (ROUTER) dot += a * lo2f(router[i].x) + b * hi2f(router[i].x) + c * lo2f(router[i].y) + d * hi2f(router[i].y);
+    sts64(smem_addr(s.narrow) + (i * THREADS + self.tid) * 8, pack2(a, b), pack2(c, d));
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    square += __shfl_xor_sync(~0u, square, d);
+    if (ROUTER) dot += __shfl_xor_sync(~0u, dot, d);
+  }
+  if (self.lane == 0) {
+    s.sums[0][self.warp] = square;
+    if (ROUTER) s.sums[1][self.warp] = dot;
+  }
+}
+
+__device__ __forceinline__ float sum_of(const float (&x)[WARPS]) {
+  const float4 a = reinterpret_cast<const float4*>(x)[0], b = reinterpret_cast<const float4*>(x)[1];
+  return a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
+}
+__device__ __forceinline__ float norm_of(const Shared& s, float eps) { return rsqrt_fast(sum_of(s.sums[0]) / HIDDEN + eps); }
+
+__device__ __forceinline__ void load_norm(float4 (&weight)[2], const float* from, int tid) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) weight[i] = __ldg(reinterpret_cast<const float4*>(from) + i * THREADS + tid);
+}
+
+// --- the choice
+
+struct Choice {
+  int expert;         // lane i: the i-th best
+  float probability;
+};
+
+// Waits for the logits, four a lane. Those that are equal go by their number.
+__device__ __forceinline__ Choice choose(const u32* logits, u32 tag, int lane) {
+  uint4 got;
+  u32 tries = 0;
+  do {
+    patience(tries);
+    got = look(logits + lane * 4);
+  } while (!fresh(got, tag));
+  u32 key[4], best = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 word = word_of(got, i), ordered = int(word) < 0 ? ~word : word | 0x80000000u;
+    key[i] = (ordered & 0xffffff00u) | (EXPERTS - 1 - (lane * 4 + i));
+  }
+  auto order = [&](int i, int j) {
+    const u32 more = max(key[i], key[j]);
+    key[j] = min(key[i], key[j]);
+    key[i] = more;
+  };
+  order(0, 1); order(2, 3); order(0, 2); order(1, 3); order(1, 2);
+#pragma unroll
+  for (int i = 0; i < TOP_K; ++i) {
+    const u32 most = __reduce_max_sync(~0u, key[0]);
+    if (lane == i) best = most;
+    if (key[0] == most) {
+      key[0] = key[1];
+      key[1] = key[2];
+      key[2] = key[3];
+      key[3] = 0;
+    }
+  }
+  const float x = __uint_as_float((best >> 31 ? best ^ 0x80000000u : ~best) & 0xffffff00u), top = __shfl_sync(~0u, x, 0);
+  auto weight = [&](float x) { return exp2_fast((x - top) * 1.442695041f); };
+  const float mine = lane < TOP_K ? weight(x) : 0.f;
+  float sum = NORMALIZE ? mine : weight(value(got.x)) + weight(value(got.y)) + weight(value(got.z)) + weight(value(got.w));
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return {EXPERTS - 1 - int(best & 0xff), __fdividef(mine, sum)};
+}
+
+// --- the parts of a layer
+
+// Has the k and v of this warp's first tile brought to the L2 cache.
+__device__ __forceinline__ void fetch_tile(const Params& p, const Layer& layer, const Place& at, const Self& self) {
+  const int tile = first_tile(at, self.warp);
+  if (self.lane >= 2 || at.split >= at.blocks || tile >= at.tiles) return;
+  const bf16* from = (self.lane ? layer.v : layer.k) + tile_at(p, at, tile);
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(TILE * HD * 2) : "memory");
+}
+
+__device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, int l, u32 tag) {
+  const Layer& layer = s.layers[l];
+  float4 weight[2];
+  load_norm(weight, layer.input_norm, self.tid);
+  uint4 a[2][16], x[8], last[16];
+  await(self, 4);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) load_pair(a[i], place_at(self, 2 * i), place_at(self, 2 * i + 1), self.lane);
+  const int place = leave(self, 4);
+  const int block = self.me / WARPS, first = block / KV_HEADS * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS;
+  if (self.lane < 4) {
+    const int to = wrapped(place + self.lane);
+    const bf16* from = layer.out + (first + self.lane * 2) * ATTENDED + block % KV_HEADS * OUT_COLUMNS;
+    expect(self, to, PLACE_BYTES);
+    copy(self, self.ring + to * PLACE_BYTES, from, OUT_COLUMNS * 2, to);
+    copy(self, self.ring + to * PLACE_BYTES + OUT_COLUMNS * 2, from + ATTENDED, OUT_COLUMNS * 2, to);
+  }
+  __syncwarp();
+  if (l > 0) receive_updates<1>(s, p.words + END, tag - 1 & 0xff, self.tid);
+  put_stream<false>(s, self, weight, {});
+  __syncthreads();
+  load_x(x, s.narrow, self.lane);
+  Sums<QKV_ROWS> sums;
+  add_pair(sums.sum[0], a[0], x);
+  add_pair(sums.sum[1], a[1], x);
+  await(self, 1);
+  load_pair(last, place_at(self, 0), place_at(self, 0), self.lane);
+  leave(self, 1);
+  add_pair(sums.sum[2], last, x);
+  const float f = norm_of(s, p.eps);
+  float y[2];
+  sums.total(self.lane, y);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (const int row = 4 * i + self.lane / 8; self.lane % 8 == 0 && row < QKV_ROWS)
+      tell(p.words + Exchange::QKV_AT + self.me * QKV_ROWS + row, y[i] * f, tag);
+}
+
+__device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& self, const Place& at, int l, u32 tag, float4 (&weight)[2], uint2 (&router)[2]) {
+  const Layer& layer = s.layers[l];
+  uint4 a[4][8], x[4];
+  await(self, 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) load_pair(a[i], place_at(self, i), place_at(self, i) + OUT_COLUMNS * 2, self.lane);
+  leave(self, 4);
+  load_norm(weight, layer.mlp_norm, self.tid);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    router[i] = __ldg(reinterpret_cast<const uint2*>(layer.router + self.me / WARPS * HIDDEN) + i * THREADS + self.tid);
+  if (at.few) receive_head(p, at, tag, at.head * GROUP + self.warp, smem_addr(s.wide) + self.warp * HD * 2, self.lane);
+  else receive<OUT_COLUMNS, false>(p.words + Exchange::ATTENDED_AT + at.head * OUT_COLUMNS, tag, smem_addr(s.wide), nullptr, nullptr, self.tid);
+  __syncthreads();
+  load_x(x, s.wide, self.lane);
+  Sums<OUT_ROWS> sums;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) add_pair(sums.sum[i], a[i], x);
+  float y[2];
+  sums.total(self.lane, y);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (self.lane % 8 == 0)
+      tell(p.words + MIDDLE + at.head * HIDDEN + at.split * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS + 4 * i + self.lane / 8, y[i], tag);
+}
+
+// The router, the choice, and the inner activations of this warp's rows, times the probability of their expert. Returns the
+// chosen experts.
+__device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, int l, u32 tag, const float4 (&weight)[2], const uint2 (&router)[2]) {
+  const Layer& layer = s.layers[l];
+  receive_updates<KV_HEADS>(s, p.words + MIDDLE, tag, self.tid);
+  put_stream<true>(s, self, weight, router);
+  __syncthreads();
+  const float f = norm_of(s, p.eps);
+  if (self.tid == 0) tell(p.words + LOGITS + self.me / WARPS, sum_of(s.sums[1]) * f, tag);
+  uint4 x[8];
+  load_x(x, s.narrow, self.lane);
+  const Choice choice = choose(p.words + LOGITS, tag, self.lane);
+  const int expert = __shfl_sync(~0u, choice.expert, self.me / EXPERT_WARPS);
+  const float probability = __shfl_sync(~0u, choice.probability, self.me / EXPERT_WARPS) * f;
+  const bf16* rows = layer.gate_up + ((long long)expert * (2 * INTER) + self.me % EXPERT_WARPS * PAIRS) * HIDDEN;
+  auto fill_pair = [&](int i, int place) { fill(self, place, rows + (i / 2 + i % 2 * INTER) * HIDDEN); };
+  if (self.lane < DEPTH) fill_pair(self.lane, wrapped(self.place + self.lane));
+  __syncwarp();
+#pragma unroll 1
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    uint4 a[16];
+    await(self, 2);
+    load_pair(a, place_at(self, 0), place_at(self, 1), self.lane);
+    const int place = leave(self, 2), next = DEPTH + 2 * pair + self.lane;
+    const int other = __shfl_sync(~0u, choice.expert, max(next - 2 * PAIRS, 0) % TOP_K);
+    if (self.lane < 2) {
+      const int to = wrapped(place + self.lane);
+      if (next < 2 * PAIRS) fill_pair(next, to);
+      else fill_down(layer, self, other, to);
+    }
+    __syncwarp();
+    Sums<2> sums;
+    add_pair(sums.sum[0], a, x);
+    float y[1];
+    sums.total(self.lane, y);
+    const float gate = y[0] * f, up = __shfl_down_sync(~0u, y[0], 8) * probability;
+    if (self.lane == 0) tell(p.words + INNER + self.me * PAIRS + pair, __fdividef(gate, 1.f + exp2_fast(-1.442695041f * gate)) * up, tag);
+  }
+  return choice.expert;
+}
+
+__device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self, const Place& at, int l, u32 tag, int chosen) {
+  const Layer& layer = s.layers[l];
+  uint4 a[DEPTH][DOWN_QUADS * 2], b[TOP_K - DEPTH][DOWN_QUADS * 2];
+  await(self, DEPTH);
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) load_pair(a[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
+  int place = leave(self, DEPTH);
+  const int expert = __shfl_sync(~0u, chosen, min(DEPTH + self.lane, TOP_K - 1));
+  if (self.lane < TOP_K - DEPTH) fill_down(layer, self, expert, wrapped(place + self.lane));
+  if (l + 1 < p.count) fetch_tile(p, s.layers[l + 1], at, self);
+  __syncwarp();
+  constexpr int EACH = INNER_ALL / 4 / THREADS;
+  const u32* words = p.words + INNER + self.tid * 4;
+  uint4 got[EACH];
+  u32 tries = 0;
+  do {
+    patience(tries);
+    got[0] = look(words);
+  } while (!fresh(got[0], tag));
+#pragma unroll
+  for (int i = 1; i < EACH; ++i) got[i] = look(words + i * THREADS * 4);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    while (!fresh(got[i], tag)) {
+      patience(tries);
+      got[i] = look(words + i * THREADS * 4);
+    }
+    sts64(smem_addr(s.wide) + (i * THREADS + self.tid) * 8, pack2(value(got[i].x), value(got[i].y)), pack2(value(got[i].z), value(got[i].w)));
+  }
+  // Not before the activations are there: what has to queue behind many weights takes long.
+  if (self.lane < 2 * DEPTH - TOP_K) fill_first(p, s, self, l + 1, self.lane, wrapped(place + TOP_K - DEPTH + self.lane));
+  __syncwarp();
+  __syncthreads();
+  Sums<2> sums;
+  uint4 x[DOWN_QUADS];
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) {
+    load_x(x, s.wide + i * INTER, self.lane);
+    add_pair(sums.sum[0], a[i], x);
+  }
+  await(self, TOP_K - DEPTH);
+#pragma unroll
+  for (int i = 0; i < TOP_K - DEPTH; ++i) load_pair(b[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
+  place = leave(self, TOP_K - DEPTH);
+  if (self.lane < TOP_K - DEPTH) fill_first(p, s, self, l + 1, 2 * DEPTH - TOP_K + self.lane, wrapped(place + self.lane));
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < TOP_K - DEPTH; ++i) {
+    load_x(x, s.wide + (DEPTH + i) * INTER, self.lane);
+    add_pair(sums.sum[0], b[i], x);
+  }
+  float y[1];
+  sums.total(self.lane, y);
+  if (self.lane % 8 == 0 && self.lane / 8 < DOWN_ROWS) tell(p.words + END + self.me * DOWN_ROWS + self.lane / 8, y[0], tag);
+}
+
+// The output layer behind the last norm.
+__device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& self, u32 tag) {
+  float4 weight[2];
+  load_norm(weight, p.norm, self.tid);
+  receive_updates<1>(s, p.words + END, tag, self.tid);
+  put_stream<false>(s, self, weight, {});
+  __syncthreads();
+  pdl_launch();
+  const float f = norm_of(s, p.eps);
+  const int first = head_first(p, self.me), rows = head_first(p, self.me + 1) - first;
+  uint4 x[8];
+  load_x(x, s.narrow, self.lane);
+#pragma unroll 1
+  for (int row = 0; row < rows; row += 2) {
+    uint4 a[16];
+    await(self, 2);
+    load_pair(a, place_at(self, 0), place_at(self, 1), self.lane);
+    const int place = leave(self, 2), next = row + DEPTH + self.lane;
+    if (self.lane < 2) fill_first(p, s, self, p.count, next, wrapped(place + self.lane));
+    __syncwarp();
+    Sums<2> sums;
+    add_pair(sums.sum[0], a, x);
+    float y[1];
+    sums.total(self.lane, y);
+    if (self.lane % 8 == 0 && self.lane / 8 < 2) p.logits[first + row + self.lane / 8] = y[0] * f;
+  }
+}
+
+// --- the step
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Params p) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  Shared& s = *reinterpret_cast<Shared*>(smem + WARPS * DEPTH * PLACE_BYTES);
+  Self self;
+  int block;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(self.tid));  // volatile: or it is asked for again and again
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  self.warp = self.tid / 32;
+  self.lane = self.tid % 32;
+  self.me = block * WARPS + self.warp;
+  self.ring = smem_addr(smem) + self.warp * (DEPTH * PLACE_BYTES);
+  self.full = smem_addr(s.full[self.warp]);
+  self.policy = policy_once();
+  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS) reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
+  for (int i = self.tid; i < WARPS * DEPTH; i += THREADS) piece_init(smem_addr(&s.full[0][0]) + i * 8);
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncthreads();
+  if (self.lane < DEPTH) fill_first(p, s, self, 0, self.lane, self.lane);
+  __syncwarp();
+
+  pdl_wait();
+  u32 tag = *p.steps & 0xff;
+  Place at;
+  at.head = block % KV_HEADS;
+  at.split = block / KV_HEADS;
+  at.len = max(p.kv_len[0], 1);
+  at.tiles = (at.len + TILE - 1) / TILE;
+  at.few = at.tiles <= min(FEW, SPLITS) * WARPS;
+  at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
+  at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
+  const float4* turns = reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
+  const uint2* token = reinterpret_cast<const uint2*>(p.embedding + (long long)p.ids[0] * HIDDEN) + self.tid;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint2 x = token[i * THREADS];
+    s.stream[i][self.tid] = {lo2f(x.x), hi2f(x.x), lo2f(x.y), hi2f(x.y)};
+  }
+
+#pragma unroll 1
+  for (int l = 0; l < p.count; ++l) {
+    const Layer& layer = s.layers[l];
+    tag = (tag + 1) & 0xff;
+    project(p, s, self, l, tag);
+    if (block == BLOCKS - 1) {  // norms soon wanted, which nobody has read yet
+      if (self.tid < HIDDEN / 32) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.mlp_norm + self.tid * 32));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32));
+      }
+    }
+    if (at.split < at.blocks) {
+      at.cosine = __ldg(turns);
+      at.sine = __ldg(turns + HD / 8);
+      attend(p, layer, at, s, tag, self.warp, self.lane);
+      __syncthreads();
+      tell_part(p, at, s, tag, self.tid);
+    }
+    if (!at.few) merge_slice(p, at, tag, self.tid);
+    float4 weight[2];
+    uint2 router[2];
+    project_out(p, s, self, at, l, tag, weight, router);
+    const int chosen = expand(p, s, self, l, tag, weight, router);
+    contract(p, s, self, at, l, tag, chosen);
+  }
+  project_head(p, s, self, tag);
+  // All blocks have read the number of steps: every one has told its part of the last layer.
+  if (block == 0 && self.tid == 0) *p.steps = tag;
+}

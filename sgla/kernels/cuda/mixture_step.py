@@ -1,0 +1,83 @@
+"""What ``mixture_step.cu`` is compiled for: one token of one row through a whole mixture of experts in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.decode_step import BLOCKS, HEAD_DIM, MAX_LAYERS, WARPS
+
+PLACE, DEPTH = 2048, 5  # weights of a place of a warp's ring, and places
+P = ctypes.c_void_p
+
+
+class MixtureShape(NamedTuple):
+    """What the kernel is compiled for. ``inner`` is that of an expert."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    experts: int
+    top_k: int
+    normalize: bool
+    qk_norm: bool
+    page_size: int
+
+    @property
+    def words(self) -> int:
+        """Of the vectors that blocks exchange."""
+        group = self.heads // self.kv_heads
+        attention = (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM + BLOCKS * group * (HEAD_DIM + 2)
+        return attention + (self.kv_heads + 1) * self.hidden + self.experts + self.top_k * self.inner
+
+    def kernel(self) -> Kernel:
+        return _kernel(self)
+
+    def pays(self, layers: int, vocab: int) -> bool:
+        """Whether the kernel takes this model on this GPU."""
+        properties = torch.cuda.get_device_properties(0)
+        if properties.major < 9 or properties.multi_processor_count < BLOCKS:
+            return False
+        attends = (self.heads, self.kv_heads) == (32, 4) and self.page_size % 16 == 0
+        chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in (512, 768, 1024)
+        return self.hidden == PLACE and attends and chooses and layers <= MAX_LAYERS and vocab % 2 == 0
+
+
+class MixtureWeights(NamedTuple):
+    """bf16 ``[n, k]``, the experts' as in ``layers/moe.py``; norms float32, of q and k's heads None where they have none."""
+
+    qkv: Tensor
+    out: Tensor
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@cache
+def _kernel(shape: MixtureShape) -> Kernel:
+    defines = {
+        "HIDDEN": shape.hidden,
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.kv_heads,
+        "INTER": shape.inner,
+        "NORMALIZE": int(shape.normalize),
+        "QK_NORM": int(shape.qk_norm),
+        "PAGE_TILES": shape.page_size // 16,
+        "MAX_LAYERS": MAX_LAYERS,
+    }
+    group = shape.heads // shape.kv_heads
+    inputs = 2 * (shape.hidden + shape.top_k * shape.inner) + 4 * shape.hidden + 8 * WARPS
+    attention = WARPS * (group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (group + 2)
+    layers = MAX_LAYERS * ctypes.sizeof(P) * (len(MixtureWeights._fields) + 2)
+    rings = WARPS * DEPTH * (2 * PLACE + 8)
+    return Kernel("mixture_step.cu", "mixture_step", defines, rings + inputs + attention + layers)
