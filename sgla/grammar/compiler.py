@@ -33,6 +33,7 @@ QUEUE = 30.0  # seconds to wait for the grammars before
 START = 60.0
 SLOW = 0.02  # seconds of compilation that a step may be kept waiting for
 
+STOPPING = "the server is stopping"
 CHECKED = ("json_object", "json_schema")
 CHECKS = 256  # that may wait
 
@@ -181,11 +182,13 @@ class Compiler:
         end = time.monotonic() + TIMEOUT
         try:
             while not self._tell(Control(verb="grammar", args={"path": str(path)}))["ready"]:
+                if self._closed:
+                    raise SglaError(STOPPING)
                 if time.monotonic() > end:
                     break
                 time.sleep(0.01)
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def _ask(self, ask: Ask) -> Answer:
         """Raises Died. A process that has served before may have died of that, so a fresh one gets a second try."""
@@ -206,7 +209,7 @@ class Compiler:
 
     def _running(self) -> Process:
         if self._closed:
-            raise SglaError("the server is stopping")
+            raise SglaError(STOPPING)
         if self._process is None:
             process = Process(self._vocabulary_file())
             try:

@@ -146,6 +146,23 @@ def test_workers_are_warned_of_slow_grammars(monkeypatch: pytest.MonkeyPatch) ->
         compiler(schema({"const": 2}))
 
 
+def test_nobody_waits_for_workers_once_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    def tell(command: Control) -> dict[str, Any]:
+        nonlocal asked
+        asked += command.verb == "grammar"
+        if asked:
+            compiler.close()
+        return {"ready": False}
+
+    compiler = Compiler(lambda: Vocabulary([b"a", b"</s>"], [1], [1]), tell)
+    monkeypatch.setattr(module, "SLOW", 0.0)
+    with pytest.raises(SglaError, match="stopping"):
+        compiler(Grammar(kind="regex", text="a"))
+    assert asked == 1
+
+
 def test_modules_of_the_current_folder_are_not_taken_for_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
