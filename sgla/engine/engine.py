@@ -20,6 +20,7 @@ from sgla.messages import Event, Job, Pooling, Progress, Rejected, SamplingParam
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
+Message = Event | Rejected | Exception  # what a stream brings
 
 
 class Output(msgspec.Struct, kw_only=True):
@@ -108,8 +109,8 @@ class Engine(VectorCalls):
     ) -> Iterator[Event]:
         """Yield events as they come. Leaving the loop early cancels the request."""
         job = self._job(sampling, **self._input(prompt, messages), stream=True)
-        inbox: queue.SimpleQueue[Event | Rejected] = queue.SimpleQueue()
-        self._call(self._open(job, inbox.put))
+        inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._begin(job, inbox.put)
         try:
             yield from until_finished(job, inbox.get)
         finally:
@@ -137,13 +138,16 @@ class Engine(VectorCalls):
     ) -> AsyncIterator[Event]:
         """``stream`` for asyncio code."""
         job = self._job(sampling, **self._input(prompt, messages), stream=True)
-        inbox: asyncio.Queue[Event | Rejected] = asyncio.Queue()
+        inbox: asyncio.Queue[Message] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def push(message: Event | Rejected) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, message)
+        def push(message: Message) -> None:
+            try:
+                loop.call_soon_threadsafe(inbox.put_nowait, message)
+            except RuntimeError:  # the loop is closed
+                self._cancel(job.rid)
 
-        await self._acall(self._open(job, push))
+        self._begin(job, push)
         left = job.sampling.n
         try:
             while left:
@@ -221,8 +225,18 @@ class Engine(VectorCalls):
             return {"messages": messages}
         return {"text": prompt} if isinstance(prompt, str) else {"token_ids": list(prompt or [])}
 
-    async def _open(self, job: Job, push: Callable[[Event | Rejected], None]) -> None:
-        self._ready().ingress.open(job, _CallSink(push))
+    def _begin(self, job: Job, push: Callable[[Message], None]) -> None:
+        """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a ``_cancel`` behind this
+        call also happens behind it."""
+        ingress = self._ready().ingress
+
+        def begin() -> None:
+            try:
+                ingress.open(job, _CallSink(push))
+            except Exception as error:
+                push(error)
+
+        self._loop.call_soon_threadsafe(begin)
 
     async def _generate(self, prompts: Any, sampling: Any) -> Any:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -261,14 +275,16 @@ class _CallSink:
         self.push = push
 
 
-def checked(message: Event | Rejected) -> Event:
-    """The event, or the exception that a Rejected stands for."""
+def checked(message: Message) -> Event:
+    """The event, or the exception that the message is or stands for."""
+    if isinstance(message, Exception):
+        raise message
     if isinstance(message, Rejected):
         raise SglaError.from_rejected(message)
     return message
 
 
-def until_finished(job: Job, get: Callable[[], Event | Rejected]) -> Iterator[Event]:
+def until_finished(job: Job, get: Callable[[], Message]) -> Iterator[Event]:
     """Events of ``job`` until each of its choices has finished."""
     left = job.sampling.n
     while left:

@@ -1,0 +1,58 @@
+"""``Engine.astream`` and callers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sgla import Engine, SamplingParams
+from sgla.errors import SglaError
+
+ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    with Engine(str(tiny_model), executor="fake", device="cpu") as engine:
+        yield engine
+
+
+def test_a_stream_is_what_generate_gives(engine: Engine) -> None:
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+
+    async def stream() -> list[int]:
+        return [token async for event in engine.astream("abc", sampling) for token in event.tokens]
+
+    assert asyncio.run(stream()) == engine.generate("abc", sampling).tokens
+    with pytest.raises(SglaError, match="no tokens"):
+        next(engine.stream([]))
+
+
+def test_a_caller_whose_loop_is_closed_ends_its_own_request_only(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def leave() -> None:
+        async for _ in engine.astream("x", ENDLESS):
+            return
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_cancel", lambda rid: None)  # the engine hears of it too late
+        asyncio.run(leave())
+        time.sleep(0.05)
+    assert len(engine.generate("x", SamplingParams(max_tokens=3, ignore_eos=True)).tokens) == 3
+
+
+def test_a_caller_that_leaves_while_it_is_let_in_leaves_nothing_behind(engine: Engine) -> None:
+    async def leave() -> None:
+        stream = engine.astream("x", ENDLESS)
+        engine._loop.call_soon_threadsafe(time.sleep, 0.1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.01)
+
+    asyncio.run(leave())
+    engine.stats()  # the engine's loop has seen all this
+    assert engine._ready().ingress.open_requests == 0
