@@ -42,7 +42,7 @@ constexpr int PLACE = 2048, PLACE_BYTES = PLACE * 2, DEPTH = 5;  // weights of a
 constexpr int QKV_ROWS = QKV / ALL_WARPS, OUT_COLUMNS = GROUP * HD, OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp
 constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have rows of an expert
 constexpr int DOWN_ROWS = HIDDEN / ALL_WARPS, DOWN_BYTES = DOWN_ROWS * INTER * 2, DOWN_QUADS = INTER / 256;
-constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN, INNER = LOGITS + EXPERTS, END = INNER + INNER_ALL;
+constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN, INNER = LOGITS + WARPS * EXPERTS, END = INNER + INNER_ALL;
 
 static_assert(HIDDEN == PLACE && QKV_ROWS == 5 && QKV % ALL_WARPS == 0 && OUT_ROWS == 8 && OUT_COLUMNS == PLACE / 2);
 static_assert(INTER % 256 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 2 && DOWN_BYTES <= PLACE_BYTES && TOP_K == 8);
@@ -248,14 +248,12 @@ __device__ __forceinline__ void load_norm(float4 (&weight)[2], const float* from
 
 // --- the choice
 
+// Waits for the logits, four a lane, as words. Returns the expert and its logit, in lane i the i-th best; equal ones go by number.
 struct Choice {
-  int expert;         // lane i: the i-th best
-  float probability;
+  int expert;
+  float logit;
 };
-
-// Waits for the logits, four a lane. Those that are equal go by their number.
-__device__ __forceinline__ Choice choose(const u32* logits, u32 tag, int lane) {
-  uint4 got;
+__device__ __forceinline__ Choice choose(const u32* logits, u32 tag, int lane, uint4& got) {
   u32 tries = 0;
   do {
     patience(tries);
@@ -284,13 +282,18 @@ __device__ __forceinline__ Choice choose(const u32* logits, u32 tag, int lane) {
       key[3] = 0;
     }
   }
-  const float x = __uint_as_float((best >> 31 ? best ^ 0x80000000u : ~best) & 0xffffff00u), top = __shfl_sync(~0u, x, 0);
+  return {EXPERTS - 1 - int(best & 0xff), __uint_as_float((best >> 31 ? best ^ 0x80000000u : ~best) & 0xffffff00u)};
+}
+
+// The probability of a lane's expert.
+__device__ __forceinline__ float probability_of(const Choice& choice, const uint4& logits, int lane) {
+  const float top = __shfl_sync(~0u, choice.logit, 0);
   auto weight = [&](float x) { return exp2_fast((x - top) * 1.442695041f); };
-  const float mine = lane < TOP_K ? weight(x) : 0.f;
-  float sum = NORMALIZE ? mine : weight(value(got.x)) + weight(value(got.y)) + weight(value(got.z)) + weight(value(got.w));
+  const float mine = lane < TOP_K ? weight(choice.logit) : 0.f;
+  float sum = NORMALIZE ? mine : weight(value(logits.x)) + weight(value(logits.y)) + weight(value(logits.z)) + weight(value(logits.w));
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  return {EXPERTS - 1 - int(best & 0xff), __fdividef(mine, sum)};
+  return __fdividef(mine, sum);
 }
 
 // --- the parts of a layer
@@ -375,16 +378,18 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
   put_stream<true>(s, self, weight, router);
   __syncthreads();
   const float f = norm_of(s, p.eps);
-  if (self.tid == 0) tell(p.words + LOGITS + self.me / WARPS, sum_of(s.sums[1]) * f, tag);
+  // For each warp of a block an own place: a thousand warps at the same few words wait for each other.
+  if (self.tid < WARPS) tell(p.words + LOGITS + self.tid * EXPERTS + self.me / WARPS, sum_of(s.sums[1]) * f, tag);
   uint4 x[8];
   load_x(x, s.narrow, self.lane);
-  const Choice choice = choose(p.words + LOGITS, tag, self.lane);
+  uint4 logits;
+  const Choice choice = choose(p.words + LOGITS + self.warp * EXPERTS, tag, self.lane, logits);
   const int expert = __shfl_sync(~0u, choice.expert, self.me / EXPERT_WARPS);
-  const float probability = __shfl_sync(~0u, choice.probability, self.me / EXPERT_WARPS) * f;
   const bf16* rows = layer.gate_up + ((long long)expert * (2 * INTER) + self.me % EXPERT_WARPS * PAIRS) * HIDDEN;
   auto fill_pair = [&](int i, int place) { fill(self, place, rows + (i / 2 + i % 2 * INTER) * HIDDEN); };
   if (self.lane < DEPTH) fill_pair(self.lane, wrapped(self.place + self.lane));
   __syncwarp();
+  const float probability = __shfl_sync(~0u, probability_of(choice, logits, self.lane), self.me / EXPERT_WARPS) * f;
 #pragma unroll 1
   for (int pair = 0; pair < PAIRS; ++pair) {
     uint4 a[16];

@@ -56,6 +56,11 @@ __device__ __forceinline__ uint2 look2(const u32* from) {
 __device__ __forceinline__ void tell(u32* to, float x, u32 tag) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(rounded(x) | tag) : "memory");
 }
+__device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x) | tag), "r"(rounded(x.y) | tag),
+               "r"(rounded(x.z) | tag), "r"(rounded(x.w) | tag)
+               : "memory");
+}
 
 __device__ __forceinline__ float rsqrt_fast(float x) {
   float y;
@@ -352,17 +357,18 @@ template <class Params, class Shared>
 __device__ __forceinline__ void tell_part(const Params& p, const Place& at, const Shared& s, u32 tag, int tid) {
   const int part = (at.head * SPLITS + at.split) * GROUP;
 #pragma unroll 1
-  for (int e = tid; e < GROUP * HD; e += THREADS) {
+  for (int e = tid * 4; e < GROUP * HD; e += THREADS * 4) {
     const int head = e / HD, d = e % HD;
     float2 ml[WARPS];
-    float each[WARPS], m = NEG, l = 0.f, x = 0.f;
+    float4 each[WARPS], x = {};
+    float m = NEG, l = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       ml[w] = {NEG, 0.f};
-      each[w] = 0.f;
+      each[w] = {};
       if (first_tile(at, w) < at.tiles) {
         ml[w] = *reinterpret_cast<const float2*>(s.part_ml[w][head]);
-        each[w] = s.part[w][head][d];
+        each[w] = *reinterpret_cast<const float4*>(&s.part[w][head][d]);
       }
       m = fmaxf(m, ml[w].x);
     }
@@ -371,10 +377,16 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
     for (int w = 0; w < WARPS; ++w) {
       const float f = exp2_fast(ml[w].x - m);
       l += f * ml[w].y;
-      x += f * each[w];
+      x.x += f * each[w].x;
+      x.y += f * each[w].y;
+      x.z += f * each[w].z;
+      x.w += f * each[w].w;
     }
-    tell(p.words + Exchange::PART + part * HD + e, x, tag);
-    if (d < 2) tell(p.words + Exchange::PART_ML + (part + head) * 2 + d, d == 0 ? m : l, tag);
+    tell4(p.words + Exchange::PART + part * HD + e, x, tag);
+    if (d == 0) {
+      tell(p.words + Exchange::PART_ML + (part + head) * 2, m, tag);
+      tell(p.words + Exchange::PART_ML + (part + head) * 2 + 1, l, tag);
+    }
   }
 }
 
@@ -465,8 +477,6 @@ __device__ __forceinline__ void merge_slice(const Params& p, const Place& at, u3
   if (other == 0) {
     u32* to = p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + e;
     const float r = __fdividef(1.f, l);
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x * r) | tag), "r"(rounded(x.y * r) | tag),
-                 "r"(rounded(x.z * r) | tag), "r"(rounded(x.w * r) | tag)
-                 : "memory");
+    tell4(to, {x.x * r, x.y * r, x.z * r, x.w * r}, tag);
   }
 }

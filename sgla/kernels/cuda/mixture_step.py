@@ -34,7 +34,7 @@ class MixtureShape(NamedTuple):
         """Of the vectors that blocks exchange."""
         group = self.heads // self.kv_heads
         attention = (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM + BLOCKS * group * (HEAD_DIM + 2)
-        return attention + (self.kv_heads + 1) * self.hidden + self.experts + self.top_k * self.inner
+        return attention + (self.kv_heads + 1) * self.hidden + WARPS * self.experts + self.top_k * self.inner
 
     def kernel(self) -> Kernel:
         return _kernel(self)
