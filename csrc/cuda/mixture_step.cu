@@ -10,7 +10,7 @@
 // A block computes the logit of one expert, and every warp chooses for itself. Only then is it known which weights come next.
 //
 // The chosen experts' inner activations lie behind each other in the order of the choice. A warp has rows of one expert's gate
-// and up, and of all experts' down.
+// and up. Of down, a block has the same rows of all experts, each of its warps one expert's.
 #ifndef HIDDEN
 #define HIDDEN 2048
 #endif
@@ -41,11 +41,11 @@ constexpr int EXPERTS = BLOCKS, TOP_K = WARPS, INNER_ALL = TOP_K * INTER;
 constexpr int PLACE = 2048, PLACE_BYTES = PLACE * 2, DEPTH = 5;  // weights of a place of the ring; places
 constexpr int QKV_ROWS = QKV / ALL_WARPS, OUT_COLUMNS = GROUP * HD, OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp
 constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have rows of an expert
-constexpr int DOWN_ROWS = HIDDEN / ALL_WARPS, DOWN_BYTES = DOWN_ROWS * INTER * 2, DOWN_QUADS = INTER / 256;
+constexpr int DOWN_ROWS = HIDDEN / BLOCKS;  // of a block
 constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN, INNER = LOGITS + WARPS * EXPERTS, END = INNER + INNER_ALL;
 
 static_assert(HIDDEN == PLACE && QKV_ROWS == 5 && QKV % ALL_WARPS == 0 && OUT_ROWS == 8 && OUT_COLUMNS == PLACE / 2);
-static_assert(INTER % 256 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 2 && DOWN_BYTES <= PLACE_BYTES && TOP_K == 8);
+static_assert(INTER % 256 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 16 && 2 * INTER <= PLACE && TOP_K == 8);
 
 struct Layer {
   const bf16 *qkv, *out, *router, *gate_up, *down;  // [QKV, HIDDEN], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN], [EXPERTS * 2 INTER, HIDDEN], [EXPERTS * HIDDEN, INTER]
@@ -77,6 +77,7 @@ struct Shared {
   bf16 narrow[HIDDEN], wide[INNER_ALL];  // inputs of matrices
   float4 stream[2][THREADS];             // the residual stream, a thread's places at 4 tid ... and 4 (tid + THREADS) ...
   float sums[2][WARPS];                  // the warps' shares of the sum of squares, and of the logit
+  float down[DOWN_ROWS][WARPS];          // the experts' shares of the update
   float part[WARPS][GROUP][HD];          // unnormalised outputs of the warps' tiles
   float part_ml[WARPS][8][2];            // their maxima and sums
   bf16 q[GROUP][HD], k[HD], v[HD];       // as attention takes them
@@ -120,9 +121,9 @@ __device__ __forceinline__ void fill_first(const Params& p, const Shared& s, con
   else if (row < head_first(p, self.me + 1)) fill(self, place, p.head + (long long)row * HIDDEN);
 }
 
-// Rows of an expert's down.
-__device__ __forceinline__ void fill_down(const Layer& layer, const Self& self, int expert, int place) {
-  fill(self, place, layer.down + (long long)(expert * HIDDEN + self.me * DOWN_ROWS) * INTER, DOWN_BYTES);
+// Place `i` of the warp's expert's down: two of the block's rows.
+__device__ __forceinline__ void fill_down(const Layer& layer, const Self& self, int expert, int i, int place) {
+  fill(self, place, layer.down + (long long)(expert * HIDDEN + self.me / WARPS * DOWN_ROWS + 2 * i) * INTER, 4 * INTER);
 }
 
 // Waits until the next `count` places are full: a lane for each.
@@ -160,11 +161,11 @@ __device__ __forceinline__ void load_pair(uint4 (&a)[COUNT], u32 low, u32 high, 
   for (int i = 0; i < COUNT; ++i) a[i] = load_matrix(from + i * 256);
 }
 
-// An input, 256 columns in an element.
+// One row, 256 columns in an element.
 template <int COUNT>
-__device__ __forceinline__ void load_x(uint4 (&x)[COUNT], const bf16* from, int lane) {
+__device__ __forceinline__ void load_row(uint4 (&x)[COUNT], u32 from, int lane) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) x[i] = load_matrix(smem_addr(from) + lane * 16 + i * 512);
+  for (int i = 0; i < COUNT; ++i) x[i] = load_matrix(from + lane * 16 + i * 512);
 }
 
 // Adds the products of two weight rows with x to those of a pair of `Sums`.
@@ -175,6 +176,16 @@ __device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)
     const uint4 b = a[2 * i], c = a[2 * i + 1];
     mma(d[2 * i % CHAINS], b.x, b.y, b.z, b.w, x[i].x, x[i].y);
     mma(d[(2 * i + 1) % CHAINS], c.x, c.y, c.z, c.w, x[i].z, x[i].w);
+  }
+}
+
+// The same for a single row.
+template <int COUNT, int CHAINS>
+__device__ __forceinline__ void add_row(float (&d)[CHAINS][4], const uint4 (&a)[COUNT], const uint4 (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    mma(d[0], a[i].x, a[i].x, a[i].y, a[i].y, x[i].x, x[i].y);
+    mma(d[1], a[i].z, a[i].z, a[i].w, a[i].w, x[i].z, x[i].w);
   }
 }
 
@@ -310,11 +321,12 @@ __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, 
   const Layer& layer = s.layers[l];
   float4 weight[2];
   load_norm(weight, layer.input_norm, self.tid);
-  uint4 a[2][16], x[8], last[16];
-  await(self, 4);
+  uint4 a[2][16], last[8], x[8];
+  await(self, QKV_ROWS);
 #pragma unroll
   for (int i = 0; i < 2; ++i) load_pair(a[i], place_at(self, 2 * i), place_at(self, 2 * i + 1), self.lane);
-  const int place = leave(self, 4);
+  const u32 fifth = place_at(self, 4);
+  const int place = leave(self, QKV_ROWS);
   const int block = self.me / WARPS, first = block / KV_HEADS * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS;
   if (self.lane < 4) {
     const int to = wrapped(place + self.lane);
@@ -327,14 +339,12 @@ __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, 
   if (l > 0) receive_updates<1>(s, p.words + END, tag - 1 & 0xff, self.tid);
   put_stream<false>(s, self, weight, {});
   __syncthreads();
-  load_x(x, s.narrow, self.lane);
+  load_row(x, smem_addr(s.narrow), self.lane);
   Sums<QKV_ROWS> sums;
   add_pair(sums.sum[0], a[0], x);
   add_pair(sums.sum[1], a[1], x);
-  await(self, 1);
-  load_pair(last, place_at(self, 0), place_at(self, 0), self.lane);
-  leave(self, 1);
-  add_pair(sums.sum[2], last, x);
+  load_row(last, fifth, self.lane);
+  add_row(sums.sum[2], last, x);
   const float f = norm_of(s, p.eps);
   float y[2];
   sums.total(self.lane, y);
@@ -358,7 +368,7 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
   if (at.few) receive_head(p, at, tag, at.head * GROUP + self.warp, smem_addr(s.wide) + self.warp * HD * 2, self.lane);
   else receive<OUT_COLUMNS, false>(p.words + Exchange::ATTENDED_AT + at.head * OUT_COLUMNS, tag, smem_addr(s.wide), nullptr, nullptr, self.tid);
   __syncthreads();
-  load_x(x, s.wide, self.lane);
+  load_row(x, smem_addr(s.wide), self.lane);
   Sums<OUT_ROWS> sums;
 #pragma unroll
   for (int i = 0; i < 4; ++i) add_pair(sums.sum[i], a[i], x);
@@ -371,7 +381,7 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
 }
 
 // The router, the choice, and the inner activations of this warp's rows, times the probability of their expert. Returns the
-// chosen experts.
+// expert whose down is this warp's.
 __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, int l, u32 tag, const float4 (&weight)[2], const uint2 (&router)[2]) {
   const Layer& layer = s.layers[l];
   receive_updates<KV_HEADS>(s, p.words + MIDDLE, tag, self.tid);
@@ -381,10 +391,10 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
   // For each warp of a block an own place: a thousand warps at the same few words wait for each other.
   if (self.tid < WARPS) tell(p.words + LOGITS + self.tid * EXPERTS + self.me / WARPS, sum_of(s.sums[1]) * f, tag);
   uint4 x[8];
-  load_x(x, s.narrow, self.lane);
+  load_row(x, smem_addr(s.narrow), self.lane);
   uint4 logits;
   const Choice choice = choose(p.words + LOGITS + self.warp * EXPERTS, tag, self.lane, logits);
-  const int expert = __shfl_sync(~0u, choice.expert, self.me / EXPERT_WARPS);
+  const int expert = __shfl_sync(~0u, choice.expert, self.me / EXPERT_WARPS), contracted = __shfl_sync(~0u, choice.expert, self.warp);
   const bf16* rows = layer.gate_up + ((long long)expert * (2 * INTER) + self.me % EXPERT_WARPS * PAIRS) * HIDDEN;
   auto fill_pair = [&](int i, int place) { fill(self, place, rows + (i / 2 + i % 2 * INTER) * HIDDEN); };
   if (self.lane < DEPTH) fill_pair(self.lane, wrapped(self.place + self.lane));
@@ -396,11 +406,10 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
     await(self, 2);
     load_pair(a, place_at(self, 0), place_at(self, 1), self.lane);
     const int place = leave(self, 2), next = DEPTH + 2 * pair + self.lane;
-    const int other = __shfl_sync(~0u, choice.expert, max(next - 2 * PAIRS, 0) % TOP_K);
     if (self.lane < 2) {
       const int to = wrapped(place + self.lane);
       if (next < 2 * PAIRS) fill_pair(next, to);
-      else fill_down(layer, self, other, to);
+      else fill_down(layer, self, contracted, next - 2 * PAIRS, to);
     }
     __syncwarp();
     Sums<2> sums;
@@ -410,63 +419,59 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
     const float gate = y[0] * f, up = __shfl_down_sync(~0u, y[0], 8) * probability;
     if (self.lane == 0) tell(p.words + INNER + self.me * PAIRS + pair, __fdividef(gate, 1.f + exp2_fast(-1.442695041f * gate)) * up, tag);
   }
-  return choice.expert;
+  return contracted;
 }
 
-__device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self, const Place& at, int l, u32 tag, int chosen) {
+// A warp waits for its expert's inner activations alone, and multiplies the block's rows by them.
+__device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self, const Place& at, int l, u32 tag, int expert) {
+  constexpr int REST = DOWN_ROWS / 2 - DEPTH, EACH = INTER / 128;
   const Layer& layer = s.layers[l];
-  uint4 a[DEPTH][DOWN_QUADS * 2], b[TOP_K - DEPTH][DOWN_QUADS * 2];
+  uint4 a[DEPTH][INTER / 128], b[REST][INTER / 128], got[EACH], x[INTER / 256];
   await(self, DEPTH);
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) load_pair(a[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
   int place = leave(self, DEPTH);
-  const int expert = __shfl_sync(~0u, chosen, min(DEPTH + self.lane, TOP_K - 1));
-  if (self.lane < TOP_K - DEPTH) fill_down(layer, self, expert, wrapped(place + self.lane));
+  if (self.lane < REST) fill_down(layer, self, expert, DEPTH + self.lane, wrapped(place + self.lane));
   if (l + 1 < p.count) fetch_tile(p, s.layers[l + 1], at, self);
   __syncwarp();
-  constexpr int EACH = INNER_ALL / 4 / THREADS;
-  const u32* words = p.words + INNER + self.tid * 4;
-  uint4 got[EACH];
+  const u32 *words = p.words + INNER + self.warp * INTER + self.lane * 4, inner = smem_addr(s.wide + self.warp * INTER);
   u32 tries = 0;
   do {
     patience(tries);
     got[0] = look(words);
   } while (!fresh(got[0], tag));
 #pragma unroll
-  for (int i = 1; i < EACH; ++i) got[i] = look(words + i * THREADS * 4);
+  for (int i = 1; i < EACH; ++i) got[i] = look(words + i * 128);
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     while (!fresh(got[i], tag)) {
       patience(tries);
-      got[i] = look(words + i * THREADS * 4);
+      got[i] = look(words + i * 128);
     }
-    sts64(smem_addr(s.wide) + (i * THREADS + self.tid) * 8, pack2(value(got[i].x), value(got[i].y)), pack2(value(got[i].z), value(got[i].w)));
+    sts64(inner + i * 256 + self.lane * 8, pack2(value(got[i].x), value(got[i].y)), pack2(value(got[i].z), value(got[i].w)));
   }
   // Not before the activations are there: what has to queue behind many weights takes long.
-  if (self.lane < 2 * DEPTH - TOP_K) fill_first(p, s, self, l + 1, self.lane, wrapped(place + TOP_K - DEPTH + self.lane));
+  if (self.lane < DEPTH - REST) fill_first(p, s, self, l + 1, self.lane, wrapped(place + REST + self.lane));
   __syncwarp();
-  __syncthreads();
-  Sums<2> sums;
-  uint4 x[DOWN_QUADS];
+  load_row(x, inner, self.lane);
+  Sums<DOWN_ROWS> sums;
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) {
-    load_x(x, s.wide + i * INTER, self.lane);
-    add_pair(sums.sum[0], a[i], x);
-  }
-  await(self, TOP_K - DEPTH);
+  for (int i = 0; i < DEPTH; ++i) add_pair(sums.sum[i], a[i], x);
+  await(self, REST);
 #pragma unroll
-  for (int i = 0; i < TOP_K - DEPTH; ++i) load_pair(b[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
-  place = leave(self, TOP_K - DEPTH);
-  if (self.lane < TOP_K - DEPTH) fill_first(p, s, self, l + 1, 2 * DEPTH - TOP_K + self.lane, wrapped(place + self.lane));
+  for (int i = 0; i < REST; ++i) load_pair(b[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
+  place = leave(self, REST);
+  if (self.lane < REST) fill_first(p, s, self, l + 1, DEPTH - REST + self.lane, wrapped(place + self.lane));
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < TOP_K - DEPTH; ++i) {
-    load_x(x, s.wide + (DEPTH + i) * INTER, self.lane);
-    add_pair(sums.sum[0], b[i], x);
-  }
-  float y[1];
+  for (int i = 0; i < REST; ++i) add_pair(sums.sum[DEPTH + i], b[i], x);
+  float y[DOWN_ROWS / 4];
   sums.total(self.lane, y);
-  if (self.lane % 8 == 0 && self.lane / 8 < DOWN_ROWS) tell(p.words + END + self.me * DOWN_ROWS + self.lane / 8, y[0], tag);
+  if (self.lane % 8 == 0)
+#pragma unroll
+    for (int i = 0; i < DOWN_ROWS / 4; ++i) s.down[4 * i + self.lane / 8][self.warp] = y[i];
+  __syncthreads();
+  if (self.tid < DOWN_ROWS) tell(p.words + END + self.me / WARPS * DOWN_ROWS + self.tid, sum_of(s.down[self.tid]), tag);
 }
 
 // The output layer behind the last norm.
@@ -480,7 +485,7 @@ __device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& s
   const float f = norm_of(s, p.eps);
   const int first = head_first(p, self.me), rows = head_first(p, self.me + 1) - first;
   uint4 x[8];
-  load_x(x, s.narrow, self.lane);
+  load_row(x, smem_addr(s.narrow), self.lane);
 #pragma unroll 1
   for (int row = 0; row < rows; row += 2) {
     uint4 a[16];
@@ -498,6 +503,11 @@ __device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& s
 }
 
 // --- the step
+
+// What follows from these is to be worked out where it is needed: kept for all layers it would take registers from weights.
+__device__ __forceinline__ void forget(Self& self, Place& at) {
+  asm volatile("" : "+r"(self.me), "+r"(self.lane), "+r"(self.warp), "+r"(self.tid), "+r"(self.ring), "+r"(self.full), "+r"(at.head), "+r"(at.split), "+r"(at.blocks));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -541,6 +551,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   for (int l = 0; l < p.count; ++l) {
     const Layer& layer = s.layers[l];
     tag = (tag + 1) & 0xff;
+    forget(self, at);
     project(p, s, self, l, tag);
     if (block == BLOCKS - 1) {  // norms soon wanted, which nobody has read yet
       if (self.tid < HIDDEN / 32) {
@@ -548,6 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
         asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32));
       }
     }
+    forget(self, at);
     if (at.split < at.blocks) {
       at.cosine = __ldg(turns);
       at.sine = __ldg(turns + HD / 8);
@@ -556,11 +568,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
       tell_part(p, at, s, tag, self.tid);
     }
     if (!at.few) merge_slice(p, at, tag, self.tid);
+    forget(self, at);
     float4 weight[2];
     uint2 router[2];
     project_out(p, s, self, at, l, tag, weight, router);
-    const int chosen = expand(p, s, self, l, tag, weight, router);
-    contract(p, s, self, at, l, tag, chosen);
+    forget(self, at);
+    const int expert = expand(p, s, self, l, tag, weight, router);
+    forget(self, at);
+    contract(p, s, self, at, l, tag, expert);
   }
   project_head(p, s, self, tag);
   // All blocks have read the number of steps: every one has told its part of the last layer.

@@ -77,7 +77,8 @@ def _kernel(shape: MixtureShape) -> Kernel:
     }
     group = shape.heads // shape.kv_heads
     inputs = 2 * (shape.hidden + shape.top_k * shape.inner) + 4 * shape.hidden + 8 * WARPS
+    down = 4 * WARPS * shape.hidden // BLOCKS
     attention = WARPS * (group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (group + 2)
     layers = MAX_LAYERS * ctypes.sizeof(P) * (len(MixtureWeights._fields) + 2)
     rings = WARPS * DEPTH * (2 * PLACE + 8)
-    return Kernel("mixture_step.cu", "mixture_step", defines, rings + inputs + attention + layers)
+    return Kernel("mixture_step.cu", "mixture_step", defines, rings + inputs + down + attention + layers)
