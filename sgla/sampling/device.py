@@ -121,9 +121,16 @@ class DeviceSampler:
         """The rows that want this."""
         return np.flatnonzero(self._wants[slots] & want).tolist()
 
-    def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor) -> None:
+    def draw(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        out: Tensor,
+        landing: sampling.Landing | None = None,
+    ) -> None:
         """Tokens of rows ``logits``, float32[S, this rank's part of V], into ``out`` and the token table. Capturable."""
-        self._race(logits, slots, positions, out, self._shard.range(self._vocab).start)
+        self._race(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
     def _race(
         self,
@@ -133,9 +140,10 @@ class DeviceSampler:
         out: Tensor,
         first: int,
         cuts: Tensor | None = None,
+        landing: sampling.Landing | None = None,
     ) -> None:
         sampling.sample(
-            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts, first, self._best_of_ranks
+            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts, first, self._best_of_ranks, landing
         )  # fmt: skip
 
     def _send(self, values: Any, dtype: Any = np.int64) -> Tensor:

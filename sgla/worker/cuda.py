@@ -321,13 +321,14 @@ class CudaRunner:
                 self.constraints.admit(new)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
+        landed: Tensor | None = None
         scored: list[Scored] = []
         if self._decodes(plan, rows):
             count = rows
-            out, undrawn = self.graphs.run(slots, starts)
+            out, landed, undrawn = self.graphs.run(slots, starts)
         else:
             out, count, scored, undrawn = self._extend(plan, slots, starts)
-        return self.flights.begin(plan, begin, out, count, undrawn, scored)
+        return self.flights.begin(plan, begin, out, count, landed, undrawn, scored)
 
     def _decodes(self, plan: StepPlan, rows: int) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""

@@ -52,11 +52,13 @@ class Flights:
         begin: torch.cuda.Event,
         out: Tensor,
         count: int,
+        landed: Tensor | None,
         undrawn: Undrawn | None,
         scored: list[Scored],
     ) -> Flight:
-        """The forward pass of ``plan`` has been queued."""
-        flight = Flight(plan.step, out, count, undrawn, scored, begin, torch.cuda.Event(enable_timing=True))
+        """The forward pass of ``plan`` has been queued. ``landed``: pinned memory that it brings the tokens to by itself."""
+        end = torch.cuda.Event(enable_timing=True)
+        flight = Flight(plan.step, out, count, undrawn, scored, begin, end, tokens=landed)
         constraints = self._constraints
         flight.held = undrawn is not None and constraints is not None and constraints.any(undrawn.on_host[0])
         if not flight.held:
@@ -75,7 +77,8 @@ class Flights:
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
         if flight.undrawn is not None:
             flight.scored += self._sampler.sample(flight.undrawn, masks)
-        flight.tokens = to_host(flight.out[: flight.count])
+        if flight.tokens is None:
+            flight.tokens = to_host(flight.out[: flight.count])
         flight.end.record()
         flight.held = False
 

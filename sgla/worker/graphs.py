@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.attention.native import NativeDecode
 from sgla.kernels.triton import step
+from sgla.kernels.triton.sampling import Landing
 from sgla.sampling.device import Undrawn
 
 if TYPE_CHECKING:
@@ -63,9 +64,31 @@ class Capture:
         return graph
 
 
+class Columns(NamedTuple):
+    """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1: padding), positions of
+    the sampled one (0: padding); and int32[1], where the tokens land."""
+
+    slots: Any
+    starts: Any
+    ends: Any
+    stage: Any
+
+    @staticmethod
+    def of(flat: Any, size: int) -> Columns:
+        """``flat`` int32[``length(size)``, at least]: each column begins at a multiple of 16 bytes."""
+        each = -(-size // 4) * 4
+        slots, starts, ends = (flat[i * each : i * each + size] for i in range(3))
+        return Columns(slots, starts, ends, flat[3 * each : 3 * each + 1])
+
+    @staticmethod
+    def length(size: int) -> int:
+        return -(-size // 4) * 12 + 4
+
+
 class DecodeGraphs:
-    """One graph for each size, all in one memory pool. ``columns`` int32[3, limit] is what they read: slots, positions of
-    the input token (-1: padding), positions of the sampled one (0: padding).
+    """One graph for each size, all in one memory pool. Each reads the beginning of ``plan`` as ``Columns`` of its size, and leaves
+    its tokens in pinned memory, where the host finds them without a copy: few bytes go to the GPU, and no copy comes back,
+    because one takes 11 us each way.
 
     Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is written when the
     set of rows changes."""
@@ -81,8 +104,9 @@ class DecodeGraphs:
         self._plan: Prefixes | None = None  # what the buffer holds
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
         self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
-        self.columns = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
-        self._pinned = [torch.zeros(3, self.limit, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
+        self.plan = torch.zeros(Columns.length(self.limit), dtype=torch.int32, device="cuda")
+        self._pinned = [torch.zeros_like(self.plan, device="cpu").pin_memory() for _ in range(STAGES)]
+        self._landed = torch.zeros(STAGES, self.limit, dtype=torch.int32, pin_memory=True)
         self._stage = 0
         self._ids, self._positions, self._kv_len, self._out_loc = torch.zeros(
             4, self.limit, dtype=torch.int32, device="cuda"
@@ -95,17 +119,19 @@ class DecodeGraphs:
 
     def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large."""
-        self.columns[0].fill_(self._runner.slots)
-        self.columns[1].fill_(-1)
+        nobody = np.zeros(0, np.int32)
         for size in reversed(self.sizes):
+            self._send(nobody, nobody, size)
             self._graphs[size] = capture(lambda size=size: self._forward(size))  # type: ignore[misc]
         for size in reversed(self._cascade_sizes):
+            self._send(nobody, nobody, size)
             self._cascades[size] = capture(lambda size=size: self._forward(size, True))  # type: ignore[misc]
 
     def _forward(self, size: int, cascade: bool = False) -> None:
-        """The step of ``size`` rows described by ``columns``; ``cascade``: with the prefixes in the buffer."""
+        """The step of ``size`` rows described by ``plan``; ``cascade``: with the prefixes in the buffer."""
         runner, tables = self._runner, self._runner.tables
-        slots, starts, ends = (c[:size] for c in self.columns)
+        slots, starts, ends, stage = Columns.of(self.plan, size)
+        landing = Landing(self._landed, stage)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
         first, *others = runner.windows
         prefixes = self._prefixes(size) if cascade else None
@@ -116,7 +142,7 @@ class DecodeGraphs:
         )  # fmt: skip
         if size == 1 and self._one_row is not None and not cascade:
             self._one_row(self._ids[:1], slots, kv_len, tables.page_table, self._logits[:1])
-            runner.sampler.draw(self._logits[:1], slots, ends, self.out[:1])
+            runner.sampler.draw(self._logits[:1], slots, ends, self.out[:1], landing)
             return
         for window in others:
             step.count_tiles(kv_len, cum[window], attention.TILE, window)
@@ -145,7 +171,7 @@ class DecodeGraphs:
                 logits = runner.model.logits_part(hidden)
         if logits.data_ptr() != self._logits.data_ptr():  # a soft cap or an all-gather made another tensor
             self._logits[:size].copy_(logits)
-        runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size])
+        runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size], landing)
 
     def _prefixes(self, size: int) -> DevicePrefixes:
         valid, items, order, skip, first = unpack(self._shared, self.limit)
@@ -159,29 +185,45 @@ class DecodeGraphs:
         tables = self._runner.tables
         return cascade.plan(slots, starts, tables.host.page_table, tables.admissions, size)
 
-    def run(self, slots: Any, starts: Any) -> tuple[Tensor, Undrawn | None]:
-        """Decode one token of each row: int32[rows, at least] on the GPU. ``Undrawn`` if a draw by temperature is not all that
-        rows need."""
+    def _send(self, slots: Any, starts: Any, size: int) -> int:
+        """Send the step's columns to the graph of this size. Returns the place where its tokens land."""
+        stage, rows = self._stage, len(slots)
+        self._stage = (stage + 1) % STAGES
+        pinned = self._pinned[stage][: Columns.length(size)]
+        host = Columns.of(pinned.numpy(), size)
+        host.slots[:rows], host.starts[:rows] = slots, starts
+        host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._runner.slots, -1, 0
+        np.add(starts, 1, out=host.ends[:rows])
+        host.stage[0] = stage
+        self.plan[: len(pinned)].copy_(pinned, non_blocking=True)
+        return stage
+
+    def run(self, slots: Any, starts: Any) -> tuple[Tensor, Tensor | None, Undrawn | None]:
+        """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory, to be read before
+        ``STAGES`` further steps. ``Undrawn`` instead of the latter if a draw by temperature is not all that rows need."""
         rows = len(slots)
         plan = self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
         size = next(size for size in sizes if size >= rows)
-        pinned = self._pinned[self._stage]
         if plan is not None and plan is not self._plan:
             shared, self._plan = self._pinned_shared[self._stage], plan
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
             self._shared.copy_(shared, non_blocking=True)
-        self._stage = (self._stage + 1) % STAGES
-        host = pinned.numpy()
-        host[0, :rows], host[1, :rows] = slots, starts
-        host[0, rows:], host[1, rows:], host[2, rows:] = self._runner.slots, -1, 0
-        np.add(starts, 1, out=host[2, :rows])
-        self.columns.copy_(pinned, non_blocking=True)
+        stage = self._send(slots, starts, size)
         graphs[size].replay()
         if self._runner.sampler.plain(slots):
-            return self.out, None
-        on_host = (slots, host[2, :rows].copy())
-        d_slots, _, d_ends = (c[:rows] for c in self.columns)
-        return self.out, Undrawn(
-            self._logits[:rows], d_slots, d_ends, self.out, np.arange(rows, dtype=np.int32), on_host
+            return self.out, self._landed[stage, :rows], None
+        columns = Columns.of(self.plan, size)
+        numbers = np.arange(rows, dtype=np.int32)
+        return (
+            self.out,
+            None,
+            Undrawn(
+                self._logits[:rows],
+                columns.slots[:rows],
+                columns.ends[:rows],
+                self.out,
+                numbers,
+                (slots, starts + 1),
+            ),
         )

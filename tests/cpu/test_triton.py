@@ -236,11 +236,13 @@ def test_ranks_draw_what_one_would() -> None:
 
     for parts in ([(0, vocab)], [(0, split), (split, vocab)]):
         table, out = torch.zeros(rows, rows).int(), torch.zeros(rows).int()
+        landing = sampling.Landing(torch.zeros(3, rows).int(), torch.tensor([2]).int())
         for first, stop in parts[::-1]:
             sampling.sample(
                 logits[:, first:stop].contiguous(), slots, positions, seeds, temperatures, table, out,
-                first=first, best_of_ranks=best_of_ranks if len(parts) > 1 else None,
+                first=first, best_of_ranks=best_of_ranks if len(parts) > 1 else None, landing=landing,
             )  # fmt: skip
+        assert torch.equal(landing.tokens, torch.stack([0 * out, 0 * out, out]))
         found.append((table, out))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])

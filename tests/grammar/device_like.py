@@ -106,7 +106,7 @@ class DeviceLike(Runner):
                 undrawn = Undrawn(
                     logits, where, positions, out, wanted.rows, (wanted.slots, wanted.positions)
                 )
-        return self._flights.begin(plan, Event(), out, count, undrawn, [])
+        return self._flights.begin(plan, Event(), out, count, None, undrawn, [])
 
     @torch.inference_mode()
     def release(self, flight: Flight) -> None:

@@ -10,6 +10,7 @@ float order: eight passes of 16 thresholds each, no sort.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -70,14 +71,24 @@ def _race(
     tl.store(best_id + row * chunks + chunk, first + chunk * BLOCK + index)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out"])
-def _finish(best, best_id, slots, positions, table, stride, out, chunks, BLOCK: tl.constexpr):
+@triton.jit
+def _land(token, row, landing, stride, place, LANDS: tl.constexpr):
+    if LANDS:
+        tl.store(landing + tl.load(place) * stride + row, token)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
+def _finish(
+    best, best_id, slots, positions, table, stride, out, chunks, landing, landing_stride, place,
+    LANDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
     _, winner = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(best_id + row * chunks + winner)
     tl.store(out + row, token)
+    _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(table + slot * stride + position, token, mask=position > 0)
@@ -96,11 +107,14 @@ def _make_keys(best, best_id, keys, chunks, BLOCK: tl.constexpr):
     tl.store(keys + row, (order.to(tl.int64) << 32) | (~token).to(tl.uint32, bitcast=True).to(tl.int64))
 
 
-@triton.jit
-def _use_keys(keys, slots, positions, table, stride, out):
+@triton.jit(do_not_specialize_on_alignment=["place"])
+def _use_keys(
+    keys, slots, positions, table, stride, out, landing, landing_stride, place, LANDS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     token = ~tl.load(keys + row).to(tl.int32)
     tl.store(out + row, token)
+    _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
     tl.store(table + slot * stride + position, token, mask=position > 0)
@@ -226,6 +240,14 @@ def find_cuts(
     return cuts
 
 
+class Landing(NamedTuple):
+    """Where tokens of a step go besides: row ``place`` int32[1] of ``tokens`` int32[places, rows], which is pinned memory of the
+    host. A copy to the host would take the GPU 11 us."""
+
+    tokens: Tensor
+    place: Tensor
+
+
 def sample(
     logits: Tensor,
     slots: Tensor,
@@ -237,6 +259,7 @@ def sample(
     cuts: Tensor | None = None,
     first: int = 0,
     best_of_ranks: Callable[[Tensor], None] | None = None,
+    landing: Landing | None = None,
 ) -> None:
     """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S], and into
     ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot.
@@ -254,12 +277,13 @@ def sample(
     block = triton.next_power_of_2(chunks)
     if best_of_ranks is None:
         _finish[(rows,)](
-            best, best_id, slots, positions, table, table.stride(0), out, chunks, BLOCK=block, num_warps=1
-        )
+            best, best_id, slots, positions, table, table.stride(0), out, chunks, *_landing(landing, out),
+            LANDS=landing is not None, BLOCK=block, num_warps=1,
+        )  # fmt: skip
         return
     keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _make_keys[(rows,)](best, best_id, keys, chunks, BLOCK=block, num_warps=1)
-    follow(keys, slots, positions, table, out, best_of_ranks)
+    follow(keys, slots, positions, table, out, best_of_ranks, landing)
 
 
 def follow(
@@ -269,7 +293,22 @@ def follow(
     table: Tensor,
     out: Tensor,
     best_of_ranks: Callable[[Tensor], None],
+    landing: Landing | None = None,
 ) -> None:
     """The end of ``sample``. A rank that does not draw has ``keys`` of ``WORST``."""
     best_of_ranks(keys)
-    _use_keys[(keys.shape[0],)](keys, slots, positions, table, table.stride(0), out, num_warps=1)
+    _use_keys[(keys.shape[0],)](
+        keys,
+        slots,
+        positions,
+        table,
+        table.stride(0),
+        out,
+        *_landing(landing, out),
+        LANDS=landing is not None,
+        num_warps=1,
+    )
+
+
+def _landing(landing: Landing | None, unused: Tensor) -> tuple[Tensor, int, Tensor]:
+    return (landing.tokens, landing.tokens.stride(0), landing.place) if landing else (unused, 0, unused)
