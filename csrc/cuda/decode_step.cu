@@ -2,7 +2,7 @@
 //
 // With one row a layer is bound by the memory that holds its weights, and the rest is waiting. So one block stays on a
 // multiprocessor for the whole step, and the weights never pause: each warp owns equal parts of the rows of every matrix
-// and has them copied, layer after layer, into its ring in shared memory, as far ahead as the ring reaches. What the blocks
+// and a further warp copies them, layer after layer, into its ring in shared memory, as far ahead as the ring reaches. What the blocks
 // tell each other is small (a vector of activations) and goes through the L2 cache without barriers: every word carries the
 // number of the layer in its low 8 bits, so who reads a word knows whether it is the one it waits for; 16 bits of mantissa
 // remain. A word is written again one layer later, when every block must have read it, because each layer's vectors depend
@@ -38,6 +38,8 @@ constexpr int PIECE = 1024, PIECE_BYTES = PIECE * 2;  // of a weight row: a plac
 constexpr int OWN = HIDDEN / ALL_WARPS;  // places of the residual stream that a warp owns
 constexpr int WIDE = ATTENDED > INTER ? ATTENDED : INTER;
 
+constexpr int FLYING = 2;                // pieces of a warp that are on their way at a time
+
 static_assert(OWN <= 8 && HIDDEN % ALL_WARPS == 0 && QKV % ALL_WARPS == 0 && INTER % ALL_WARPS == 0 && ATTENDED % PIECE == 0);
 
 struct Layer {
@@ -69,8 +71,6 @@ constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream
 
 // --- the matrices: which rows are whose, and in which order they are read
 
-constexpr u32 TOGETHER = 1 << 28;
-
 // Matrix 0 to 3 of a layer as a warp sees it: ROWS rows of PIECES pieces, of which PASS are summed side by side, DEEP pieces at
 // a time. Gate and up have equal parts of a pass, gate the first. Piece FIRST of the layer's is the first.
 template <int M>
@@ -93,13 +93,12 @@ struct Matrix {
   static constexpr int DEEP = deep(), COUNT = PASS * DEEP, RESULTS = (PASS + 3) / 4;
   static constexpr int FIRST = (M > 0 ? QKV / ALL_WARPS * (HIDDEN / PIECE) : 0) + (M > 1 ? OWN * (ATTENDED / PIECE) : 0) +
                                (M > 2 ? 2 * INTER / ALL_WARPS * (HIDDEN / PIECE) : 0);
-  // Piece `i` of the layer: M, whether it is the first of those taken together, and where it is, in pieces of the matrix.
+  // Piece `i` of the layer: M, and where it is, in pieces of the matrix.
   __device__ __forceinline__ static u32 entry(int i, int me) {
     i -= FIRST;
     const int first = i / (PASS * PIECES) * PASS, k = i / PASS % PIECES, j = i % PASS;
     const int up = M == 2 && j >= PASS / 2, row = M == 2 ? me * (ROWS / 2) + first / 2 + j - up * (PASS / 2) + up * INTER : me * ROWS + first + j;
-    const int at = row * PIECES + k;
-    return u32(M) << 29 | (i % COUNT == 0 ? TOGETHER : 0) | u32(at);
+    return u32(M) << 29 | u32(row * PIECES + k);
   }
 };
 constexpr int LAYER_PIECES = Matrix<3>::FIRST + OWN * (INTER / PIECE), HEAD_PIECES = HIDDEN / PIECE;
@@ -114,6 +113,7 @@ struct Shared {
   bf16 q[GROUP][HD], k[HD], v[HD];  // as attention takes them
   Layer layers[MAX_LAYERS];
   u64 full[WARPS][DEPTH];
+  int taken[WARPS];                 // pieces that the warps have read
   u32 table[WARPS][LAYER_PIECES];   // of the pieces of a layer, see Matrix::entry
 };
 
@@ -122,8 +122,16 @@ struct Self {
   int tid, warp, lane, me;        // me: the warp's number among all
   int head_first, head_rows;
   u32 ring, full;                 // the warp's places and their barriers
-  int place = 0;                  // of the ring, the next to read
+  int place = 0, taken = 0;       // the next to read, or to fill; pieces read
   u32 round = 0;
+
+  __device__ __forceinline__ void set_out(const Params& p, const Shared& s) {
+    me = blockIdx.x * WARPS + warp;
+    head_first = int((long long)(p.vocab / 4) * me / ALL_WARPS) * 4;
+    head_rows = int((long long)(p.vocab / 4) * (me + 1) / ALL_WARPS) * 4 - head_first;
+    ring = smem_addr(&s) - (WARPS - warp) * (DEPTH * PIECE_BYTES);
+    full = smem_addr(s.full[warp]);
+  }
 };
 
 // Which matrix, and where in it, the pieces of a layer are that this warp reads.
@@ -140,55 +148,66 @@ __device__ __forceinline__ void list_pieces(Shared& s, const Self& self) {
   __syncwarp();
 }
 
-// Copies `count` pieces of a layer (the last of which is the output layer), from `first` on, to places from `place` on. What
-// lies together in both memories, and is taken together, is one copy, which completes the barrier of its first place.
-__device__ __forceinline__ void refill(const Params& p, const Shared& s, const Self& self, int layer, int first, int place, int count) {
-  int i = first + self.lane;
-  if (i >= LAYER_PIECES && layer < p.count) {
-    i -= LAYER_PIECES;
-    ++layer;
-  }
-  bool live = self.lane < count, begins;
-  const bf16* from = p.head;
-  if (layer < p.count) {
-    const u32 entry = live ? s.table[self.warp][i] : 0;
-    from = s.layers[layer].matrix[entry >> 29] + (long long)(entry & (TOGETHER - 1)) * PIECE;
-    begins = entry & TOGETHER;
-  } else {
-    const int row = i / (4 * HEAD_PIECES) * 4 + i % 4;
-    live = live && row < self.head_rows;
-    from += ((long long)(self.head_first + row) * HEAD_PIECES + i / 4 % HEAD_PIECES) * PIECE;
-    begins = i % 4 == 0;
-  }
-  place += self.lane;
-  if (place >= DEPTH) place -= DEPTH;
-  const u64 address = reinterpret_cast<u64>(from), before = __shfl_up_sync(~0u, address, 1);
-  begins = live && (begins || self.lane == 0 || place == 0 || address != before + PIECE_BYTES);
-  const u32 further = __ballot_sync(~0u, begins) >> self.lane >> 1, all = __popc(__ballot_sync(~0u, live));
-  const u32 bytes = begins ? (further ? __ffs(further) : all - self.lane) * PIECE_BYTES : 0;
-  const u32 full = self.full + place * 8;
-  if (live) asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(full), "r"(bytes) : "memory");
-  if (begins)
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(self.ring + place * PIECE_BYTES),
-                 "l"(from), "r"(bytes), "r"(full)
+// The warp that copies weights: a lane for each of the others goes through that one's pieces, the rows of the output layer last.
+// Of a layer's no more than FLYING are on their way at a time, since what blocks tell each other waits behind them.
+__device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
+  self.warp = self.lane;
+  if (self.warp >= WARPS) return;
+  self.set_out(p, s);
+  const u32 taken = smem_addr(&s.taken[self.warp]);
+  const int total = p.count * LAYER_PIECES + self.head_rows * HEAD_PIECES;
+  int layer = 0, i = 0, landing = 0;
+  u32 parity = 0;
+#pragma unroll 1
+  for (int n = 0; n < total;) {
+    int done;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(done) : "r"(taken) : "memory");
+    if (n - done >= DEPTH || (layer < p.count && n >= FLYING && !piece_there(self.full + landing * 8, parity))) {
+      __nanosleep(100);
+      continue;
+    }
+    if (n >= FLYING && ++landing == DEPTH) {
+      landing = 0;
+      parity ^= 1;
+    }
+    const bf16* from = p.head;
+    if (layer < p.count) {
+      const u32 entry = s.table[self.warp][i];
+      from = s.layers[layer].matrix[entry >> 29] + (long long)(entry & 0x1fffffff) * PIECE;
+      if (++i == LAYER_PIECES) {
+        i = 0;
+        ++layer;
+      }
+    } else {
+      const int row = i / (4 * HEAD_PIECES) * 4 + i % 4;
+      from += ((long long)(self.head_first + row) * HEAD_PIECES + i / 4 % HEAD_PIECES) * PIECE;
+      ++i;
+    }
+    const u32 full = self.full + self.place * 8;
+    barrier_expect(full, PIECE_BYTES);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(self.ring + self.place * PIECE_BYTES),
+                 "l"(from), "n"(PIECE_BYTES), "r"(full)
                  : "memory");
+    if (++self.place == DEPTH) self.place = 0;
+    ++n;
+  }
 }
 
-// The ring's next COUNT pieces, `first` of the layer's and following, into registers; their places are filled again.
-template <int COUNT>
-__device__ __forceinline__ void take(const Params& p, const Shared& s, Self& self, int layer, int first, uint4 (&a)[COUNT][4]) {
+// The ring's next pieces into registers: COUNT / ROWS of each of ROWS rows.
+template <int ROWS, bool GATED, int COUNT>
+__device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4]) {
   const int mine = self.place + self.lane;  // a lane waits for one of the places
   if (self.lane < COUNT) piece_wait(self.full + (mine >= DEPTH ? mine - DEPTH : mine) * 8, self.round ^ (mine >= DEPTH));
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const int place = self.place + i;
-    const u32 from = self.ring + (place >= DEPTH ? place - DEPTH : place) * PIECE_BYTES + self.lane * 16;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) a[i][j] = lds128(from + j * 512);
-  }
+  for (int first = 0; first < COUNT; first += ROWS)
+    Dots<ROWS, GATED>::load(a, first, self.lane, [&](int i) {
+      const int place = self.place + i;
+      return self.ring + (place >= DEPTH ? place - DEPTH : place) * PIECE_BYTES;
+    });
   __syncwarp();
-  refill(p, s, self, layer, first + DEPTH, self.place, COUNT);
+  self.taken += COUNT;
+  if (self.lane == 0) asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(smem_addr(&s.taken[self.warp])), "r"(self.taken) : "memory");
   self.place += COUNT;
   if (self.place >= DEPTH) {
     self.place -= DEPTH;
@@ -199,23 +218,24 @@ __device__ __forceinline__ void take(const Params& p, const Shared& s, Self& sel
 // A matrix of a layer times what `get(x)` puts to x in shared memory, where weights are fetched before. `then(y, row)`: y[i]
 // is that of the warp's row `row` + 4 i + lane / 8.
 template <int M, class Get, class Then>
-__device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, int layer, Get&& get, Then&& then) {
+__device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, Get&& get, Then&& then) {
   using T = Matrix<M>;
   constexpr bool NORM = M % 2 == 0;
-  uint4 a[T::COUNT][4];
-  take(p, s, self, layer, T::FIRST, a);
+  using Sum = Dots<T::PASS, M == 2>;
+  u32 a[T::COUNT][4][4];
+  take<T::PASS, M == 2>(s, self, a);
   const u32 x = smem_addr(NORM ? s.narrow : s.wide);
   get(x);
-  __syncthreads();
+  meet();
   float f = 1.f;
 #pragma unroll 1
   for (int row = 0; row < T::ROWS; row += T::PASS) {
-    Sums<T::PASS> sums;
+    Sum sums;
 #pragma unroll 1
     for (int k = 0; k < T::PIECES; k += T::DEEP) {
-      if (row + k > 0) take(p, s, self, layer, T::FIRST + row * T::PIECES + k * T::PASS, a);
+      if (row + k > 0) take<T::PASS, M == 2>(s, self, a);
 #pragma unroll
-      for (int i = 0; i < T::DEEP; ++i) sums.template add<M == 2>(a, i * T::PASS, x + (k + i) * PIECE_BYTES + self.lane * 16);
+      for (int i = 0; i < T::DEEP; ++i) sums.add(a, i * T::PASS, x + (k + i) * PIECE_BYTES + self.lane * 16);
     }
     if (NORM && row == 0) f = norm_factor(s.square, p.eps, self.lane);
     float y[T::RESULTS];
@@ -228,7 +248,7 @@ __device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, in
 
 // --- the step
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   Shared& s = *reinterpret_cast<Shared*>(smem + WARPS * DEPTH * PIECE_BYTES);
   Self self;
@@ -237,17 +257,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
   self.warp = self.tid / 32;
   self.lane = self.tid % 32;
-  self.me = block * WARPS + self.warp;
-  self.head_first = int((long long)(p.vocab / 4) * self.me / ALL_WARPS) * 4;
-  self.head_rows = int((long long)(p.vocab / 4) * (self.me + 1) / ALL_WARPS) * 4 - self.head_first;
-  self.ring = smem_addr(smem) + self.warp * (DEPTH * PIECE_BYTES);
-  self.full = smem_addr(s.full[self.warp]);
-  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS) reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
-  for (int i = self.tid; i < WARPS * DEPTH; i += THREADS) piece_init(smem_addr(&s.full[0][0]) + i * 8);
+  self.set_out(p, s);
+  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS + 32) reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
+  for (int i = self.tid; i < WARPS * DEPTH; i += THREADS + 32) piece_init(smem_addr(&s.full[0][0]) + i * 8);
+  if (self.tid < WARPS) s.taken[self.tid] = 0;
+  if (self.warp < WARPS) list_pieces(s, self);
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
-  list_pieces(s, self);
-  refill(p, s, self, 0, 0, 0, DEPTH);
+  if (self.warp == WARPS) return supply(p, s, self);
 
   pdl_wait();
   u32 tag = *p.steps & 0xff;
@@ -259,6 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
   at.few = at.tiles <= min(FEW, SPLITS) * WARPS;
   at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
+  const Spots spots = find_spots(p, at, self.warp);
+  forget_parts(p, at, tag, self.tid);
   const float4* turns = reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
   at.cosine = turns[0];
   at.sine = turns[HD / 8];
@@ -280,8 +299,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
     const Layer& layer = s.layers[l];
     const u32 before = tag;
     tag = (tag + 1) & 0xff;
+    if (at.split < at.blocks) {  // they are read while others use the memory
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.k + spots.first + self.lane * 64));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.v + spots.first + self.lane * 64));
+    }
     auto get_first = [&](u32 x) { receive<HIDDEN, true>(p.words + END, before, x, layer.input_norm, s.square, self.tid); };
-    times<0>(p, s, self, l, get_first, [&](const float(&y)[Matrix<0>::RESULTS], int row) {
+    times<0>(p, s, self, get_first, [&](const float(&y)[Matrix<0>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<0>::RESULTS; ++i)
         if (tells && 4 * i + self.lane / 8 < Matrix<0>::PASS)
@@ -292,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
       asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32));
     }
     if (at.split < at.blocks) {
-      attend(p, layer, at, s, tag, self.warp, self.lane);
-      __syncthreads();
+      attend(p, layer, at, spots, s, tag, self.warp, self.lane);
+      meet();
       tell_part(p, at, s, tag, self.tid);
     }
     if (!at.few) merge_slice(p, at, tag, self.tid);
@@ -305,10 +328,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
       if (at.few) receive_parts(p, at, tag, x, self.warp, self.lane);
       else receive<ATTENDED, false>(p.words + Exchange::ATTENDED_AT, tag, x, nullptr, nullptr, self.tid);
     };
-    times<1>(p, s, self, l, get_attended, add);
+    times<1>(p, s, self, get_attended, add);
     tell_h(Exchange::MIDDLE);
     auto get_middle = [&](u32 x) { receive<HIDDEN, true>(p.words + Exchange::MIDDLE, tag, x, layer.mlp_norm, s.square, self.tid); };
-    times<2>(p, s, self, l, get_middle, [&](const float(&y)[Matrix<2>::RESULTS], int row) {
+    times<2>(p, s, self, get_middle, [&](const float(&y)[Matrix<2>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<2>::RESULTS; ++i) {
         const float up = __shfl_down_sync(~0u, y[i], 8), gate = y[i];
@@ -318,23 +341,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const Param
       }
     });
     auto get_inner = [&](u32 x) { receive<INTER, false>(p.words + Exchange::INNER, tag, x, nullptr, nullptr, self.tid); };
-    times<3>(p, s, self, l, get_inner, add);
+    times<3>(p, s, self, get_inner, add);
     tell_h(END);
   }
 
   const u32 x = smem_addr(s.narrow);
   receive<HIDDEN, true>(p.words + END, tag, x, p.norm, s.square, self.tid);
-  __syncthreads();
+  meet();
   pdl_launch();
   const float f = norm_factor(s.square, p.eps, self.lane);
 #pragma unroll 1
   for (int row = 0; row < self.head_rows; row += 4) {
-    Sums<4> sums;
-    uint4 a[4][4];
+    Dots<4, false> sums;
+    u32 a[4][4][4];
 #pragma unroll
     for (int k = 0; k < HEAD_PIECES; ++k) {
-      take(p, s, self, p.count, row * HEAD_PIECES + k * 4, a);
-      sums.add<false>(a, 0, x + k * PIECE_BYTES + self.lane * 16);
+      take<4, false>(s, self, a);
+      sums.add(a, 0, x + k * PIECE_BYTES + self.lane * 16);
     }
     float y[1];
     sums.total(self.lane, y);

@@ -90,7 +90,96 @@ __device__ __forceinline__ void piece_wait(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   } while (!done);
 }
+// The threads of all warps that attend and multiply.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+__device__ __forceinline__ bool piece_there(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
+
 // --- products
+
+// Products of ROWS rows with x, in pieces of 1024. `load` fetches a piece of each row from shared memory in the order in which
+// an instruction takes it: two rows fill its 16 rows (GATED: one of the first half and one of the second), or two parts of the
+// last one, which then need one instruction each.
+template <int ROWS, bool GATED>
+struct Dots {
+  static constexpr int PAIRS = ROWS / 2, CHAINS = 2;
+  float sum[PAIRS > 0 ? PAIRS : 1][CHAINS][4], alone[2][CHAINS][4];
+
+  __device__ __forceinline__ Dots() {
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+#pragma unroll
+      for (int c = 0; c < CHAINS; ++c) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) sum[i][c][e] = 0.f;
+        alone[0][c][e] = alone[1][c][e] = 0.f;
+      }
+  }
+  __device__ __forceinline__ static constexpr int low(int pair) { return GATED ? pair : pair * 2; }
+  __device__ __forceinline__ static constexpr int high(int pair) { return GATED ? PAIRS + pair : pair * 2 + 1; }
+
+  // Into `a` from `first` on; `at(i)`: where piece i is.
+  template <int COUNT, class At>
+  __device__ __forceinline__ static void load(u32 (&a)[COUNT][4][4], int first, int lane, At&& at) {
+    const int part = lane / 8;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const int low_at = first + low(pair), high_at = first + high(pair);
+      const u32 from = at(part & 1 ? high_at : low_at) + (part >> 1) * 128 + lane % 8 * 16;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) ldmatrix(i < 4 ? a[low_at][i] : a[high_at][i - 4], from + i * 256);
+    }
+    if (ROWS % 2) {
+      const u32 from = at(first + ROWS - 1) + (part % 2 * 2 + part / 2) * 128 + lane % 8 * 16;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ldmatrix(a[first + ROWS - 1][i], from + i * 512);
+    }
+  }
+  // `x`: in shared memory, 16 bytes further for each lane.
+  template <int COUNT>
+  __device__ __forceinline__ void add(const u32 (&a)[COUNT][4][4], int first, u32 x) {
+    u32 b[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ldmatrix(b[i], x + i * 512);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const u32(&w)[4] = i < 4 ? a[first + low(pair)][i] : a[first + high(pair)][i - 4];
+        mma(sum[pair][i % CHAINS], w[0], w[1], w[2], w[3], b[i / 2][i % 2 * 2], b[i / 2][i % 2 * 2 + 1]);
+      }
+    if (ROWS % 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32(&w)[4] = a[first + ROWS - 1][i];
+        mma(alone[0][i % CHAINS], w[0], w[1], w[2], w[3], b[i][0], b[i][1]);
+        mma(alone[1][i % CHAINS], w[0], w[1], w[2], w[3], b[i][2], b[i][3]);
+      }
+    }
+  }
+  // An even or odd column of a row's diagonal.
+  __device__ __forceinline__ float diagonal(int row, int odd) const {
+    if (ROWS % 2 && row == ROWS - 1) return (alone[0][0][odd] + alone[0][1][odd]) + (alone[1][0][2 + odd] + alone[1][1][2 + odd]);
+    return sum[row / 2][0][row % 2 * 2 + odd] + sum[row / 2][1][row % 2 * 2 + odd];
+  }
+  // y[i]: the dot product of row 4 i + lane / 8.
+  __device__ __forceinline__ void total(int lane, float (&y)[(ROWS + 3) / 4]) {
+    const int from = lane % 8 * 4 + lane % 8 / 2;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      const float z = __shfl_sync(~0u, lane & 4 ? diagonal(row, 1) : diagonal(row, 0), from);
+      if (row % 4 == 0 || lane / 8 == row % 4) y[row / 4] = z;
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2)
+#pragma unroll
+      for (int i = 0; i < (ROWS + 3) / 4; ++i) y[i] += __shfl_xor_sync(~0u, y[i], d);
+  }
+};
 
 // Sums of ROWS rows with x. Chains of instructions that wait for each other are short.
 template <int ROWS>
@@ -153,19 +242,17 @@ __device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const
       for (int i = 0; i < SIDE; ++i) scale[i] = __ldg(reinterpret_cast<const float4*>(weight) + (base + i) * THREADS + tid);
     }
     uint4 got[SIDE];
+    bool all;
     do {
       patience(tries);
-      got[0] = look(words + base * THREADS * 4);
-    } while (!fresh(got[0], tag));
 #pragma unroll
-    for (int i = 1; i < SIDE; ++i) got[i] = look(words + (base + i) * THREADS * 4);
+      for (int i = 0; i < SIDE; ++i) got[i] = look(words + (base + i) * THREADS * 4);
+      all = true;
+#pragma unroll
+      for (int i = 0; i < SIDE; ++i) all &= fresh(got[i], tag);
+    } while (!all);
 #pragma unroll
     for (int i = 0; i < SIDE; ++i) {
-      if (i > 0)
-        while (!fresh(got[i], tag)) {
-          patience(tries);
-          got[i] = look(words + (base + i) * THREADS * 4);
-        }
       float a = value(got[i].x), b = value(got[i].y), c = value(got[i].z), d = value(got[i].w);
       if (NORM) {
         sum += a * a + b * b + c * c + d * d;
@@ -206,6 +293,14 @@ template <class Params>
 __device__ __forceinline__ long long tile_at(const Params& p, const Place& at, int tile) {
   return at.pages[tile / PAGE_TILES] * p.page_stride + at.head * p.head_stride + (tile % PAGE_TILES) * (TILE * HD);
 }
+// Where the first tile of a warp and the new token are in the pages of any layer.
+struct Spots {
+  long long first, newest;
+};
+template <class Params>
+__device__ __forceinline__ Spots find_spots(const Params& p, const Place& at, int warp) {
+  return {tile_at(p, at, min(first_tile(at, warp), at.tiles - 1)), tile_at(p, at, at.tiles - 1) + (at.len - 1) % TILE * HD};
+}
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // A head of q or k, four dims a lane: normalised and rotated as bf16.
@@ -226,12 +321,10 @@ __device__ __forceinline__ uint2 prepare(uint4 words, float4 w, const Place& at,
 
 // Waits for the projection; q, k and v into shared memory, k and v of the new token to its page too.
 template <class Params, class Layer, class Shared>
-__device__ __forceinline__ void receive_heads(const Params& p, const Layer& layer, const Place& at, Shared& s, u32 tag, int warp, int lane) {
+__device__ __forceinline__ void receive_heads(const Params& p, const Layer& layer, const Place& at, const Spots& spots, Shared& s, u32 tag, int warp, int lane) {
   constexpr int EACH = (GROUP + 2 + WARPS - 1) / WARPS;
   const int heads = GROUP + (newest_block(at) == at.split ? 2 : 0);  // q, then k and v
   if (warp >= heads) return;
-  const int last = at.len - 1;
-  const long long newest = tile_at(p, at, last / TILE) + last % TILE * HD;
   uint4 got[EACH];
   float4 weight[EACH];
   auto from = [&](int i) {
@@ -257,13 +350,13 @@ __device__ __forceinline__ void receive_heads(const Params& p, const Layer& laye
       if (i <= GROUP) y = prepare(got[j], weight[j], at, lane, p.eps);
       bf16* to = i < GROUP ? s.q[i] : i == GROUP ? s.k : s.v;
       sts64(smem_addr(to) + lane * 8, y.x, y.y);
-      if (i >= GROUP) *reinterpret_cast<uint2*>((i == GROUP ? layer.k : layer.v) + newest + lane * 4) = y;
+      if (i >= GROUP) *reinterpret_cast<uint2*>((i == GROUP ? layer.k : layer.v) + spots.newest + lane * 4) = y;
     }
 }
 
 // This warp's tiles of the history. The first one is fetched before the projection is there.
 template <class Params, class Layer, class Shared>
-__device__ __forceinline__ void attend(const Params& p, const Layer& layer, const Place& at, Shared& s, u32 tag, int warp, int lane) {
+__device__ __forceinline__ void attend(const Params& p, const Layer& layer, const Place& at, const Spots& spots, Shared& s, u32 tag, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   uint4 q[4];
   float o[8][4] = {};  // dims g * 8 + i and 64 further of heads 2 t and 2 t + 1
@@ -272,8 +365,8 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
 #pragma unroll 1
   for (int tile = first; tile == first || tile < at.tiles; tile += WARPS * SPLITS) {
     uint4 k[8], v[4][2];
-    if (tile < at.tiles) {
-      const long long from = tile_at(p, at, tile);
+    {  // of another warp's tile where this one has none: k and v are defined, or they would stay alive through all layers
+      const long long from = tile == first ? spots.first : tile_at(p, at, tile);
       const bf16 *k_from = layer.k + from + g * HD + t * 8, *v_from = layer.v + from + t * 2 * HD + g * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i) k[i] = ldg128(k_from + i / 4 * 8 * HD + i % 4 * 32);
@@ -281,8 +374,8 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
       for (int i = 0; i < 8; ++i) v[i / 2][i % 2] = ldg128(v_from + (i / 2 % 2 + i / 4 * 8) * HD + i % 2 * 64);
     }
     if (tile == first) {
-      receive_heads(p, layer, at, s, tag, warp, lane);
-      __syncthreads();
+      receive_heads(p, layer, at, spots, s, tag, warp, lane);
+      meet();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         q[i] = {};
@@ -352,6 +445,15 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
     }
 }
 
+// Words that not every step writes: what a step long ago left there could have a number that comes again.
+template <class Params>
+__device__ __forceinline__ void forget_parts(const Params& p, const Place& at, u32 tag, int tid) {
+  const int part = (at.head * SPLITS + at.split) * GROUP;
+  for (int e = tid; e < GROUP * HD; e += THREADS) tell(p.words + Exchange::PART + part * HD + e, 0.f, tag);
+  if (tid < GROUP * 2) tell(p.words + Exchange::PART_ML + part * 2 + tid, 0.f, tag);
+  if (tid < SLICE) tell(p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + at.split * SLICE + tid, 0.f, tag);
+}
+
 // The partial result of this block.
 template <class Params, class Shared>
 __device__ __forceinline__ void tell_part(const Params& p, const Place& at, const Shared& s, u32 tag, int tid) {
@@ -390,52 +492,80 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
   }
 }
 
-// Waits for the partial results of a few blocks for a head, and merges them to `to` in shared memory as bf16.
+// Waits for the partial results of a few blocks for N heads, `head` and every WARPS-th behind it, and merges them into shared
+// memory as bf16, heads side by side at `to`. Only sums are looked at until all are there: many words would keep others waiting.
+template <int N, class Params>
+__device__ __forceinline__ void receive_merged(const Params& p, const Place& at, u32 tag, int head, u32 to, int lane) {
+  const u32 *from[N], *from_ml[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const u32 part = u32(head + j * WARPS) / GROUP * (SPLITS * GROUP) + u32(head + j * WARPS) % GROUP;
+    from[j] = p.words + Exchange::PART + part * HD + lane * 4;
+    from_ml[j] = p.words + Exchange::PART_ML + part * 2;
+  }
+  u32 tries = 0;
+  if (lane < at.blocks) {
+    uint2 ml[N];
+    bool all;
+    do {
+      patience(tries);
+#pragma unroll
+      for (int j = 0; j < N; ++j) ml[j] = look2(from_ml[j] + lane * GROUP * 2);
+      all = true;
+#pragma unroll
+      for (int j = 0; j < N; ++j) all &= (((ml[j].x ^ tag) | (ml[j].y ^ tag)) & 0xffu) == 0;
+    } while (!all);
+  }
+  __syncwarp();
+  uint4 got[N][FEW] = {};
+  uint2 ml[N][FEW] = {};
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+#pragma unroll
+    for (int i = 0; i < FEW; ++i)
+      if (i < at.blocks) {
+        got[j][i] = look(from[j] + i * GROUP * HD);
+        ml[j][i] = look2(from_ml[j] + i * GROUP * 2);
+      }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    float m = NEG;
+#pragma unroll
+    for (int i = 0; i < FEW; ++i)
+      if (i < at.blocks) {
+        while (!fresh(got[j][i], tag)) {
+          patience(tries);
+          got[j][i] = look(from[j] + i * GROUP * HD);
+        }
+        m = fmaxf(m, value(ml[j][i].x));
+      }
+    float l = 0.f;
+    float4 x = {};
+#pragma unroll
+    for (int i = 0; i < FEW; ++i)
+      if (i < at.blocks) {
+        const float f = exp2_fast(value(ml[j][i].x) - m);
+        l += f * value(ml[j][i].y);
+        x.x += f * value(got[j][i].x);
+        x.y += f * value(got[j][i].y);
+        x.z += f * value(got[j][i].z);
+        x.w += f * value(got[j][i].w);
+      }
+    const float r = __fdividef(1.f, l);
+    sts64(to + j * WARPS * HD * 2 + lane * 8, pack2(x.x * r, x.y * r), pack2(x.z * r, x.w * r));
+  }
+}
 template <class Params>
 __device__ __forceinline__ void receive_head(const Params& p, const Place& at, u32 tag, int head, u32 to, int lane) {
-  const int part = head / GROUP * SPLITS * GROUP + head % GROUP;
-  u32 tries = 0;
-  const u32 *from = p.words + Exchange::PART + part * HD + lane * 4, *from_ml = p.words + Exchange::PART_ML + part * 2;
-  uint4 got[FEW];
-  uint2 ml[FEW];
-#pragma unroll
-  for (int i = 0; i < FEW; ++i)
-    if (i < at.blocks) {
-      got[i] = look(from + i * GROUP * HD);
-      ml[i] = look2(from_ml + i * GROUP * 2);
-    }
-  float m = NEG;
-#pragma unroll
-  for (int i = 0; i < FEW; ++i)
-    if (i < at.blocks) {
-      while (!fresh(got[i], tag) || (((ml[i].x ^ tag) | (ml[i].y ^ tag)) & 0xffu)) {
-        patience(tries);
-        got[i] = look(from + i * GROUP * HD);
-        ml[i] = look2(from_ml + i * GROUP * 2);
-      }
-      m = fmaxf(m, value(ml[i].x));
-    }
-  float l = 0.f;
-  float4 x = {};
-#pragma unroll
-  for (int i = 0; i < FEW; ++i)
-    if (i < at.blocks) {
-      const float f = exp2_fast(value(ml[i].x) - m);
-      l += f * value(ml[i].y);
-      x.x += f * value(got[i].x);
-      x.y += f * value(got[i].y);
-      x.z += f * value(got[i].z);
-      x.w += f * value(got[i].w);
-    }
-  const float r = __fdividef(1.f, l);
-  sts64(to + lane * 8, pack2(x.x * r, x.y * r), pack2(x.z * r, x.w * r));
+  receive_merged<1>(p, at, tag, head, to, lane);
 }
 
-// The same for all heads: a warp a head.
+// All heads: a warp some of them.
 template <class Params>
 __device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp, int lane) {
+  constexpr int TOGETHER = HEADS / WARPS % 2 == 0 ? 2 : 1;
 #pragma unroll 1
-  for (int head = warp; head < HEADS; head += WARPS) receive_head(p, at, tag, head, to + head * HD * 2, lane);
+  for (int head = warp; head < HEADS; head += WARPS * TOGETHER) receive_merged<TOGETHER>(p, at, tag, head, to + head * HD * 2, lane);
 }
 
 // This block's slice of its KV head's outputs, merged over the blocks.

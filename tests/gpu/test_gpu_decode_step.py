@@ -126,6 +126,20 @@ def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, q
         compare(decoder, token, length)
 
 
+def test_words_of_a_step_long_ago_are_not_taken() -> None:
+    """Numbers of layers come again: here the ones of the parts that only the long steps have."""
+    from sgla.kernels.cuda.decode_step import Shape
+
+    torch.manual_seed(0)
+    decoder = Decoder(Shape(1024, 16, 8, 3072, True, 16), 700)
+    decoder.run(1, 1)
+    expected = decoder.oracle(3, 640)[0]
+    for _ in range(2):
+        for _ in range(170):  # with a long one 171 steps of 3 numbers: 513
+            decoder.run(1, 1)
+        assert relative(decoder.run(3, 640), expected) < 0.015
+
+
 @pytest.fixture
 def runner() -> Iterator[Any]:
     recorder = ops.recorder

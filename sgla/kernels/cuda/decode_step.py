@@ -61,7 +61,7 @@ class Shape(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory beside the rings and their barriers."""
-        inputs = 2 * (self.hidden + max(self.heads * HEAD_DIM, self.inner)) + 4 * 32 * WARPS
+        inputs = 2 * (self.hidden + max(self.heads * HEAD_DIM, self.inner)) + 4 * 33 * WARPS
         attention = WARPS * (self.group * HEAD_DIM * 4 + 64) + 2 * HEAD_DIM * (self.group + 2)
         return (
             inputs
@@ -191,4 +191,4 @@ class DecodeStep:
         tensors = (*before, ids, slots, kv_len, page_table, logits, *after)
         pointers = (t.data_ptr() for t in tensors)
         params = _Params(*pointers, *self._numbers, page_table.stride(0), self._eps, self._scale)
-        self._kernel.launch(BLOCKS, 32 * WARPS, params)
+        self._kernel.launch(BLOCKS, 32 * (WARPS + 1), params)

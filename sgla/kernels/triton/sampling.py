@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from sgla.kernels.triton.elementwise import _begin, _pdl
+
 CHUNK = 4096  # logits a program of the race looks at
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
 WORST = -(1 << 63)  # key of a rank that has no candidate
@@ -46,8 +48,9 @@ def _log(x, FAST: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _race(
     logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks, first,
-    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    _begin(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
@@ -80,8 +83,9 @@ def _land(token, row, landing, stride, place, LANDS: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
 def _finish(
     best, best_id, slots, positions, table, stride, out, chunks, landing, landing_stride, place,
-    LANDS: tl.constexpr, BLOCK: tl.constexpr,
+    LANDS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
@@ -272,13 +276,13 @@ def sample(
     best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     _race[(rows, chunks)](
         logits, slots, positions, seeds, temperatures, cuts if cuts is not None else best, best, best_id, vocab, chunks,
-        first, HAS_CUTS=cuts is not None, FAST=logits.is_cuda, BLOCK=CHUNK, num_warps=8,
+        first, HAS_CUTS=cuts is not None, FAST=logits.is_cuda, BLOCK=CHUNK, num_warps=8, **_pdl(),
     )  # fmt: skip
     block = triton.next_power_of_2(chunks)
     if best_of_ranks is None:
         _finish[(rows,)](
             best, best_id, slots, positions, table, table.stride(0), out, chunks, *_landing(landing, out),
-            LANDS=landing is not None, BLOCK=block, num_warps=1,
+            LANDS=landing is not None, BLOCK=block, num_warps=1, **_pdl(),
         )  # fmt: skip
         return
     keys = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.elementwise import _begin_early, _pdl
+
 
 # Steps differ in their counts and in where a column begins; neither is worth a compilation in the midst of traffic.
 @triton.jit(do_not_specialize=["count"])
@@ -22,8 +24,9 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 @triton.jit
 def _prepare_decode(
     slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len, out_loc, cum, skip,
-    rows, window, HAS_SKIP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    rows, window, HAS_SKIP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    _begin_early(PDL)
     r = tl.arange(0, BLOCK)
     live = r < rows
     slot = tl.load(slots + r, mask=live, other=0).to(tl.int64)
@@ -83,7 +86,7 @@ def prepare_decode(
     _prepare_decode[(1,)](
         slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum, rows, window,
-        HAS_SKIP=skip is not None, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4,
+        HAS_SKIP=skip is not None, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
