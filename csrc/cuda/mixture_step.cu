@@ -563,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
     if (at.split < at.blocks) {
       at.cosine = __ldg(turns);
       at.sine = __ldg(turns + HD / 8);
-      attend(p, layer, at, s, tag, self.warp, self.lane);
+      attend(p, layer, at, find_spots(p, at, self.warp), s, tag, self.warp, self.lane);
       __syncthreads();
       tell_part(p, at, s, tag, self.tid);
     }
