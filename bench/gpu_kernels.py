@@ -85,14 +85,13 @@ def bench_decode() -> None:
                 attend = attention.choose(name, shape, 0.088)[0].decode
                 variants: list[tuple[str, Callable[[], None]]] = [(attend.name, lambda: None)]
                 if name == "auto":
-                    variants = [(f"b{b} s{s} m{m}", (b, s, m)) for b, s, m in ((2, 3, 8), (2, 3, 4))]
-                for label, settings in variants:
+                    variants = [
+                        (f"{cut.warps} warps x {cut.per_sm}", cut)
+                        for cut in (decode_attention.FEW, decode_attention.MANY)
+                    ]
+                for label, cut in variants:
                     if name == "auto":
-                        kernel = decode_attention.DecodeAttention(
-                            rows, kv_heads, heads // kv_heads, 128, settings[0]
-                        )
-                        kernel.stages, kernel.min_tiles = settings[1], settings[2]
-                        attend._kernel = kernel
+                        attend._kernel.cut = cut
 
                     def body() -> None:
                         for kv in layers:

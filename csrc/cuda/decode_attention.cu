@@ -1,13 +1,18 @@
-// Paged decode attention for one query token a row: grouped heads on tensor cores, work split evenly over the chip.
+// Paged decode attention for one query token a row: grouped heads on tensor cores, bound by reading the pages once.
 //
 // All (row, kv head) pairs are cut into tiles of 16 tokens and laid end to end; block c of C takes the c-th equal share,
 // whatever the lengths are (the stream-K idea), so one launch of fixed size serves every batch and a graph can replay it.
-// A border that falls close to the edge of a pair is moved there. A pair that several blocks share is merged by the last
-// of them to finish, which costs about as much as SNAP tiles. Inside a block each warp walks its own tiles
-// with its own cp.async ring, and scores are computed transposed (S^T = K Q^T, O^T = V^T P^T), so that the group of query
-// heads fills the narrow side (8) of the tensor-core instruction.
+// A border that falls close to the edge of a pair is moved there. What a block has of a pair is a unit. A pair that several
+// blocks share is merged by the last of them to be done.
 //
-// FUSED: q, k and v come straight from the projection; RMSNorm and rotation happen in registers and the new token's k and v
+// The warps of a block have different parts, so that the stream of tiles never waits for anything but room:
+//   one loads: it finds the units, announces them, and has the copy engine fetch their tiles into one ring;
+//   some prepare the queries of the units to come;
+//   most attend, each to the tiles of its own places in the ring. Scores are computed transposed (S^T = K Q^T, O^T = V^T P^T), so that the group
+//   of query heads fills the narrow side (8) of the tensor-core instruction;
+//   some merge what these leave of a unit, and write it.
+//
+// FUSED: q, k and v come straight from the projection; RMSNorm and rotation happen on the way and the new token's k and v
 // go to the page and into the tile at hand. Nothing but q and the new token then depends on the kernel before, so the
 // first tiles are loaded while it runs. (The kernels before that one have finished: each lets its successor start only
 // after it has itself waited.)
@@ -26,11 +31,17 @@
 #ifndef GROUP  // query heads per kv head, at most 8
 #define GROUP 4
 #endif
-#ifndef WARPS
-#define WARPS 4
+#ifndef WARPS  // that attend; an even number, at most STAGES
+#define WARPS 8
+#endif
+#ifndef PER_SM  // blocks on a multiprocessor
+#define PER_SM 1
 #endif
 #ifndef STAGES
-#define STAGES 3
+#define STAGES 20
+#endif
+#ifndef ROWS  // at most
+#define ROWS 256
 #endif
 #ifndef SOFTCAP
 #define SOFTCAP 0
@@ -41,7 +52,7 @@
 #ifndef MIN_TILES  // tiles a block takes at least
 #define MIN_TILES 8
 #endif
-#ifndef SNAP
+#ifndef SNAP  // borders so close to the edge of a pair are moved there
 #define SNAP 12
 #endif
 #ifndef FUSED
@@ -58,16 +69,23 @@ constexpr int TILE = 16;
 constexpr int ELEMENT = FP8 ? 1 : 2;       // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
 constexpr int CHUNKS = TOKEN_BYTES / 16;
+constexpr int SEGMENT = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;  // bytes of a token that lie together in a tile
 constexpr int TILE_BYTES = TILE * TOKEN_BYTES;  // of K, and of V
-constexpr int RING_BYTES = WARPS * STAGES * 2 * TILE_BYTES;
-constexpr int ACC = HD / 16, THREADS = WARPS * 32;
-constexpr int EACH = (GROUP * HD + THREADS - 1) / THREADS;  // outputs of a thread
-constexpr int EARLY = CASCADE && EACH <= 8 ? 2 : 0;  // partial results of a prefix that are fetched before they are needed
-constexpr int BATCH = 64;  // partial results merged at a time
+constexpr int ACC = HD / 16;
+constexpr int MERGERS = WARPS / 2, PREPARERS = WARPS > 4 ? 2 : 1;
+constexpr int THREADS = (WARPS + MERGERS + PREPARERS + 1) * 32;
+constexpr int MERGING = MERGERS * 32;                                 // threads
+constexpr int EACH = (GROUP * HD + 4 * MERGING - 1) / (4 * MERGING);  // times 4 outputs of a merging thread
+constexpr int BATCH = EACH > 2 ? 4 : 8;                               // partial results merged at a time
+constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room for: announced, prepared, not yet merged
+constexpr int PAGES = 128;  // tiles whose pages are looked up at a time
+constexpr int Q_BYTES = ACC * 256 + 2 * TOKEN_BYTES;  // fragments of q, and the new token's k and v
+constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // floats
 constexpr float NEG = -1e30f;
 constexpr float PREFIX_UNIT = FP8 ? 1.f / 256 : 1.f;  // prefixes' results are in units of what is stored
 
 struct Params {
+  TensorMap k_map, v_map;  // bytes: SEGMENT, token of a page, segment, head, page
   const bf16* q;          // [R, q_stride]; FUSED: q heads, k heads, v heads of a row, else q heads
   unsigned char* k;       // element (page p, head h, token i) at p * page_stride + h * head_stride + i * HD
   unsigned char* v;
@@ -93,47 +111,73 @@ struct Params {
   float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's times 2^8
 };
 
-struct Cursor {  // a place in the block's list of tiles
-  int row, head, tile, end;  // current pair and tile; `end`: one past the last tile of this pair in this block
-  int len, first;            // kv_len, first tile inside the window
-  const int* pages;
+// What a block has of a pair: `count` of the pair's `tiles` tiles from `tile` on, which is tile `first` + `tile` of the row.
+// No tiles: the end.
+struct __align__(16) Unit { int row, head, tile, count, tiles, len, first, slot; };
+
+// Barriers of a unit: it is announced, its query is ready, its tiles are attended to, its results are merged.
+enum { ANNOUNCED, PREPARED, ATTENDED, MERGED };
+
+struct Memory {  // of a block
+  u32 ring, bars;
+  unsigned char* queries;  // [QUERIES][Q_BYTES]
+  float* results;          // [RESULTS][RESULT]: [WARPS][GROUP][PITCH] outputs, [WARPS][8][2] maxima and sums
+  Unit* units;             // [UNITS]
+  int* pages;                    // [PAGES]: of a row
+  int *cum, *len, *slot, *skip;  // [ROWS + 1] each
+  __device__ __forceinline__ Memory() {
+    extern __shared__ unsigned char smem[];
+    unsigned char* at = smem + (-smem_addr(smem) & 1023);
+    ring = smem_addr(at), at += STAGES * 2 * TILE_BYTES;
+    queries = at, at += QUERIES * Q_BYTES;
+    results = reinterpret_cast<float*>(at), at += RESULTS * RESULT * 4;
+    units = reinterpret_cast<Unit*>(at), at += UNITS * sizeof(Unit);
+    bars = smem_addr(at), at += (STAGES * 2 + UNITS * 4) * 8;
+    pages = reinterpret_cast<int*>(at), cum = pages + PAGES, len = cum + ROWS + 1, slot = len + ROWS + 1, skip = slot + ROWS + 1;
+  }
+  __device__ __forceinline__ u32 full(int stage) const { return bars + stage * 8; }
+  __device__ __forceinline__ u32 empty(int stage) const { return bars + (STAGES + stage) * 8; }
+  __device__ __forceinline__ u32 bar(int kind, int unit) const { return bars + (STAGES * 2 + kind * UNITS + unit % UNITS) * 8; }
+  __device__ __forceinline__ void wait(int kind, int unit) const {
+    if (unit >= 0) barrier_wait(bar(kind, unit), unit / UNITS & 1);
+  }
+  __device__ __forceinline__ Unit get(int unit) const {
+    wait(ANNOUNCED, unit);
+    const int4* at = reinterpret_cast<const int4*>(units + unit % UNITS);
+    const int4 a = at[0], b = at[1];
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  }
 };
 
-// Tiles of a row: those that the window can see and nobody has attended yet.
-__device__ __forceinline__ int first_tile(const Params& p, int row, int len) {
-  if (CASCADE) return p.skip[row] / TILE;
-  return p.window > 0 && len > p.window ? (len - p.window) / TILE : 0;
-}
-
-__device__ __forceinline__ void enter_row(const Params& p, Cursor& c, int row) {
-  c.row = row;
-  c.len = p.kv_len[row];
-  c.first = first_tile(p, row, c.len);
-  c.pages = p.page_table + (long long)p.slots[row] * p.table_stride;
-}
-
-// How many blocks work: whole pairs or equal parts of pairs each, if that keeps (nearly) all of them busy or pairs are short.
-__device__ __forceinline__ int working_blocks(const Params& p, int total) {
-  const int most = gridDim.x, pairs = p.rows * p.kv_heads;
-  if (pairs > most) {
-    const int each = (pairs + most - 1) / most, even = (pairs + each - 1) / each;
-    return min(total, even * 10 >= most * 9 ? even : most);
+// The list of all tiles, cut into equal shares.
+struct Shares {
+  const int* cum;
+  int rows, heads, total, blocks, snap;
+  __device__ __forceinline__ Shares(const Params& p, const int* cum) : cum(cum), rows(p.rows), heads(p.kv_heads) {
+    total = cum[rows] * heads;
+    const int most = gridDim.x, pairs = rows * heads;
+    if (pairs > most) {  // whole pairs, or equal parts of pairs, if that keeps (nearly) all busy or pairs are short
+      const int each = (pairs + most - 1) / most, even = (pairs + each - 1) / each;
+      blocks = even * 10 >= most * 9 ? even : most;
+    } else {
+      const int even = pairs * max(1, min(most / pairs, total / (pairs * MIN_TILES)));
+      blocks = even * 20 >= most * 17 || total < most * 24 ? even : most;
+    }
+    blocks = min(blocks, total);
+    snap = max(1, min(SNAP, total / max(1, blocks) / 4));
   }
-  const int even = pairs * max(1, min(most / pairs, total / (pairs * MIN_TILES)));
-  return min(total, even * 20 >= most * 17 || total < most * 24 ? even : most);
-}
-
-struct Borders {
-  long long total;
-  int blocks, snap;
-  __device__ __forceinline__ int raw(int block) const { return int(total * block / blocks); }
+  __device__ __forceinline__ int raw(int block) const {
+    return total / blocks * block + total % blocks * block / blocks;  // total * block / blocks without overflow
+  }
+  // The first border at tile x or later, if they are not moved.
+  __device__ __forceinline__ int from(int x) const { return int(((long long)x * blocks + total - 1) / total); }
   // The row that holds `tile`: a warp looks at 32 rows at a time.
-  __device__ __forceinline__ static int row_of(const Params& p, int tile) {
+  __device__ __forceinline__ int row_of(int tile) const {
     const int lane = threadIdx.x % 32;
     int lo = 0;
-    for (int n = p.rows; n > 1;) {
+    for (int n = rows; n > 1;) {
       const int step = (n + 31) / 32;
-      const bool before = lane * step < n && p.cum[lo + lane * step] * p.kv_heads <= tile;
+      const bool before = lane * step < n && cum[lo + lane * step] * heads <= tile;
       const int part = __popc(__ballot_sync(~0u, before)) - 1;
       lo += part * step;
       n = min(step, n - part * step);
@@ -141,16 +185,15 @@ struct Borders {
     return lo;
   }
   // First tile of a block.
-  __device__ __forceinline__ int at(const Params& p, int block) const {
+  __device__ __forceinline__ int begin(int block) const {
     const int x = raw(block);
     if (block == 0 || block == blocks) return x;
-    const int row = row_of(p, x), start = p.cum[row] * p.kv_heads, n = p.cum[row + 1] - p.cum[row];
-    const int off = (x - start) % n;
+    const int row = row_of(x), n = cum[row + 1] - cum[row], off = (x - cum[row] * heads) % n;
     return off < snap ? x - off : n - off < snap ? x - off + n : x;
   }
-  // Borders strictly inside the pair [start, end): the first and the last block that begin there.
-  __device__ __forceinline__ int first_inside(int start) const { return int(((start + snap) * (long long)blocks + total - 1) / total); }
-  __device__ __forceinline__ int last_inside(int end) const { return int(((end - snap + 1) * (long long)blocks + total - 1) / total) - 1; }
+  // The first and the last block that begin strictly inside the pair [start, end).
+  __device__ __forceinline__ int first_inside(int start) const { return from(start + snap); }
+  __device__ __forceinline__ int last_inside(int end) const { return from(end - snap + 1) - 1; }
 };
 
 __device__ __forceinline__ float round_bf(float x) { return lo2f(pack2(x, 0.f)); }
@@ -175,9 +218,11 @@ __device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-// Where a 16-byte chunk of a token lies in a tile, so that 8 tokens' same chunks are in different banks.
+// Where a 16-byte chunk of a token lies in a tile: swizzled by the copy engine, so that 8 tokens' same chunks are in
+// different banks.
 __device__ __forceinline__ u32 in_tile_at(int row, int chunk) {
-  return row * TOKEN_BYTES + (CHUNKS >= 8 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3)) * 16;
+  if (SEGMENT < 128) return row * SEGMENT + (chunk ^ (row >> 1 & 3)) * 16;
+  return chunk / 8 * (TILE * SEGMENT) + row * SEGMENT + ((chunk ^ row) & 7) * 16;
 }
 // The first of two dims that lane t holds as number j of the q fragment of 16 dims.
 __device__ __forceinline__ int q_dim(int t, int j) { return FP8 ? t * 4 + j * 2 : t * 2 + j * 8; }
@@ -232,20 +277,17 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
   }
 }
 
-// The new token's k, normalised and rotated: this lane's dims are lane * PAIRS + j and HD / 2 further.
-// As it is stored.
+// A lane's dims of the new token's k: lane * PAIRS + j and HD / 2 further.
 constexpr int PAIRS = HD / 64;
-__device__ __forceinline__ void prepare_k(const Params& p, const bf16* k, int position, int lane, bf16 (&out)[2][PAIRS]) {
-  float x[2][PAIRS];
-  float sum = 0.f;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-      x[h][j] = bf2f(k[h * (HD / 2) + lane * PAIRS + j]);
-      sum += x[h][j] * x[h][j];
-    }
+
+// They are normalised and rotated, and become what is stored.
+__device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane, bf16 (&out)[2][PAIRS]) {
   if (p.k_norm) {
+    float sum = 0.f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j) sum += x[h][j] * x[h][j];
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     const float f = rsqrtf(sum / HD + p.eps);
@@ -264,121 +306,64 @@ __device__ __forceinline__ void prepare_k(const Params& p, const bf16* k, int po
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Params p) {
-  extern __shared__ __align__(128) unsigned char smem[];
-  float* merge_o = reinterpret_cast<float*>(smem + RING_BYTES);  // [WARPS][GROUP][HD]
-  float* merge_ml = merge_o + WARPS * GROUP * HD;                // [WARPS][8][2]
-  __shared__ int is_last;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  if (!FUSED) {
-    pdl_wait();
-    pdl_launch();
-  }
+// 8 numbers of v as they are stored.
+__device__ __forceinline__ uint4 narrow_v(const Params& p, uint4 v) {
+  const float f = p.v_inverse;
+  auto four = [&](u32 a, u32 b) { return u32(to_e4m3(lo2f(a) * f, hi2f(a) * f)) | u32(to_e4m3(lo2f(b) * f, hi2f(b) * f)) << 16; };
+  return {four(v.x, v.y), four(v.z, v.w), 0, 0};
+}
 
-  const int total = p.cum[p.rows] * p.kv_heads;
-  if (total == 0) {
-    if (FUSED) pdl_wait();  // whoever waits for this kernel relies on it
-    return;
+// The new token's k and v, to the page and to `k`, `v` in shared memory.
+__device__ __forceinline__ void prepare_token(const Params& p, const Unit& x, int slot, int lane, unsigned char* k, unsigned char* v) {
+  const int last = x.len - 1, page = p.page_table[(long long)slot * p.table_stride + last / TILE / PAGE_TILES];
+  const bf16* fresh = p.q + (long long)x.row * p.q_stride + (p.kv_heads * GROUP + x.head) * HD;
+  float raw[2][PAIRS];
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) raw[h][j] = bf2f(fresh[h * (HD / 2) + lane * PAIRS + j]);
+  uint4 new_v = {};
+  if (lane < HD / 8) new_v = *reinterpret_cast<const uint4*>(fresh + p.kv_heads * HD + lane * 8);
+  bf16 new_k[2][PAIRS];
+  prepare_k(p, raw, last, lane, new_k);
+  const long long place = page * p.page_stride + x.head * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      const int d = h * (HD / 2) + lane * PAIRS + j;
+      if (FP8) {
+        k[d] = p.k[place + d] = (unsigned char)new_k[h][j];
+      } else {
+        reinterpret_cast<bf16*>(k)[d] = reinterpret_cast<bf16*>(p.k)[place + d] = new_k[h][j];
+      }
+    }
+  if (lane >= HD / 8) return;
+  if (FP8) {
+    const uint4 e = narrow_v(p, new_v);
+    *reinterpret_cast<uint2*>(v + lane * 8) = *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {e.x, e.y};
+  } else {
+    *reinterpret_cast<uint4*>(v + lane * 16) = *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = new_v;
   }
-  Borders borders{total, working_blocks(p, total), 0};
-  borders.snap = max(1, min(SNAP, total / borders.blocks / 4));
-  const int block = blockIdx.x;
-  if (block >= borders.blocks) return;
-  const int begin = borders.at(p, block), stop = borders.at(p, block + 1);
-  if (begin >= stop) return;
-  const int lo = Borders::row_of(p, begin);
-  Cursor at;  // consumer
-  enter_row(p, at, lo);
-  int left = stop - begin;  // tiles of this block from the consumer's pair on
-  {
-    const int n = p.cum[lo + 1] - p.cum[lo], off = begin - p.cum[lo] * p.kv_heads;
-    at.head = off / n;
-    at.tile = off - at.head * n;
-    at.end = min(n, at.tile + left);
-  }
-  int tiles = p.cum[at.row + 1] - p.cum[at.row];
-  Cursor in = at;  // producer: the next tile to load is in.tile + warp (strided by WARPS)
-  int in_left = left, in_tiles = tiles, in_tile = in.tile + warp;
-  bool in_done = false;
+}
 
-  const u32 ring = smem_addr(smem) + warp * (STAGES * 2 * TILE_BYTES);
-  auto advance_producer = [&]() {  // to a pair that has a tile for this warp
-    while (!in_done && in_tile >= in.end) {
-      in_left -= in.end - in.tile;
-      if (in_left <= 0) { in_done = true; break; }
-      if (++in.head == p.kv_heads) {
-        in.head = 0;
-        int row = in.row;
-        do { ++row; in_tiles = p.cum[row + 1] - p.cum[row]; } while (in_tiles == 0);
-        enter_row(p, in, row);
-      }
-      in.tile = 0;
-      in.end = min(in_tiles, in_left);
-      in_tile = warp;
-    }
-  };
-  auto load = [&](int stage) {
-    if (!in_done) {
-      const int tile = in_tile + in.first, page = in.pages[tile / PAGE_TILES];
-      const long long base = page * p.page_stride + in.head * p.head_stride + (tile % PAGE_TILES) * (TILE * HD);
-      const u32 dst = ring + stage * (2 * TILE_BYTES);
-#pragma unroll
-      for (int j = 0; j < TILE * CHUNKS / 32; ++j) {
-        const int i = j * 32 + lane, row = i / CHUNKS, chunk = i % CHUNKS;
-        const u32 bytes = tile * TILE + row < in.len - FUSED ? 16 : 0;  // FUSED: the last token is not there yet
-        const u32 to = dst + in_tile_at(row, chunk);
-        cp_async16(to, p.k + base * ELEMENT + i * 16, bytes);
-        cp_async16(to + TILE_BYTES, p.v + base * ELEMENT + i * 16, bytes);
-      }
-      in_tile += WARPS;
-      advance_producer();
-    }
-    cp_async_commit();
-  };
-  advance_producer();
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) load(s);
+// A warp that makes the queries of every PREPARERS-th unit.
+__device__ __forceinline__ void prepare(const Params& p, const Memory& memory, int turn) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   if (FUSED) {
     pdl_wait();
     pdl_launch();
   }
-  int stage = 0;
-
-  while (left > 0) {
+  for (int u = turn;; u += PREPARERS) {
+    const Unit x = memory.get(u);
+    if (x.count == 0) return;
+    memory.wait(MERGED, u - QUERIES);
+    unsigned char* to = memory.queries + u % QUERIES * Q_BYTES;
+    const bf16* q = p.q + (long long)x.row * p.q_stride + (x.head * GROUP + g) * HD;
     u32 qf[ACC][2];
-    const bf16* q = p.q + (long long)at.row * p.q_stride + (at.head * GROUP + g) * HD;
-    bf16 new_k[2][PAIRS] = {};
-    uint4 new_v = {};  // FP8: its first half
-    int new_tile = -1;  // the tile of this warp that lacks the new token
     if (FUSED) {
-      prepare_q(p, q, at.len - 1, t, g < GROUP, qf);
-      if (at.end == tiles && (tiles - 1 - at.tile) % WARPS == warp) {
-        new_tile = tiles - 1;
-        const bf16* fresh = p.q + (long long)at.row * p.q_stride + (p.kv_heads * GROUP + at.head) * HD;
-        prepare_k(p, fresh, at.len - 1, lane, new_k);
-        const int last = at.len - 1, page = at.pages[last / TILE / PAGE_TILES];
-        const long long place = page * p.page_stride + at.head * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int j = 0; j < PAIRS; ++j) {
-            const long long d = place + h * (HD / 2) + lane * PAIRS + j;
-            if (FP8) p.k[d] = (unsigned char)new_k[h][j]; else reinterpret_cast<bf16*>(p.k)[d] = new_k[h][j];
-          }
-        if (lane < HD / 8) {
-          new_v = *reinterpret_cast<const uint4*>(fresh + p.kv_heads * HD + lane * 8);
-          if (FP8) {
-            const float f = p.v_inverse;
-            auto four = [&](u32 a, u32 b) {
-              return u32(to_e4m3(lo2f(a) * f, hi2f(a) * f)) | u32(to_e4m3(lo2f(b) * f, hi2f(b) * f)) << 16;
-            };
-            new_v = {four(new_v.x, new_v.y), four(new_v.z, new_v.w), 0, 0};
-            *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {new_v.x, new_v.y};
-          } else {
-            *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = new_v;
-          }
-        }
-      }
+      if (x.tile + x.count == x.tiles) prepare_token(p, x, memory.slot[x.row], lane, to + ACC * 256, to + ACC * 256 + TOKEN_BYTES);
+      prepare_q(p, q, x.len - 1, t, g < GROUP, qf);
     } else {
 #pragma unroll
       for (int i = 0; i < ACC; ++i) {
@@ -388,249 +373,364 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(const Par
         qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
       }
     }
-    const bool whole = at.tile == 0 && at.end == tiles;
-    const int prefixes = CASCADE ? p.first[at.row + 1] - p.first[at.row] : 0;
-    auto prefix = [&](int i, int head) {  // the i-th prefix's result for a head
-      return (long long)(p.first[at.row] + i) * p.kv_heads * GROUP + at.head * GROUP + head;
-    };
-    float early[EARLY + 1][EACH], early_m[EARLY + 1][EACH], early_l[EARLY + 1][EACH];
 #pragma unroll
-    for (int i = 0; i < EARLY; ++i)
-#pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        const int e = j * THREADS + threadIdx.x;
-        early[i][j] = early_l[i][j] = 0.f;
-        early_m[i][j] = NEG;
-        if (whole && i < prefixes && e < GROUP * HD) {
-          const long long k = prefix(i, e / HD);
-          early[i][j] = p.prefix[k * HD + e % HD] * PREFIX_UNIT;
-          early_m[i][j] = p.prefix_ml[2 * k];
-          early_l[i][j] = p.prefix_ml[2 * k + 1];
-        }
-      }
-    float o[ACC][4] = {};
-    float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2t and 2t + 1; l is this lane's share
-    const int oldest = p.window > 0 ? at.len - p.window : 0;
+    for (int i = 0; i < ACC; i += 2)
+      reinterpret_cast<uint4*>(to)[i / 2 * 32 + lane] = {qf[i][0], qf[i][1], qf[i + 1][0], qf[i + 1][1]};
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.bar(PREPARED, u));
+  }
+}
 
-    for (int tile = at.tile + warp; tile < at.end; tile += WARPS) {
-      cp_async_wait<STAGES - 2>();
-      __syncwarp();
-      load(stage == 0 ? STAGES - 1 : stage - 1);
-      const u32 kt = ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-      if (FUSED && tile == new_tile) {
-        const int row = (at.len - 1) % TILE;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int j = 0; j < PAIRS; ++j) {
-            const int d = h * (HD / 2) + lane * PAIRS + j;
-            const u32 to = kt + in_tile_at(row, d * ELEMENT / 16) + d * ELEMENT % 16;
-            if (FP8) asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "h"(new_k[h][j]) : "memory");
-            else asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(new_k[h][j]) : "memory");
-          }
-        if (lane < HD / 8) {
-          const u32 to = vt + in_tile_at(row, lane * ELEMENT / 2) + (FP8 ? lane % 2 * 8 : 0);
-          if (FP8) asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(new_v.x), "r"(new_v.y) : "memory");
-          else asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(new_v.x), "r"(new_v.y), "r"(new_v.z), "r"(new_v.w) : "memory");
-        }
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar, int token, int head, int page, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(token), "r"(head), "r"(page), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// The warp that loads.
+__device__ __forceinline__ void load(const Params& p, const Memory& memory, const Shares& shares) {
+  const int lane = threadIdx.x % 32;
+  const u64 policy = policy_once();
+  int at = shares.begin(blockIdx.x), row = 0;
+  const int stop = shares.begin(blockIdx.x + 1);
+  if (at < stop) row = shares.row_of(at);
+  int stage = 0, held_row = -1, held = 0;  // whose pages from which tile on are at hand
+  u32 parity = 1;
+  auto announce = [&](int u, const Unit& x) {
+    memory.wait(MERGED, u - UNITS);
+    if (lane != 0) return;
+    int4* to = reinterpret_cast<int4*>(memory.units + u % UNITS);
+    to[0] = {x.row, x.head, x.tile, x.count};
+    to[1] = {x.tiles, x.len, x.first, x.slot};
+    barrier_arrive(memory.bar(ANNOUNCED, u));
+  };
+  for (int u = 0;; ++u) {
+    Unit x = {};
+    if (at < stop) {
+      while (memory.cum[row + 1] * p.kv_heads <= at) ++row;
+      const int tiles = memory.cum[row + 1] - memory.cum[row], off = at - memory.cum[row] * p.kv_heads;
+      const int head = off / tiles, tile = off - head * tiles, len = memory.len[row];
+      const int first = CASCADE ? memory.skip[row] / TILE : p.window > 0 && len > p.window ? (len - p.window) / TILE : 0;
+      // A pair's first part ends its block, the others begin theirs.
+      x = {row, head, tile, min(tiles - tile, stop - at), tiles, len, first, 2 * int(blockIdx.x) + (tile == 0 ? 1 : 0)};
+      at += x.count;
+    }
+    announce(u, x);
+    if (x.count == 0) {  // to each that prepares
+      for (int i = 1; i < PREPARERS; ++i) announce(u + i, x);
+      return;
+    }
+    const int* pages = p.page_table + (long long)memory.slot[row] * p.table_stride;
+    for (int tile = x.first + x.tile, end = tile + x.count; tile < end;) {
+      const int base = tile & -PAGES, n = min(end, base + PAGES);
+      if (row != held_row || base != held) {
+        for (int i = lane; i < PAGES; i += 32)
+          if (base + i < x.first + x.tiles) memory.pages[i] = pages[(base + i) / PAGE_TILES];
+        held_row = row, held = base;
         __syncwarp();
       }
-      float s[4] = {};
-      const int r = lane & 15, half = lane >> 4;
-#pragma unroll
-      for (int i = 0; i < CHUNKS / 2; ++i) {
-        u32 a[4];
-        ldmatrix(a, kt + in_tile_at(r, 2 * i + half));
-        if constexpr (FP8) {
-          multiply(s, even_halves(a[0]), even_halves(a[1]), odd_halves(a[0]), odd_halves(a[1]), qf[2 * i][0], qf[2 * i][1]);
-          multiply(s, even_halves(a[2]), even_halves(a[3]), odd_halves(a[2]), odd_halves(a[3]), qf[2 * i + 1][0], qf[2 * i + 1][1]);
-        } else {
-          multiply(s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
+      for (; tile < n; ++tile) {
+        if (lane == 0) {
+          const u32 to = memory.ring + stage * (2 * TILE_BYTES), bar = memory.full(stage);
+          const int page = memory.pages[tile - base], token = tile % PAGE_TILES * TILE;
+          barrier_wait(memory.empty(stage), parity);
+          barrier_expect(bar, 2 * TILE_BYTES);
+          copy_tile(to, p.k_map, bar, token, x.head, page, policy);
+          copy_tile(to + TILE_BYTES, p.v_map, bar, token, x.head, page, policy);
         }
-      }
-      const int token = (tile + at.first) * TILE + g;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float x = s[j] * p.scale;
-        if (SOFTCAP) {
-          float y;
-          asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-          x = y * p.softcap;
-        }
-        const int at_token = token + (j >= 2 ? 8 : 0);
-        s[j] = at_token < at.len && at_token >= oldest ? x : NEG;
-      }
-      float n0 = fmaxf(s[0], s[2]), n1 = fmaxf(s[1], s[3]);
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) {
-        n0 = fmaxf(n0, __shfl_xor_sync(~0u, n0, d));
-        n1 = fmaxf(n1, __shfl_xor_sync(~0u, n1, d));
-      }
-      n0 = fmaxf(n0, m0);
-      n1 = fmaxf(n1, m1);
-      if (__any_sync(~0u, n0 > m0 || n1 > m1)) {
-        const float c0 = exp2_fast(m0 - n0), c1 = exp2_fast(m1 - n1);
-        l0 *= c0;
-        l1 *= c1;
-#pragma unroll
-        for (int i = 0; i < ACC; ++i) { o[i][0] *= c0; o[i][1] *= c1; o[i][2] *= c0; o[i][3] *= c1; }
-        m0 = n0;
-        m1 = n1;
-      }
-      // A tile may be masked as a whole (window edge): its maximum is NEG and must add nothing.
-      const float b0 = m0 == NEG ? 0.f : m0, b1 = m1 == NEG ? 0.f : m1;
-      const float p0 = exp2_fast(s[0] - b0), p1 = exp2_fast(s[1] - b1), p2 = exp2_fast(s[2] - b0), p3 = exp2_fast(s[3] - b1);
-      l0 += p0 + p2;
-      l1 += p1 + p3;
-      const u32 w0 = movmatrix(pack_operand(p0, p1)), w1 = movmatrix(pack_operand(p2, p3));
-      const int vr = (lane & 7) + (lane >> 4) * 8, vc = (lane >> 3) & 1;
-#pragma unroll
-      for (int i = 0; i < CHUNKS / 2; ++i) {
-        u32 a[4];
-        ldmatrix_trans(a, vt + in_tile_at(vr, 2 * i + vc));
-        if constexpr (FP8) {
-          multiply(o[2 * i], even_halves(a[0]), odd_halves(a[0]), even_halves(a[2]), odd_halves(a[2]), w0, w1);
-          multiply(o[2 * i + 1], even_halves(a[1]), odd_halves(a[1]), even_halves(a[3]), odd_halves(a[3]), w0, w1);
-        } else {
-          multiply(o[i], a[0], a[1], a[2], a[3], w0, w1);
-        }
+        if (++stage == STAGES) stage = 0, parity ^= 1;
       }
       __syncwarp();
     }
+  }
+}
 
-    // Merge the warps' shares of this pair.
-#pragma unroll
-    for (int d = 4; d < 32; d *= 2) {
-      l0 += __shfl_xor_sync(~0u, l0, d);
-      l1 += __shfl_xor_sync(~0u, l1, d);
-    }
-    __syncthreads();  // the previous pair's readers are done
-    if (g == 0) {
-      float* ml = merge_ml + (warp * 8 + t * 2) * 2;
-      ml[0] = m0; ml[1] = l0; ml[2] = m1; ml[3] = l1;
-    }
-#pragma unroll
-    for (int i = 0; i < ACC; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int head = t * 2 + (j & 1), d = i * 16 + (FP8 ? g * 2 + j / 2 : g + j / 2 * 8);
-        if (head < GROUP) merge_o[(warp * GROUP + head) * HD + d] = o[i][j];
-      }
-    __syncthreads();
-    const int pair_start = p.cum[at.row] * p.kv_heads + at.head * tiles;  // in the list of all tiles
-    const int my_slot = 2 * block + (at.tile == 0 ? 1 : 0);  // a pair's first part ends its block, the others begin theirs
-    bf16* out = p.out + (long long)(at.row * p.kv_heads + at.head) * GROUP * HD;
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) {
-      const int e = j * THREADS + threadIdx.x, head = e / HD;
-      if (e >= GROUP * HD) break;
-      float m = NEG, l = 0.f, x = 0.f;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) m = fmaxf(m, merge_ml[(w * 8 + head) * 2]);
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float f = exp2_fast(merge_ml[(w * 8 + head) * 2] - m);
-        l += f * merge_ml[(w * 8 + head) * 2 + 1];
-        x += f * merge_o[w * GROUP * HD + e];
-      }
-      if (whole) {
-        auto join = [&](float other_m, float other_l, float other) {
-          const float top = fmaxf(m, other_m), a = exp2_fast(m - top), b = exp2_fast(other_m - top);
-          l = a * l + b * other_l;
-          x = a * x + b * other;
-          m = top;
-        };
-#pragma unroll
-        for (int i = 0; i < EARLY; ++i) join(early_m[i][j], early_l[i][j], early[i][j]);
-        for (int i = EARLY; i < prefixes; ++i) {
-          const long long k = prefix(i, head);
-          join(p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1], p.prefix[k * HD + e % HD] * PREFIX_UNIT);
-        }
-        out[e] = f2bf(x / l * (FP8 ? p.v_scale : 1.f));
-      } else {
-        __stcg(p.part + (long long)my_slot * GROUP * HD + e, x);
-        if (e % HD == 0) {
-          __stcg(p.part_ml + (my_slot * GROUP + head) * 2, m);
-          __stcg(p.part_ml + (my_slot * GROUP + head) * 2 + 1, l);
-        }
-      }
-    }
-    if (!whole) {
-      __threadfence();
-      __syncthreads();
-      const int first_block = borders.first_inside(pair_start) - 1, last_block = borders.last_inside(pair_start + tiles);
-      int* count = p.count + at.row * p.kv_heads + at.head;
-      if (threadIdx.x == 0) {
-        is_last = atomicAdd(count, 1) == last_block - first_block;
-        if (is_last) *count = 0;
-      }
-      __syncthreads();
-      if (is_last) {
-        __threadfence();
-        const int parts = last_block - first_block + 1;
-        auto slot = [&](int i) { return 2 * (first_block + i) + (i == 0 ? 1 : 0); };
-        for (int head = warp; head < GROUP; head += WARPS) {
-          float m = NEG, l = 0.f;
-          for (int i = lane; i < prefixes; i += 32) m = fmaxf(m, p.prefix_ml[2 * prefix(i, head)]);
-          for (int i = lane; i < parts; i += 32) m = fmaxf(m, __ldcg(p.part_ml + (slot(i) * GROUP + head) * 2));
-#pragma unroll
-          for (int d = 1; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-          for (int i = lane; i < parts; i += 32) {
-            const float* ml = p.part_ml + (slot(i) * GROUP + head) * 2;
-            l += exp2_fast(__ldcg(ml) - m) * __ldcg(ml + 1);
-          }
-          for (int i = lane; i < prefixes; i += 32) {
-            const float* ml = p.prefix_ml + 2 * prefix(i, head);
-            l += exp2_fast(ml[0] - m) * ml[1];
-          }
-#pragma unroll
-          for (int d = 1; d < 32; d *= 2) l += __shfl_xor_sync(~0u, l, d);
-          if (lane == 0) {
-            merge_ml[head * 2] = m;
-            merge_ml[head * 2 + 1] = 1.f / l;
-          }
-        }
-        float x[EACH] = {};
-        float* weight = merge_o;  // [BATCH][GROUP]
-        for (int base = 0; base < parts; base += BATCH) {
-          const int count = min(BATCH, parts - base);
-          __syncthreads();
-          for (int i = threadIdx.x; i < count * GROUP; i += THREADS)
-            weight[i] = exp2_fast(__ldcg(p.part_ml + (slot(base + i / GROUP) * GROUP + i % GROUP) * 2) - merge_ml[i % GROUP * 2]);
-          __syncthreads();
-#pragma unroll 4
-          for (int i = 0; i < count; ++i) {
-            const float* part = p.part + (long long)slot(base + i) * GROUP * HD;
-#pragma unroll
-            for (int j = 0; j < EACH; ++j) {
-              const int e = j * THREADS + threadIdx.x;
-              if (e < GROUP * HD) x[j] += weight[i * GROUP + e / HD] * __ldcg(part + e);
-            }
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-          const int e = j * THREADS + threadIdx.x;
-          for (int i = 0; i < prefixes && e < GROUP * HD; ++i) {
-            const long long o = prefix(i, e / HD);
-            x[j] += exp2_fast(p.prefix_ml[2 * o] - merge_ml[e / HD * 2]) * p.prefix[o * HD + e % HD] * PREFIX_UNIT;
-          }
-          if (e < GROUP * HD) out[e] = f2bf(x[j] * merge_ml[e / HD * 2 + 1] * (FP8 ? p.v_scale : 1.f));
-        }
-      }
-    }
+// The last tile of a row: the new token's k and v (FUSED), and zeros where v has no token yet.
+__device__ __forceinline__ void complete_tile(u32 kt, u32 vt, const unsigned char* fresh, int last, int lane) {
+  auto store = [&](u32 to, uint4 x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  };
+  const uint4* row = reinterpret_cast<const uint4*>(fresh);
+  for (int i = lane; FUSED && i < 2 * CHUNKS; i += 32)
+    store((i < CHUNKS ? kt : vt) + in_tile_at(last, i % CHUNKS), row[i]);
+  for (int i = (last + 1) * CHUNKS + lane; i < TILE * CHUNKS; i += 32) store(vt + in_tile_at(i / CHUNKS, i % CHUNKS), {});
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
+  __syncwarp();
+}
 
-    left -= at.end - at.tile;
-    if (left > 0) {
-      if (++at.head == p.kv_heads) {
-        at.head = 0;
-        int row = at.row;
-        do { ++row; tiles = p.cum[row + 1] - p.cum[row]; } while (tiles == 0);
-        enter_row(p, at, row);
+// A warp that attends to the tiles of its own places in the ring. (Of another's it could not tell a tile from the one before.)
+__device__ __forceinline__ void attend(const Params& p, const Memory& memory, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int before = 0, next = warp, stage = warp;  // tiles of the units before, and until its next, which is there
+  u32 parity = 0;
+  for (int u = 0;; ++u) {
+    const Unit x = memory.get(u);
+    if (x.count == 0) return;
+    float o[ACC][4] = {};
+    float m0 = NEG, m1 = NEG, l0 = 0.f, l1 = 0.f;  // heads 2t and 2t + 1; l is this lane's share
+    if (next < before + x.count) {
+      const int oldest = p.window > 0 ? x.len - p.window : 0;
+      const unsigned char* query = memory.queries + u % QUERIES * Q_BYTES;
+      u32 qf[ACC][2];
+      memory.wait(PREPARED, u);
+#pragma unroll
+      for (int i = 0; i < ACC; i += 2) {
+        const uint4 q = reinterpret_cast<const uint4*>(query)[i / 2 * 32 + lane];
+        qf[i][0] = q.x, qf[i][1] = q.y, qf[i + 1][0] = q.z, qf[i + 1][1] = q.w;
       }
-      at.tile = 0;
-      at.end = min(tiles, left);
+      while (next < before + x.count) {
+        const int tile = x.first + x.tile + next - before;
+        const u32 kt = memory.ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
+        barrier_wait(memory.full(stage), parity);
+        if (tile == (x.len - 1) / TILE) complete_tile(kt, vt, query + ACC * 256, (x.len - 1) % TILE, lane);
+        float s[4] = {}, s_odd[4] = {};
+        const int r = lane & 15, half = lane >> 4;
+#pragma unroll
+        for (int i = 0; i < CHUNKS / 2; ++i) {
+          u32 a[4];
+          ldmatrix(a, kt + in_tile_at(r, 2 * i + half));
+          if constexpr (FP8) {
+            multiply(s, even_halves(a[0]), even_halves(a[1]), odd_halves(a[0]), odd_halves(a[1]), qf[2 * i][0], qf[2 * i][1]);
+            multiply(s_odd, even_halves(a[2]), even_halves(a[3]), odd_halves(a[2]), odd_halves(a[3]), qf[2 * i + 1][0], qf[2 * i + 1][1]);
+          } else {
+            multiply(i % 2 ? s_odd : s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
+          }
+        }
+        const int token = tile * TILE + g;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float y = (s[j] + s_odd[j]) * p.scale;
+          if (SOFTCAP) {
+            float capped;
+            asm("tanh.approx.f32 %0, %1;" : "=f"(capped) : "f"(y));
+            y = capped * p.softcap;
+          }
+          const int at_token = token + (j >= 2 ? 8 : 0);
+          s[j] = at_token < x.len && at_token >= oldest ? y : NEG;
+        }
+        float n0 = fmaxf(s[0], s[2]), n1 = fmaxf(s[1], s[3]);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) {
+          n0 = fmaxf(n0, __shfl_xor_sync(~0u, n0, d));
+          n1 = fmaxf(n1, __shfl_xor_sync(~0u, n1, d));
+        }
+        n0 = fmaxf(n0, m0);
+        n1 = fmaxf(n1, m1);
+        if (__any_sync(~0u, n0 > m0 || n1 > m1)) {
+          const float c0 = exp2_fast(m0 - n0), c1 = exp2_fast(m1 - n1);
+          l0 *= c0;
+          l1 *= c1;
+#pragma unroll
+          for (int i = 0; i < ACC; ++i) { o[i][0] *= c0; o[i][1] *= c1; o[i][2] *= c0; o[i][3] *= c1; }
+          m0 = n0;
+          m1 = n1;
+        }
+        // A tile may be masked as a whole (window edge): its maximum is NEG and must add nothing.
+        const float b0 = m0 == NEG ? 0.f : m0, b1 = m1 == NEG ? 0.f : m1;
+        const float p0 = exp2_fast(s[0] - b0), p1 = exp2_fast(s[1] - b1), p2 = exp2_fast(s[2] - b0), p3 = exp2_fast(s[3] - b1);
+        l0 += p0 + p2;
+        l1 += p1 + p3;
+        const u32 w0 = movmatrix(pack_operand(p0, p1)), w1 = movmatrix(pack_operand(p2, p3));
+        const int vr = (lane & 7) + (lane >> 4) * 8, vc = (lane >> 3) & 1;
+#pragma unroll
+        for (int i = 0; i < CHUNKS / 2; ++i) {
+          u32 a[4];
+          ldmatrix_trans(a, vt + in_tile_at(vr, 2 * i + vc));
+          if constexpr (FP8) {
+            multiply(o[2 * i], even_halves(a[0]), odd_halves(a[0]), even_halves(a[2]), odd_halves(a[2]), w0, w1);
+            multiply(o[2 * i + 1], even_halves(a[1]), odd_halves(a[1]), even_halves(a[3]), odd_halves(a[3]), w0, w1);
+          } else {
+            multiply(o[i], a[0], a[1], a[2], a[3], w0, w1);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(memory.empty(stage));
+        next += WARPS, stage += WARPS;
+        if (stage >= STAGES) next += STAGES - stage + warp, stage = warp, parity ^= 1;
+      }
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+        l0 += __shfl_xor_sync(~0u, l0, d);
+        l1 += __shfl_xor_sync(~0u, l1, d);
+      }
+    }
+    memory.wait(MERGED, u - RESULTS);
+    float* result = memory.results + u % RESULTS * RESULT;
+    if (g == 0) *reinterpret_cast<float4*>(result + WARPS * GROUP * PITCH + (warp * 8 + t * 2) * 2) = {m0, l0, m1, l1};
+    if (m0 != NEG) {  // the same in all lanes: some tile was its
+#pragma unroll
+      for (int i = 0; i < ACC; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int head = t * 2 + (j & 1), d = i * 16 + (FP8 ? g * 2 + j / 2 : g + j / 2 * 8);
+          if (head < GROUP) result[(warp * GROUP + head) * PITCH + d] = o[i][j];
+        }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.bar(ATTENDED, u));
+    before += x.count;
+  }
+}
+
+__device__ __forceinline__ void add(float4& x, float f, float4 y) { x = {x.x + f * y.x, x.y + f * y.y, x.z + f * y.z, x.w + f * y.w}; }
+
+// An unnormalised output: 4 places of a head, with the head's maximum and sum.
+struct Sum {
+  float4 x = {};
+  float m = NEG, l = 0.f;
+  template <int N>
+  __device__ __forceinline__ void join(const float4 (&y)[N], const float2 (&ml)[N]) {
+    float top = m;
+#pragma unroll
+    for (int i = 0; i < N; ++i) top = fmaxf(top, ml[i].x);
+    const float f = exp2_fast(m - top);
+    l *= f;
+    x = {f * x.x, f * x.y, f * x.z, f * x.w};
+    m = top;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float w = exp2_fast(ml[i].x - top);
+      l += w * ml[i].y;
+      add(x, w, y[i]);
     }
   }
+};
+
+// The warps that merge what those that attend have left of a unit, and write it; of a pair that several blocks share, the
+// last to be done merges what all have left in global memory.
+__device__ __forceinline__ void merge(const Params& p, const Memory& memory, const Shares& shares) {
+  __shared__ bool last;
+  const int thread = threadIdx.x - WARPS * 32;
+  auto sync = [&]() { asm volatile("bar.sync 1, %0;" ::"n"(MERGING) : "memory"); };
+  auto place = [&](int j) { return (j * MERGING + thread) * 4; };
+  if (FUSED) pdl_wait();
+  for (int u = 0;; ++u) {
+    const Unit x = memory.get(u);
+    if (x.count == 0) return;
+    const bool whole = x.count == x.tiles;
+    const float2* part_ml = reinterpret_cast<const float2*>(p.part_ml);
+    Sum sums[EACH];
+    auto join_prefixes = [&]() {
+      for (int i = p.first[x.row]; i < p.first[x.row + 1]; ++i)
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+          const int e = place(j);
+          if (e >= GROUP * HD) break;
+          const long long k = ((long long)i * p.kv_heads + x.head) * GROUP + e / HD;
+          const float4 y = *reinterpret_cast<const float4*>(p.prefix + k * HD + e % HD);
+          constexpr float f = PREFIX_UNIT;
+          sums[j].join<1>({{f * y.x, f * y.y, f * y.z, f * y.w}}, {{p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1]}});
+        }
+    };
+    if (CASCADE && whole) join_prefixes();
+    memory.wait(ATTENDED, u);
+    const float* result = memory.results + u % RESULTS * RESULT;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const int e = place(j), head = e / HD;
+      if (e >= GROUP * HD) break;
+#pragma unroll
+      for (int half = 0; half < WARPS; half += WARPS / 2) {
+        float4 y[WARPS / 2];
+        float2 ml[WARPS / 2];
+#pragma unroll
+        for (int i = 0; i < WARPS / 2; ++i) {
+          const int warp = half + i;
+          ml[i] = *reinterpret_cast<const float2*>(result + WARPS * GROUP * PITCH + (warp * 8 + head) * 2);
+          y[i] = {};
+          if (ml[i].x != NEG) y[i] = *reinterpret_cast<const float4*>(result + (warp * GROUP + head) * PITCH + e % HD);
+        }
+        sums[j].join(y, ml);
+      }
+    }
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(memory.bar(MERGED, u));
+    if (!whole) {
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const int e = place(j);
+        if (e >= GROUP * HD) break;
+        __stcg(reinterpret_cast<float4*>(p.part + (long long)x.slot * GROUP * HD + e), sums[j].x);
+        if (e % HD == 0) __stcg(reinterpret_cast<float2*>(p.part_ml) + x.slot * GROUP + e / HD, make_float2(sums[j].m, sums[j].l));
+        sums[j] = {};
+      }
+      const int start = memory.cum[x.row] * p.kv_heads + x.head * x.tiles;  // of the pair, in the list of all tiles
+      const int first = shares.first_inside(start) - 1, parts = shares.last_inside(start + x.tiles) - first + 1;
+      sync();
+      if (thread == 0) {
+        int* count = p.count + x.row * p.kv_heads + x.head;
+        __threadfence();
+        last = atomicAdd(count, 1) == parts - 1;
+        if (last) *count = 0;
+        __threadfence();
+      }
+      sync();
+      if (!last) continue;
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const int e = place(j);
+        if (e >= GROUP * HD) break;
+        for (int base = 0; base < parts; base += BATCH) {
+          float4 y[BATCH];
+          float2 ml[BATCH];
+#pragma unroll
+          for (int i = 0; i < BATCH; ++i) {
+            const bool live = base + i < parts;
+            const int slot = 2 * (first + base + i) + (base + i == 0 ? 1 : 0);
+            ml[i] = live ? __ldcg(part_ml + slot * GROUP + e / HD) : make_float2(NEG, 0.f);
+            y[i] = live ? __ldcg(reinterpret_cast<const float4*>(p.part + (long long)slot * GROUP * HD + e)) : float4{};
+          }
+          sums[j].join(y, ml);
+        }
+      }
+      if (CASCADE) join_prefixes();
+    }
+    bf16* out = p.out + (long long)(x.row * p.kv_heads + x.head) * GROUP * HD;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      if (place(j) >= GROUP * HD) break;
+      const Sum& sum = sums[j];
+      const float f = (FP8 ? p.v_scale : 1.f) / sum.l;
+      *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f), pack2(sum.x.z * f, sum.x.w * f)};
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(const __grid_constant__ Params p) {
+  const Memory memory;
+  if (threadIdx.x == 0) prefetch(p.k_map), prefetch(p.v_map);
+  if (!FUSED) {
+    pdl_wait();
+    pdl_launch();
+  }
+  for (int i = threadIdx.x; i <= p.rows; i += THREADS) {
+    memory.cum[i] = p.cum[i];
+    if (i == p.rows) break;
+    memory.len[i] = p.kv_len[i];
+    memory.slot[i] = p.slots[i];
+    if (CASCADE) memory.skip[i] = p.skip[i];
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(memory.full(i), 1), barrier_init(memory.empty(i), 1);
+    for (int i = 0; i < UNITS; ++i) {
+      barrier_init(memory.bar(ANNOUNCED, i), 1);
+      barrier_init(memory.bar(PREPARED, i), 1);
+      barrier_init(memory.bar(ATTENDED, i), WARPS);
+      barrier_init(memory.bar(MERGED, i), MERGERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (memory.cum[p.rows] == 0) {
+    if (FUSED) pdl_wait();  // whoever waits for this kernel relies on it
+    return;
+  }
+  const Shares shares(p, memory.cum);
+  if (blockIdx.x >= shares.blocks) return;
+  const int warp = threadIdx.x / 32;
+  if (warp < WARPS) return attend(p, memory, warp);
+  if (warp < WARPS + MERGERS) return merge(p, memory, shares);
+  if (warp < WARPS + MERGERS + PREPARERS) return prepare(p, memory, warp - WARPS - MERGERS);
+  load(p, memory, shares);
 }

@@ -29,7 +29,9 @@ class NativeDecode:
     @staticmethod
     def refuses(shape: Shape) -> str | None:
         """Why this kernel cannot be used, or None."""
-        return decode_attention.supported(shape.dtype, shape.head_dim, shape.group, shape.page_size)
+        return decode_attention.supported(
+            shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
+        )
 
     def forward(
         self,

@@ -28,9 +28,10 @@ def paged(
     kv_heads: int,
     dim: int,
     windows: tuple[int, ...] = (0,),
+    page_size: int = 16,
 ):
     """Rows with one query token come first. Pages hold garbage (NaN) where no token was written."""
-    page_size, rows, device = 16, len(q_lens), "cuda"
+    rows, device = len(q_lens), "cuda"
     counts = [-(-n // page_size) for n in kv_lens]
     table = torch.zeros(rows + 3, max(*counts, 1), dtype=torch.int32)
     order = 1 + torch.randperm(sum(counts))
@@ -148,6 +149,38 @@ def test_decode_from_the_projection(
     page, offset = places.long() // 16, places.long() % 16
     assert relative(kv.k[page, offset], expected_kv.k[page, offset]) < 5e-3
     assert torch.equal(kv.v[page, offset], expected_kv.v[page, offset])
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_decode_with_larger_pages(page_size: int) -> None:
+    kv_lens = [(37 * i) % 900 + 1 for i in range(30)]
+    q, kv, batch = paged([1] * len(kv_lens), kv_lens, 8, 2, 128, page_size=page_size)
+    attend = backend("auto", batch, kv, 8, (0,), 0.0, 0.1)
+    assert relative(attend(q, kv, batch, 0.1, 0, 0.0), oracle(q, kv, batch, 0.1, 0, 0.0)) < 1e-2
+
+
+def test_a_graph_replays_other_lengths() -> None:
+    """One launch serves every batch: few and many tiles, rows that are padding, shares taken in turn."""
+    rows, heads, kv_heads, dim, most = 250, 8, 4, 128, 1200
+    q, kv, batch = paged([1] * rows, [most] * rows, heads, kv_heads, dim)
+    attend = backend("auto", batch, kv, heads, (0,), 0.0, 0.1)
+    attend(q, kv, batch, 0.1, 0, 0.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, kv, batch, 0.1, 0, 0.0)
+    generator = torch.Generator().manual_seed(1)
+    for live in (rows, 1, 0, 3, 40, 131, rows, rows):
+        lens = torch.randint(1, most + 1 if live != 40 else 20, (rows,), generator=generator).int()
+        lens[torch.randperm(rows, generator=generator)[live:]] = 0
+        batch.kv_len.copy_(lens)
+        batch.cum[0][1:] = (-(-lens // attention.TILE)).cumsum(0).int()
+        graph.replay()
+        there = lens.cuda() > 0
+        if live:
+            expected = oracle(q, kv, batch, 0.1, 0, 0.0)
+            assert relative(out[there], expected[there]) < 1e-2
+    kernel = attend.decode._kernel  # type: ignore[attr-defined]
+    assert not kernel._count.any()
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])

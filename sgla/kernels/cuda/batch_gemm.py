@@ -201,19 +201,25 @@ def _weight_map(data: int, n: int, k: int, tile: int, gated: bool) -> ctypes.Arr
 
 
 def tensor_map(
-    data: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    data: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    bytes_: bool = False,
 ) -> ctypes.Array[ctypes.c_uint64]:
-    """A CUtensorMap of bf16: ``strides`` in bytes of all dims but the first, tiles swizzled by 128 bytes."""
+    """A CUtensorMap of bf16, or of ``bytes_``: ``strides`` in bytes of all dims but the first, tiles swizzled by 128 bytes, or
+    by 64 if they are no wider."""
     rank = len(dims)
     room = ctypes.create_string_buffer(192)
     at = -(-ctypes.addressof(room) // 64) * 64  # it must be aligned
     encode = build.driver().cuTensorMapEncodeTiled
-    bf16, no_interleave, swizzle_128, no_promotion, fill_zero = 9, 0, 3, 0, 0
+    no_interleave, no_promotion, fill_zero = 0, 0, 0
+    kind, swizzle = 0 if bytes_ else 9, 2 if box[0] * (1 if bytes_ else 2) == 64 else 3
     code = encode(
-        ctypes.c_void_p(at), bf16, rank, ctypes.c_void_p(data),
+        ctypes.c_void_p(at), kind, rank, ctypes.c_void_p(data),
         (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank),
-        no_interleave, swizzle_128, no_promotion, fill_zero,
+        no_interleave, swizzle, no_promotion, fill_zero,
     )  # fmt: skip
     build.check(code, "cuTensorMapEncodeTiled")
     return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))

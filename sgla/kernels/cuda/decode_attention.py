@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.batch_gemm import SHARED, TensorMap, tensor_map
+from sgla.kernels.cuda.build import Kernel, processors
 
 TILE = 16  # tokens; ``cum`` counts these
-STAGES = 3
-WARPS, BLOCKS = 4, 2  # of a block; of a multiprocessor
-SHORT_WARPS, SHORT_BLOCKS = (
-    2,
-    4,
-)  # for many pairs whose prefix is taken off, so that few tiles are left of each
+UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel
+MAX_ROWS = 2048  # whose lengths fit into shared memory, beside the ring
 P = ctypes.c_void_p
 
 
@@ -45,6 +42,8 @@ POINTERS = [
 
 class _Params(ctypes.Structure):
     _fields_ = (
+        ("k_map", TensorMap),
+        ("v_map", TensorMap),
         *((name, P) for name in POINTERS),
         ("page_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
@@ -53,6 +52,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
+        ("pad", ctypes.c_int * 13),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -75,7 +75,7 @@ class PrefixParts(NamedTuple):
     ml: Tensor
 
 
-def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
+def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int, rows: int) -> str | None:
     """None, or why this kernel cannot be used."""
     if torch.cuda.get_device_capability()[0] < 9:
         return "it needs compute capability 9.0"
@@ -87,7 +87,23 @@ def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> 
         return f"it takes at most 8 query heads a KV head, not {group}"
     if page_size % TILE:
         return f"it needs a page size that is a multiple of {TILE}"
+    if rows > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows, not {rows}"
     return None
+
+
+class Cut(NamedTuple):
+    """Warps of a block that attend, blocks on a multiprocessor."""
+
+    warps: int
+    per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + self.warps // 2 + (2 if self.warps > 4 else 1) + 1)
+
+
+FEW, MANY = Cut(8, 1), Cut(4, 2)
 
 
 @cache
@@ -96,26 +112,48 @@ def _kernel(
     group: int,
     page_tiles: int,
     softcap: bool,
-    warps: int,
-    stages: int,
-    min_tiles: int,
+    cut: Cut,
+    rows: int,
     fused: bool,
     cascade: bool,
     fp8: bool,
 ) -> Kernel:
-    stages += 2 * fp8  # of half the size
-    ring = warps * stages * 2 * TILE * head_dim * (1 if fp8 else 2)
-    merge = warps * group * head_dim * 4 + warps * 8 * 2 * 4
-    defines = {"HD": head_dim, "GROUP": group, "WARPS": warps, "STAGES": stages}
+    token = head_dim * (1 if fp8 else 2)
+    query = head_dim * 16 + 2 * token
+    result = cut.warps * (group * (head_dim + 4) + 16) * 4
+    fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1) + 64
+    stage = 2 * TILE * token + 16
+    stages = (SHARED[cut.per_sm - 1] - fixed) // stage
+    assert stages >= cut.warps
+    defines = {"HD": head_dim, "GROUP": group, "WARPS": cut.warps, "PER_SM": cut.per_sm, "STAGES": stages}
     defines |= {
+        "ROWS": rows,
         "SOFTCAP": int(softcap),
         "PAGE_TILES": page_tiles,
-        "MIN_TILES": min_tiles,
         "FUSED": int(fused),
         "CASCADE": int(cascade),
         "FP8": int(fp8),
     }
-    return Kernel("decode_attention.cu", "decode_attention", defines, ring + merge)
+    return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
+
+
+def choose(head_dim: int, pairs: int) -> Cut:
+    """For so many pairs of row and KV head. Two blocks a multiprocessor do not end at the same time."""
+    if head_dim > 128:
+        return Cut(4, 1)
+    return MANY if pairs > 3 * processors() else FEW
+
+
+@lru_cache(1 << 12)
+def _page_map(
+    data: int, shape: tuple[int, int, int], page_stride: int, head_stride: int, token: int
+) -> ctypes.Array[ctypes.c_uint64]:
+    """Tiles of the pages at ``data``: ``shape`` pages, tokens of a page, heads; strides and a ``token`` in bytes."""
+    pages, page_size, heads = shape
+    segment = min(token, 128)  # a tile has the tokens' first bytes, then their second ones
+    dims = (segment, page_size, token // segment, heads, pages)
+    strides = (token, segment, head_stride, page_stride)
+    return tensor_map(data, dims, strides, (segment, TILE, token // segment, 1, 1), bytes_=True)
 
 
 class DecodeAttention:
@@ -123,13 +161,12 @@ class DecodeAttention:
 
     def __init__(self, rows: int, kv_heads: int, group: int, head_dim: int) -> None:
         device = torch.device("cuda")
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.stages = STAGES if head_dim <= 128 else 2
-        blocks = self._processors * max(BLOCKS, SHORT_BLOCKS)
+        self.cut: Cut | None = None
+        self._rows = -(-rows // 256) * 256
+        blocks = processors() * max(MANY.per_sm, FEW.per_sm)
         self._part = torch.empty(2 * blocks, group, head_dim, device=device)
         self._part_ml = torch.empty(2 * blocks, group, 2, device=device)
         self._count = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
-        self.min_tiles = 8
 
     def __call__(
         self,
@@ -182,25 +219,27 @@ class DecodeAttention:
         fp8, (k_scale, v_scale) = k.dtype == torch.float8_e4m3fn, kv_scales
         unit = 256.0 if fp8 else 1.0  # what the kernel multiplies by is so much smaller
         scale = scale * k_scale * unit
+        token = dim * k.element_size()
+        strides = (k.stride(0) * k.element_size(), k.stride(2) * k.element_size())
+        maps = [_page_map(t.data_ptr(), (t.shape[0], page_size, kv_heads), *strides, token) for t in (k, v)]
         params = _Params(
+            *maps,
             *(None if t is None else t.data_ptr() for t in tensors),
             k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads, window, eps,
             scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
-        short = prefix is not None and slots.shape[0] * kv_heads >= self._processors * SHORT_BLOCKS
-        warps, blocks = (SHORT_WARPS, SHORT_BLOCKS) if short else (WARPS, BLOCKS)
+        cut = self.cut or choose(dim, slots.shape[0] * kv_heads)
         kernel = _kernel(
             dim,
             group,
             page_size // TILE,
             softcap > 0,
-            warps,
-            self.stages,
-            self.min_tiles,
+            cut,
+            self._rows,
             projection is not None,
             prefix is not None,
             fp8,
         )
-        kernel.launch(self._processors * blocks, warps * 32, params)
+        kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out
