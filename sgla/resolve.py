@@ -134,7 +134,7 @@ def resolve(
 
 def check_deterministic(config: Config, device: str) -> None:
     """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on the model, and
-    whether native kernels can be had, the workers see (``worker/start.py``, ``worker/cuda.py``)."""
+    whether native kernels can be had, the workers see (``worker/start.py``, ``worker/refused.py``)."""
     obstacle = None
     if config.tp > 1:
         obstacle = f"with --tp {config.tp}; leave one of them out"

@@ -43,7 +43,8 @@ from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.constraints import Constraints, Masks, mask_threads
 from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
-from sgla.worker.device_state import DeviceTables
+from sgla.worker import refused
+from sgla.worker.device_state import DeviceTables, upload, upload_columns
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.memory import mib
@@ -154,16 +155,10 @@ class CudaRunner:
         self.attention, self.notes = attention.choose(config.attention_backend, shape, spec.attention_scale)
         self._captures = config.attention_backend != "torch"
         self.cascade = Cascade.of(shape, self.attention)
-        if config.deterministic and (spec.moe is not None or spec.quantization is not None):
-            raise ConfigError(
-                "--deterministic cannot be honoured for mixtures of experts or fp8 checkpoints yet; leave it out",
-                param="deterministic",
-            )
-        check_quantization(config.quantization or spec.quantization, self._dtype_name, spec.moe is not None)
+        refused.check(config, spec, self.dtype)
         self._deterministic = config.deterministic
         self._kv_dtype = self.dtype
         if config.kv_cache_dtype == "fp8":
-            check_fp8(self.dtype)
             self._kv_dtype = torch.float8_e4m3fn
         e4m3 = (config.quantization or spec.quantization) == "fp8"
         self.ops = gpu.install(self.attention, config.deterministic, e4m3, spec.moe is not None)
@@ -507,41 +502,3 @@ def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
         flags=DECODE_FLAGS,
         new=[new] if new else [],
     )
-
-
-def check_quantization(quantization: str | None, dtype: str, mixture: bool) -> None:
-    """Raise ConfigError for what no kernel can do on this GPU."""
-    if mixture and quantization in ("int8", "int4"):
-        raise ConfigError(
-            f"--quantization {quantization} cannot be honoured for a mixture of experts on a GPU; use fp8 or none",
-            param="quantization",
-        )
-    if quantization == "fp8" and dtype == "float32":
-        raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
-    if quantization == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        raise ConfigError(
-            f"{torch.cuda.get_device_name()} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer "
-            "GPU; use bfloat16 weights, without --quantization fp8",
-            param="quantization",
-        )
-
-
-def check_fp8(dtype: torch.dtype) -> None:
-    """Raise ConfigError if this GPU, or the model's type, cannot have an 8-bit KV cache."""
-    if torch.cuda.get_device_capability() < (8, 9) or dtype != torch.bfloat16:
-        raise ConfigError(
-            "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype bfloat16; "
-            "leave it out",
-            param="kv_cache_dtype",
-        )
-
-
-def upload(host: Any) -> Tensor:
-    """A host array on the GPU, without waiting."""
-    return torch.from_numpy(np.ascontiguousarray(host)).pin_memory().to("cuda", non_blocking=True)
-
-
-def upload_columns(columns: list[Any]) -> list[Tensor]:
-    """Several int32 arrays in one copy."""
-    flat = upload(np.concatenate(columns).astype(np.int32, copy=False))
-    return list(flat.split([len(c) for c in columns]))

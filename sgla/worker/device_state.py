@@ -33,7 +33,7 @@ class DeviceTables:
             first = np.cumsum(counts) - counts
             owners = np.repeat(slots, counts)
             places = np.arange(len(pages)) - np.repeat(first - self.host.page_count[slots], counts)
-            step.append_pages(_upload(np.stack([owners, places, pages])), self.page_table)
+            step.append_pages(upload(np.stack([owners, places, pages])), self.page_table)
         self.host.apply(plan)
 
     def _admit(self, rows: list[NewRow], sampler: DeviceSampler) -> None:
@@ -51,7 +51,7 @@ class DeviceTables:
             head[i, 9:] = wide.view(np.int32)
             parts += [tokens, pages]
             at += len(tokens) + len(pages)
-        data = _upload(np.concatenate([head.ravel(), *parts]))
+        data = upload(np.concatenate([head.ravel(), *parts]))
         longest = int(max(head[:, 2].max(), head[:, 4].max()))
         step.admit(
             data[: head.size].view(head.shape), data, longest, self.tokens, self.page_table,
@@ -60,7 +60,7 @@ class DeviceTables:
 
     def put(self, tokens: Int32s) -> None:
         """Change the token table: int32[3, n] of slots, positions and tokens."""
-        slots, positions, values = _upload(tokens)
+        slots, positions, values = upload(tokens)
         self.tokens[slots.long(), positions.long()] = values
 
     def prepare_extend(
@@ -88,5 +88,12 @@ class DeviceTables:
         )
 
 
-def _upload(host: Int32s) -> Tensor:
-    return torch.from_numpy(host.astype(np.int32, copy=False)).pin_memory().to("cuda", non_blocking=True)
+def upload(host: Int32s) -> Tensor:
+    """A host array on the GPU, without waiting."""
+    contiguous = np.ascontiguousarray(host, np.int32)
+    return torch.from_numpy(contiguous).pin_memory().to("cuda", non_blocking=True)
+
+
+def upload_columns(columns: list[Int32s]) -> list[Tensor]:
+    """Several arrays in one copy."""
+    return list(upload(np.concatenate(columns)).split([len(c) for c in columns]))

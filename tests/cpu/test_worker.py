@@ -16,6 +16,8 @@ from sgla.executor.procs import ProcsExecutor
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
 from sgla.model.base import KVSpec
+from sgla.model.spec import ModelSpec
+from sgla.worker import refused
 from sgla.worker.batch import Columns, build, cut, read
 from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
 from sgla.worker.runner import Runner
@@ -28,6 +30,31 @@ def ints(values: Any) -> bytes:
 
 def make_runner(**changes: Any) -> Runner:
     return Runner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "param"),
+    [
+        ((8, 0), {"quantization": "fp8"}, "quantization"),
+        ((9, 0), {"quantization": "fp8", "dtype": "float32"}, "dtype"),
+        ((8, 0), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ((9, 0), {"kv_cache_dtype": "fp8", "dtype": "float32"}, "kv_cache_dtype"),
+        ((8, 9), {"quantization": "fp8", "kv_cache_dtype": "fp8"}, None),
+        ((8, 0), {"deterministic": True}, None),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict[str, Any], param: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    config = tiny_config(**{"dtype": "bfloat16"} | changes)
+    spec, dtype = ModelSpec.from_config(tiny_source().config), getattr(torch, config.dtype)
+    if param is None:
+        return refused.check(config, spec, dtype)
+    with pytest.raises(ConfigError) as caught:
+        refused.check(config, spec, dtype)
+    assert caught.value.param == param
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
