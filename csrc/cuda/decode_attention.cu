@@ -31,7 +31,7 @@
 #ifndef GROUP  // query heads per kv head, at most 8
 #define GROUP 4
 #endif
-#ifndef WARPS  // that attend; an even number, at most STAGES
+#ifndef WARPS  // that attend: an even number, at most STAGES
 #define WARPS 8
 #endif
 #ifndef PER_SM  // blocks on a multiprocessor
@@ -152,23 +152,26 @@ struct Memory {  // of a block
 // The list of all tiles, cut into equal shares.
 struct Shares {
   const int* cum;
-  int rows, heads, total, blocks, snap;
+  int rows, heads, pairs, most, whole, fit, total, blocks, each, rest, snap;
+  // What can be said before the tiles are counted: blocks if all take whole pairs, or how many there are for each pair.
   __device__ __forceinline__ Shares(const Params& p, const int* cum) : cum(cum), rows(p.rows), heads(p.kv_heads) {
+    pairs = rows * heads, most = gridDim.x;
+    const u32 n = (u32(pairs) + most - 1) / most;
+    whole = (pairs + n - 1) / n, fit = u32(most) / pairs;
+  }
+  __device__ __forceinline__ void cut() {
     total = cum[rows] * heads;
-    const int most = gridDim.x, pairs = rows * heads;
     if (pairs > most) {  // whole pairs, or equal parts of pairs, if that keeps (nearly) all busy or pairs are short
-      const int each = (pairs + most - 1) / most, even = (pairs + each - 1) / each;
-      blocks = even * 10 >= most * 9 ? even : most;
+      blocks = whole * 10 >= most * 9 ? whole : most;
     } else {
-      const int even = pairs * max(1, min(most / pairs, total / (pairs * MIN_TILES)));
+      const int even = pairs * max(1, min(fit, int(u32(total) / (pairs * MIN_TILES))));
       blocks = even * 20 >= most * 17 || total < most * 24 ? even : most;
     }
     blocks = min(blocks, total);
-    snap = max(1, min(SNAP, total / max(1, blocks) / 4));
+    each = u32(total) / blocks, rest = total - each * blocks;
+    snap = max(1, min(SNAP, each / 4));
   }
-  __device__ __forceinline__ int raw(int block) const {
-    return total / blocks * block + total % blocks * block / blocks;  // total * block / blocks without overflow
-  }
+  __device__ __forceinline__ int raw(int block) const { return each * block + u32(rest * block) / blocks; }  // total * block / blocks
   // The first border at tile x or later, if they are not moved.
   __device__ __forceinline__ int from(int x) const { return int(((long long)x * blocks + total - 1) / total); }
   // The row that holds `tile`: a warp looks at 32 rows at a time.
@@ -184,11 +187,13 @@ struct Shares {
     }
     return lo;
   }
-  // First tile of a block.
-  __device__ __forceinline__ int begin(int block) const {
+  // First tile of a block; the row that holds it is `row` or, at its end, a later one.
+  __device__ __forceinline__ int begin(int block, int& row) const {
     const int x = raw(block);
+    row = 0;
     if (block == 0 || block == blocks) return x;
-    const int row = row_of(x), n = cum[row + 1] - cum[row], off = (x - cum[row] * heads) % n;
+    row = row_of(x);
+    const int n = cum[row + 1] - cum[row], off = u32(x - cum[row] * heads) % n;
     return off < snap ? x - off : n - off < snap ? x - off + n : x;
   }
   // The first and the last block that begin strictly inside the pair [start, end).
@@ -313,39 +318,46 @@ __device__ __forceinline__ uint4 narrow_v(const Params& p, uint4 v) {
   return {four(v.x, v.y), four(v.z, v.w), 0, 0};
 }
 
-// The new token's k and v, to the page and to `k`, `v` in shared memory.
-__device__ __forceinline__ void prepare_token(const Params& p, const Unit& x, int slot, int lane, unsigned char* k, unsigned char* v) {
-  const int last = x.len - 1, page = p.page_table[(long long)slot * p.table_stride + last / TILE / PAGE_TILES];
-  const bf16* fresh = p.q + (long long)x.row * p.q_stride + (p.kv_heads * GROUP + x.head) * HD;
-  float raw[2][PAIRS];
+// The new token as the projection left it, this lane's part; and its page.
+struct Fresh {
+  float k[2][PAIRS];
+  uint4 v;
+  int page;
+  __device__ __forceinline__ Fresh(const Params& p, const Unit& x, int slot, int lane) : v{} {
+    page = p.page_table[(long long)slot * p.table_stride + (x.len - 1) / TILE / PAGE_TILES];
+    const bf16* from = p.q + (long long)x.row * p.q_stride + (p.kv_heads * GROUP + x.head) * HD;
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) raw[h][j] = bf2f(fresh[h * (HD / 2) + lane * PAIRS + j]);
-  uint4 new_v = {};
-  if (lane < HD / 8) new_v = *reinterpret_cast<const uint4*>(fresh + p.kv_heads * HD + lane * 8);
-  bf16 new_k[2][PAIRS];
-  prepare_k(p, raw, last, lane, new_k);
-  const long long place = page * p.page_stride + x.head * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-      const int d = h * (HD / 2) + lane * PAIRS + j;
-      if (FP8) {
-        k[d] = p.k[place + d] = (unsigned char)new_k[h][j];
-      } else {
-        reinterpret_cast<bf16*>(k)[d] = reinterpret_cast<bf16*>(p.k)[place + d] = new_k[h][j];
-      }
-    }
-  if (lane >= HD / 8) return;
-  if (FP8) {
-    const uint4 e = narrow_v(p, new_v);
-    *reinterpret_cast<uint2*>(v + lane * 8) = *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {e.x, e.y};
-  } else {
-    *reinterpret_cast<uint4*>(v + lane * 16) = *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = new_v;
+      for (int j = 0; j < PAIRS; ++j) k[h][j] = bf2f(from[h * (HD / 2) + lane * PAIRS + j]);
+    if (lane < HD / 8) v = *reinterpret_cast<const uint4*>(from + p.kv_heads * HD + lane * 8);
   }
-}
+  // To the page and to shared memory.
+  __device__ __forceinline__ void store(const Params& p, const Unit& x, int lane, unsigned char* k_to, unsigned char* v_to) {
+    const int last = x.len - 1;
+    bf16 new_k[2][PAIRS];
+    prepare_k(p, k, last, lane, new_k);
+    const long long place = page * p.page_stride + x.head * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j) {
+        const int d = h * (HD / 2) + lane * PAIRS + j;
+        if (FP8) {
+          k_to[d] = p.k[place + d] = (unsigned char)new_k[h][j];
+        } else {
+          reinterpret_cast<bf16*>(k_to)[d] = reinterpret_cast<bf16*>(p.k)[place + d] = new_k[h][j];
+        }
+      }
+    if (lane >= HD / 8) return;
+    if (FP8) {
+      const uint4 e = narrow_v(p, v);
+      *reinterpret_cast<uint2*>(v_to + lane * 8) = *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {e.x, e.y};
+    } else {
+      *reinterpret_cast<uint4*>(v_to + lane * 16) = *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = v;
+    }
+  }
+};
 
 // A warp that makes the queries of every PREPARERS-th unit.
 __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, int turn) {
@@ -357,13 +369,14 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
   for (int u = turn;; u += PREPARERS) {
     const Unit x = memory.get(u);
     if (x.count == 0) return;
-    memory.wait(MERGED, u - QUERIES);
     unsigned char* to = memory.queries + u % QUERIES * Q_BYTES;
     const bf16* q = p.q + (long long)x.row * p.q_stride + (x.head * GROUP + g) * HD;
     u32 qf[ACC][2];
     if (FUSED) {
-      if (x.tile + x.count == x.tiles) prepare_token(p, x, memory.slot[x.row], lane, to + ACC * 256, to + ACC * 256 + TOKEN_BYTES);
+      Fresh fresh(p, x, memory.slot[x.row], lane);
       prepare_q(p, q, x.len - 1, t, g < GROUP, qf);
+      memory.wait(MERGED, u - QUERIES);
+      if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256, to + ACC * 256 + TOKEN_BYTES);
     } else {
 #pragma unroll
       for (int i = 0; i < ACC; ++i) {
@@ -372,6 +385,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
         qf[i][0] = FP8 ? pack_operand(lo2f(a), lo2f(b)) : a;
         qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
       }
+      memory.wait(MERGED, u - QUERIES);
     }
 #pragma unroll
     for (int i = 0; i < ACC; i += 2)
@@ -392,9 +406,8 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) { asm volatile("p
 __device__ __forceinline__ void load(const Params& p, const Memory& memory, const Shares& shares) {
   const int lane = threadIdx.x % 32;
   const u64 policy = policy_once();
-  int at = shares.begin(blockIdx.x), row = 0;
-  const int stop = shares.begin(blockIdx.x + 1);
-  if (at < stop) row = shares.row_of(at);
+  int row, end_row, at = shares.begin(blockIdx.x, row);
+  const int stop = shares.begin(blockIdx.x + 1, end_row);
   int stage = 0, held_row = -1, held = 0;  // whose pages from which tile on are at hand
   u32 parity = 1;
   auto announce = [&](int u, const Unit& x) {
@@ -410,7 +423,7 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
     if (at < stop) {
       while (memory.cum[row + 1] * p.kv_heads <= at) ++row;
       const int tiles = memory.cum[row + 1] - memory.cum[row], off = at - memory.cum[row] * p.kv_heads;
-      const int head = off / tiles, tile = off - head * tiles, len = memory.len[row];
+      const int head = u32(off) / tiles, tile = off - head * tiles, len = memory.len[row];
       const int first = CASCADE ? memory.skip[row] / TILE : p.window > 0 && len > p.window ? (len - p.window) / TILE : 0;
       // A pair's first part ends its block, the others begin theirs.
       x = {row, head, tile, min(tiles - tile, stop - at), tiles, len, first, 2 * int(blockIdx.x) + (tile == 0 ? 1 : 0)};
@@ -425,8 +438,14 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
     for (int tile = x.first + x.tile, end = tile + x.count; tile < end;) {
       const int base = tile & -PAGES, n = min(end, base + PAGES);
       if (row != held_row || base != held) {
-        for (int i = lane; i < PAGES; i += 32)
-          if (base + i < x.first + x.tiles) memory.pages[i] = pages[(base + i) / PAGE_TILES];
+        int page[PAGES / 32];
+#pragma unroll
+        for (int i = 0; i < PAGES; i += 32) {
+          const int at = base + i + lane;
+          page[i / 32] = at < x.first + x.tiles ? pages[at / PAGE_TILES] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < PAGES; i += 32) memory.pages[i + lane] = page[i / 32];
         held_row = row, held = base;
         __syncwarp();
       }
@@ -660,10 +679,10 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
       sync();
       if (thread == 0) {
         int* count = p.count + x.row * p.kv_heads + x.head;
-        __threadfence();
-        last = atomicAdd(count, 1) == parts - 1;
+        int done;
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(done) : "l"(count) : "memory");
+        last = done == parts - 1;
         if (last) *count = 0;
-        __threadfence();
       }
       sync();
       if (!last) continue;
@@ -704,29 +723,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
     pdl_wait();
     pdl_launch();
   }
-  for (int i = threadIdx.x; i <= p.rows; i += THREADS) {
-    memory.cum[i] = p.cum[i];
-    if (i == p.rows) break;
-    memory.len[i] = p.kv_len[i];
-    memory.slot[i] = p.slots[i];
-    if (CASCADE) memory.skip[i] = p.skip[i];
+  for (int i = threadIdx.x; i < STAGES * 2 + UNITS * 4; i += THREADS) {
+    const int kind = i < STAGES * 2 ? -1 : (i - STAGES * 2) / UNITS;
+    barrier_init(memory.bars + i * 8, kind == ATTENDED ? WARPS : kind == MERGED ? MERGERS : 1);
   }
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(memory.full(i), 1), barrier_init(memory.empty(i), 1);
-    for (int i = 0; i < UNITS; ++i) {
-      barrier_init(memory.bar(ANNOUNCED, i), 1);
-      barrier_init(memory.bar(PREPARED, i), 1);
-      barrier_init(memory.bar(ATTENDED, i), WARPS);
-      barrier_init(memory.bar(MERGED, i), MERGERS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  Shares shares(p, memory.cum);
+  for (int i = threadIdx.x; i <= p.rows; i += THREADS) {
+    const bool row = i < p.rows;  // all are asked for before one is stored
+    const int cum = p.cum[i], len = row ? p.kv_len[i] : 0, slot = row ? p.slots[i] : 0, skip = CASCADE && row ? p.skip[i] : 0;
+    memory.cum[i] = cum, memory.len[i] = len, memory.slot[i] = slot, memory.skip[i] = skip;
   }
   __syncthreads();
   if (memory.cum[p.rows] == 0) {
     if (FUSED) pdl_wait();  // whoever waits for this kernel relies on it
     return;
   }
-  const Shares shares(p, memory.cum);
+  shares.cut();
   if (blockIdx.x >= shares.blocks) return;
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) return attend(p, memory, warp);

@@ -121,9 +121,9 @@ def _kernel(
     token = head_dim * (1 if fp8 else 2)
     query = head_dim * 16 + 2 * token
     result = cut.warps * (group * (head_dim + 4) + 16) * 4
-    fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1) + 64
+    fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1)
     stage = 2 * TILE * token + 16
-    stages = (SHARED[cut.per_sm - 1] - fixed) // stage
+    stages = (SHARED[cut.per_sm - 1] - 64 - fixed) // stage
     assert stages >= cut.warps
     defines = {"HD": head_dim, "GROUP": group, "WARPS": cut.warps, "PER_SM": cut.per_sm, "STAGES": stages}
     defines |= {
