@@ -24,6 +24,10 @@ class StepShape(Protocol):
     """What a kernel of a whole step is compiled for."""
 
     @property
+    def warps(self) -> int:
+        """Of a block."""
+
+    @property
     def words(self) -> int:
         """Of the vectors that blocks exchange."""
 
@@ -47,6 +51,10 @@ class Shape(NamedTuple):
     @property
     def qkv(self) -> int:
         return (self.heads + 2 * self.kv_heads) * HEAD_DIM
+
+    @property
+    def warps(self) -> int:
+        return WARPS + 1  # one brings weights
 
     @property
     def layer_weights(self) -> int:
@@ -180,7 +188,7 @@ class DecodeStep:
         self._kept = layers, kv
         self._numbers = k.stride(0), k.stride(2), len(layers), head.shape[0]
         self._eps, self._scale = eps, scale * 1.4426950408889634
-        self._kernel = shape.kernel()
+        self._kernel, self._threads = shape.kernel(), 32 * shape.warps
 
     def __call__(
         self, ids: Tensor, slots: Tensor, kv_len: Tensor, page_table: Tensor, logits: Tensor
@@ -191,4 +199,4 @@ class DecodeStep:
         tensors = (*before, ids, slots, kv_len, page_table, logits, *after)
         pointers = (t.data_ptr() for t in tensors)
         params = _Params(*pointers, *self._numbers, page_table.stride(0), self._eps, self._scale)
-        self._kernel.launch(BLOCKS, 32 * (WARPS + 1), params)
+        self._kernel.launch(BLOCKS, self._threads, params)

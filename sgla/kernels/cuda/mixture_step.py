@@ -36,6 +36,10 @@ class MixtureShape(NamedTuple):
         attention = (2 * self.heads + 2 * self.kv_heads) * HEAD_DIM + BLOCKS * group * (HEAD_DIM + 2)
         return attention + (self.kv_heads + 1) * self.hidden + WARPS * self.experts + self.top_k * self.inner
 
+    @property
+    def warps(self) -> int:
+        return WARPS
+
     def kernel(self) -> Kernel:
         return _kernel(self)
 
