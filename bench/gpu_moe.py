@@ -4,6 +4,7 @@
     python bench/gpu_moe.py tune [--model bench/models/qwen3-30b-a3b] [--fp8]     # prints the table, JSON lines above it
     python bench/gpu_moe.py few                                                  # the kernels for very few tokens
     python bench/gpu_moe.py decode                                               # those for decode batches
+    python bench/gpu_moe.py prompts                                              # those for prompts
 
 Times are medians of graph replays over random routings; each layer's experts are far larger than the L2 cache.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sgla.kernels.cuda import experts, router
+from sgla.kernels.cuda import experts, grouped_gemm, router
 from sgla.kernels.triton import moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Tile, Tiles
 from sgla.model.spec import ModelSpec
@@ -275,17 +276,48 @@ def decode(model: str) -> None:
         emit(bench="moe_decode", tokens=tokens, us={name: round(time_us(b), 1) for name, b in bodies.items()})
 
 
+def prompts(model: str) -> None:
+    """Both products by the CUDA kernel and by Triton's, and the sort before them."""
+    layer = Layer(read_spec(model), False)
+    count, f, d, gate_up, down = layer.experts, layer.f, layer.d, layer.gate_up[0], layer.down[0]
+    for tokens in (1024, 2048, 4096, 8192):
+        ids = layer.routings(tokens)
+        tiles = moe_tiles.choose(tokens, count, layer.top_k, f, d, 2, True)
+        x = torch.randn(tokens, d, dtype=BF16, device="cuda")
+        wide = [moe.group(i, count, grouped_gemm.ROWS) for i in ids]
+        narrow = [moe.group(i, count, tiles.rows) for i in ids]
+        inner = grouped_gemm.product(x, gate_up, f, wide[0], "silu")
+
+        def native(groups: moe.Groups) -> None:
+            grouped_gemm.product(grouped_gemm.product(x, gate_up, f, groups, "silu"), down, d, groups)
+
+        def portable(groups: moe.Groups) -> None:
+            y = moe.experts(x, None, gate_up, None, f, groups, tiles.gate_up, "silu")
+            moe.experts(y, None, down, None, d, groups, tiles.down)
+
+        bodies: dict[str, list[Callable[[], Any]]] = {
+            "sort": [lambda i=i: moe.group(i, count, grouped_gemm.ROWS) for i in ids],  # type: ignore[misc]
+            "gate_up": [lambda g=g: grouped_gemm.product(x, gate_up, f, g, "silu") for g in wide],  # type: ignore[misc]
+            "down": [lambda g=g: grouped_gemm.product(inner, down, d, g) for g in wide],  # type: ignore[misc]
+            "native": [lambda g=g: native(g) for g in wide],  # type: ignore[misc]
+            "triton": [lambda g=g: portable(g) for g in narrow],  # type: ignore[misc]
+        }
+        emit(
+            bench="moe_prompts", tokens=tokens, us={name: round(time_us(b), 1) for name, b in bodies.items()}
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["tune", "few", "decode"])
+    parser.add_argument("what", choices=["tune", "few", "decode", "prompts"])
     parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
     parser.add_argument("--fp8", action="store_true")
     args = parser.parse_args()
     with torch.inference_mode():
-        if args.what == "decode":
-            decode(args.model)
+        if args.what in ("decode", "prompts"):
+            (decode if args.what == "decode" else prompts)(args.model)
         else:
             (tune if args.what == "tune" else few)(args.model, args.fp8)
 

@@ -39,7 +39,8 @@ class Shape(NamedTuple):
 
 
 class ExtendRows(NamedTuple):
-    """The rows with several query tokens, on the host: lengths int32[R], and the page table they index by ``slots``."""
+    """The rows with several query tokens, on the host: lengths int32[R], and the page table they index by ``slots``. It is best
+    if rows with a history come before those without."""
 
     slots: Int32s
     q_lens: Int32s
@@ -89,9 +90,16 @@ class Extend(Protocol):
         """Host work for the batch's ``extend`` rows, once a step."""
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows -> the same shape."""
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows; ``out``: the same shape."""
 
 
 class Prompts(Protocol):
@@ -153,7 +161,8 @@ class Attention:
         n = batch.decode_rows
         if batch.extend is None:
             return self.decode.forward(q, kv, batch, scale, window, softcap)
-        if n == 0:
-            return self.extend.forward(q, kv, batch, scale, window, softcap)
-        first = self.decode.forward(q[:n], kv, batch, scale, window, softcap)
-        return torch.cat([first, self.extend.forward(q[n:], kv, batch, scale, window, softcap)])
+        out = q.new_empty(q.shape)
+        if n:
+            out[:n] = self.decode.forward(q[:n], kv, batch, scale, window, softcap)
+        self.extend.forward(q[n:], kv, batch, scale, window, softcap, out[n:])
+        return out

@@ -1,7 +1,7 @@
 """flashinfer's prefill, planned on the host once a step.
 
-Where no row has a prefix in the pages, the kernel reads k and v as the projection left them, which is faster than
-gathering pages.
+For rows that have no prefix in the pages the kernel reads k and v as the projection left them, which is faster than gathering
+pages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Shape
+from sgla.attention.base import DeviceBatch, Int32s, Shape
 from sgla.kernels.ops import KVLayer
 
 WORKSPACE = 256 << 20
@@ -25,7 +25,13 @@ class FlashInferExtend:
     def __init__(self, shape: Shape, scale: float) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-        self._shape, self._scale = shape, scale
+        self._shape = shape
+        self._common = {
+            "causal": True,
+            "sm_scale": scale,
+            "q_data_type": shape.dtype,
+            "kv_data_type": shape.dtype,
+        }
         hopper = torch.cuda.get_device_capability()[0] == 9
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
         kernel = "fa3" if hopper else "fa2"
@@ -35,7 +41,8 @@ class FlashInferExtend:
         self._whole = [
             BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel) for _ in range(PLANS)
         ]
-        self.ragged = False  # of the planned step: q, k and v lie side by side
+        self._tokens = 0  # of the planned step's rows that read pages, which come first
+        self.ragged = False  # whether others read what lies beside q
 
     @staticmethod
     def refuses(shape: Shape) -> str | None:
@@ -53,52 +60,64 @@ class FlashInferExtend:
         return None
 
     def plan(self, batch: DeviceBatch) -> None:
-        rows, shape = batch.extend, self._shape
+        rows = batch.extend
         assert rows is not None
-        self.ragged = bool((rows.q_lens == rows.kv_lens).all())
-        starts = torch.from_numpy(np.concatenate([[0], rows.q_lens.cumsum()]).astype(np.int32))
-        common = {
-            "causal": True,
-            "sm_scale": self._scale,
-            "q_data_type": shape.dtype,
-            "kv_data_type": shape.dtype,
-        }
+        whole = rows.q_lens == rows.kv_lens
+        behind = len(whole) - int(whole.sum())
+        if not whole[behind:].all():
+            behind = len(whole)
+        self._tokens, self.ragged = int(rows.q_lens[:behind].sum()), behind < len(whole)
         if self.ragged:
-            self._whole.append(self._whole.pop(0))
-            self._whole[0].plan(starts, starts, shape.heads, shape.kv_heads, shape.head_dim, **common)
-            return
-        pages = -(-rows.kv_lens // shape.page_size)
+            self._plan_whole(rows.q_lens[behind:])
+        if behind:
+            slots, q_lens, kv_lens = (column[:behind] for column in rows[:3])
+            self._plan_paged(slots, q_lens, kv_lens, rows.page_table)
+
+    def _plan_whole(self, lens: Int32s) -> None:
+        shape, starts = self._shape, _cumulative(lens)
+        self._whole.append(self._whole.pop(0))
+        self._whole[0].plan(starts, starts, shape.heads, shape.kv_heads, shape.head_dim, **self._common)
+
+    def _plan_paged(self, slots: Int32s, q_lens: Int32s, kv_lens: Int32s, page_table: Int32s) -> None:
+        shape = self._shape
+        pages = -(-kv_lens // shape.page_size)
         owned = np.arange(int(pages.max())) < pages[:, None]
-        indices = torch.from_numpy(rows.page_table[rows.slots, : owned.shape[1]][owned]).pin_memory()
+        indices = torch.from_numpy(page_table[slots, : owned.shape[1]][owned]).pin_memory()
         self._paged.append(self._paged.pop(0))
         self._paged[0].plan(
-            starts,
-            torch.from_numpy(np.concatenate([[0], pages.cumsum()]).astype(np.int32)),
+            _cumulative(q_lens),
+            _cumulative(pages),
             indices.to("cuda", non_blocking=True),
-            torch.from_numpy((rows.kv_lens - (pages - 1) * shape.page_size).astype(np.int32)),
+            torch.from_numpy((kv_lens - (pages - 1) * shape.page_size).astype(np.int32)),
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
             shape.page_size,
-            **common,
+            **self._common,
         )
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        shape, tokens = self._shape, q.shape[0]
-        heads = q.unflatten(1, (shape.heads, shape.head_dim))
-        out = q.new_empty(tokens, shape.heads, shape.head_dim)
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        n, shape = self._tokens, self._shape
+        heads, y = (t.unflatten(1, (shape.heads, shape.head_dim)) for t in (q, out))
+        if n:
+            # [pages, Hkv, page_size, hd], as they lie in memory
+            self._paged[0].run(heads[:n], (kv.k.transpose(1, 2), kv.v.transpose(1, 2)), out=y[:n])
         if self.ragged:
-            k, v = _beside(q, shape)
-            self._whole[0].run(heads, k, v, out=out)
-        else:
-            pages = (
-                kv.k.transpose(1, 2),
-                kv.v.transpose(1, 2),
-            )  # [pages, Hkv, page_size, hd], as they lie in memory
-            self._paged[0].run(heads, pages, out=out)
-        return out.view(tokens, -1)
+            k, v = _beside(q[n:], shape)
+            self._whole[0].run(heads[n:], k, v, out=y[n:])
+
+
+def _cumulative(counts: Int32s) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32))
 
 
 def _beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,13 @@ class WholeOrPaged:
         self._now.plan(batch)
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        return self._now.forward(q, kv, batch, scale, window, softcap)
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        self._now.forward(q, kv, batch, scale, window, softcap, out)

@@ -57,14 +57,22 @@ class InvariantExtend:
         self._part = rows_of(batch, batch.decode_rows, batch.rows)
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
-    ) -> Tensor:
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
         part = self._part
         assert part is not None
-        return invariant.attend(
+        y = invariant.attend(
             q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
             scale * kv.k_scale, window, softcap, self._chunk, None, kv.v_scale,
         )  # fmt: skip
+        out.copy_(y)
 
 
 def refuses(shape: Shape) -> str | None:

@@ -27,9 +27,16 @@ class TorchExtend:
         pass
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        return _oracle(q, kv, rows_of(batch, batch.decode_rows, batch.rows), scale, window, softcap)
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        out.copy_(_oracle(q, kv, rows_of(batch, batch.decode_rows, batch.rows), scale, window, softcap))
 
 
 def rows_of(batch: DeviceBatch, start: int, stop: int) -> DeviceBatch:

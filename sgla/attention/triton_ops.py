@@ -43,11 +43,16 @@ class TritonExtend:
         self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        out = torch.empty_like(q)
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
         self._prompts.forward(q, kv, batch.page_table, self._tiles, scale, window, softcap, out)
-        return out
 
 
 class TritonPrompts:

@@ -183,15 +183,37 @@ def test_a_graph_replays_other_lengths() -> None:
     assert not kernel._count.any()
 
 
+def beside(
+    q: torch.Tensor, kv: KVLayer, batch: DeviceBatch, q_lens: list[int], heads: int, kv_heads: int, dim: int
+) -> torch.Tensor:
+    """q with k and v of the last two rows beside it, as ``Attention.in_place`` wants it."""
+    qkv = torch.full((batch.tokens, (heads + 2 * kv_heads) * dim), float("nan"), dtype=BF16, device="cuda")
+    qkv[:, : heads * dim] = q
+    for row in range(batch.rows - 2, batch.rows):
+        first, n = sum(q_lens[:row]), q_lens[row]
+        pages = batch.page_table[int(batch.slots[row])].long()[: -(-n // kv.k.shape[1])]
+        for tensor, head in ((kv.k, heads), (kv.v, heads + kv_heads)):
+            tokens = tensor[pages].flatten(0, 1)[:n].flatten(1)
+            qkv[first : first + n, head * dim : (head + kv_heads) * dim] = tokens
+    return qkv[:, : heads * dim]
+
+
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
 def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:
-    q_lens, kv_lens = [1, 1, 2, 300, 128, 5], [40, 1000, 2, 300, 500, 1500]
-    q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
-    attend = backend(name, batch, kv, heads, (window,), softcap, dim**-0.5)
-    attend.plan(batch)
-    out = attend(q, kv, batch, dim**-0.5, window, softcap)
-    assert relative(out, oracle(q, kv, batch, dim**-0.5, window, softcap)) < 1e-2
+    """Decode rows, prompts with a history and whole ones in any order; whole ones last, with k and v beside q."""
+    for q_lens, kv_lens in (
+        ([1, 1, 2, 300, 128, 5], [40, 1000, 2, 300, 500, 1500]),
+        ([1, 1, 128, 5, 2, 300], [40, 1000, 500, 1500, 2, 300]),
+    ):
+        q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
+        expected = oracle(q, kv, batch, dim**-0.5, window, softcap)
+        attend = backend(name, batch, kv, heads, (window,), softcap, dim**-0.5)
+        attend.plan(batch)
+        if attend.in_place:
+            q = beside(q, kv, batch, q_lens, heads, kv_heads, dim)
+        out = attend(q, kv, batch, dim**-0.5, window, softcap)
+        assert relative(out, expected) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])
@@ -250,6 +272,7 @@ CUTS = {  # of batch_gemm: tile, split, blocks a multiprocessor, whether these a
     (64, 2, 2, False): (16, 17, 64),
     (64, 8, 2, False): (9, 64),
     (128, 4, 1, True): (16, 40, 64, 192),
+    (128, 8, 1, True): (100, 128),
     (64, 1, 1, False): (100, 128, 200, 256),
     (64, 2, 1, False): (100, 192),
     (64, 4, 1, False): (65, 128),
@@ -285,12 +308,11 @@ def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("m", [9, 16, 40, 64, 100, 128, 192])
-@pytest.mark.parametrize("width", [1024, 1088, 4096])
-def test_norm_of_two_linear_layers(m: int, width: int) -> None:
+@pytest.mark.parametrize(("width", "inner"), [(1024, 3072), (1088, 3072), (2048, 4096), (4096, 3072)])
+def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
     """The first adds to the residual and leaves squares, the second divides by the rms."""
     from sgla.kernels.cuda import batch_gemm
 
-    inner = 3072
     down = torch.randn(width, inner, dtype=BF16, device="cuda") * inner**-0.5
     after = torch.randn(6144, width, dtype=BF16, device="cuda") * width**-0.5
     weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")

@@ -83,12 +83,13 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
     if busy(wide) > 0.8:
         return Config(wide, 1, 1)
-    apart = Config(128, 4, 1, True) if n <= 32 * count and busy(128, 4) > 0.8 else None
+    split = 4 if n > 16 * count else 8
+    apart = Config(128, split, 1, True) if n <= 128 * count // split and busy(128, split) > 0.8 else None
     if m <= 64:
-        if apart and k >= 4096:
+        if apart and split == 4 and k >= 4096:
             return apart
         return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
-    if 128 < m <= 192 and apart and k >= 8192:
+    if m <= 192 and apart and (k >= 4096 if split == 8 else k >= 8192 and m > 128):
         return apart
     if n <= 64 * count and (m <= 192 or (gated and k <= 3072)):
         return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
