@@ -113,7 +113,7 @@ def resolve(
     )
     settle(
         "itl_target_ms",
-        Choice(25.0, "smooth streaming on a GPU")
+        Choice(30.0, "smooth streaming on a GPU")
         if cuda
         else Choice(200.0, "five tokens a second while prompts are read"),
     )

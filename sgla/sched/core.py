@@ -6,6 +6,7 @@ returns ``None``. Nothing here waits, reads a clock or draws a random number.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from heapq import heappop, heappush
@@ -231,8 +232,8 @@ class Core:
                 self._add_prefill(step, request, count, budget)
 
     def _chunk(self, request: Request, budget: Budget, others: bool) -> int:
-        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared, and before
-        a tile of the step that it would not fill.
+        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared. It ends
+        before a tile of the step that it would not fill, if there is a next step that has room for the rest.
 
         A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
         """
@@ -241,8 +242,9 @@ class Core:
             return need if need <= budget.tokens or budget.tokens == self.limits.step_tokens else 0
         share = 0.5 if others and need > self.limits.step_tokens else 1.0
         count = budget.grant(request.planned, need, share)
-        if count < need:
+        if count < need or budget.seconds < math.inf:
             count = budget.whole_tiles(count)
+        if count < need:
             page = self.limits.page_size
             aligned = (request.planned + count) // page * page - request.planned
             if aligned > 0:
