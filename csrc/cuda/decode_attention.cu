@@ -8,8 +8,8 @@
 // The warps of a block have different parts, so that the stream of tiles never waits for anything but room:
 //   one loads: it finds the units, announces them, and has the copy engine fetch their tiles into one ring;
 //   some prepare the queries of the units to come;
-//   most attend, each to the tiles of its own places in the ring. Scores are computed transposed (S^T = K Q^T, O^T = V^T P^T), so that the group
-//   of query heads fills the narrow side (8) of the tensor-core instruction;
+//   most attend, each to the tiles of its own places in the ring. Scores are computed transposed (S^T = K Q^T,
+//   O^T = V^T P^T), so that the group of query heads fills the narrow side (8) of the tensor-core instruction;
 //   some merge what these leave of a unit, and write it.
 //
 // FUSED: q, k and v come straight from the projection; RMSNorm and rotation happen on the way and the new token's k and v
@@ -123,7 +123,7 @@ struct Memory {  // of a block
   unsigned char* queries;  // [QUERIES][Q_BYTES]
   float* results;          // [RESULTS][RESULT]: [WARPS][GROUP][PITCH] outputs, [WARPS][8][2] maxima and sums
   Unit* units;             // [UNITS]
-  int* pages;                    // [PAGES]: of a row
+  int* pages;              // [PAGES]: of a row
   int *cum, *len, *slot, *skip;  // [ROWS + 1] each
   __device__ __forceinline__ Memory() {
     extern __shared__ unsigned char smem[];

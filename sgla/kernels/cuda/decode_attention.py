@@ -13,7 +13,7 @@ from sgla.kernels.cuda.batch_gemm import SHARED, TensorMap, tensor_map
 from sgla.kernels.cuda.build import Kernel, processors
 
 TILE = 16  # tokens; ``cum`` counts these
-UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel
+UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel, whose shared memory ``_kernel`` adds up
 MAX_ROWS = 2048  # whose lengths fit into shared memory, beside the ring
 P = ctypes.c_void_p
 
@@ -100,6 +100,7 @@ class Cut(NamedTuple):
 
     @property
     def threads(self) -> int:
+        """With those that merge, prepare and load."""
         return 32 * (self.warps + self.warps // 2 + (2 if self.warps > 4 else 1) + 1)
 
 
