@@ -94,7 +94,8 @@ class Rank:
         if code >= 0:
             how = f"exited with code {code}"
         else:
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            name = {known.value: known.name for known in signal.Signals}.get(-code, "a real-time signal")
+            how = f"was killed by signal {-code} ({name})"
             if -code == signal.SIGKILL:
                 how += "; if nobody did that, the system was out of memory: lower --kv-cache-bytes"
         words = "\n".join(line for line in self.lines if line.strip())

@@ -16,6 +16,7 @@ from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import cut
 from sgla.kernels import gpu
+from sgla.kernels.cuda.batch_gemm import MAX_ROWS
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
@@ -65,12 +66,15 @@ class PromptGraphs:
         return few and (starts[prompts] < HISTORY).all() and not (flags & PROMPT_LOGPROBS).any()
 
     def capture(self, capture: Capture) -> None:
-        """After the decode graphs. Running the largest makes all kernels known."""
+        """After the decode graphs. Running the largest makes all kernels known, running small ones all buffers through which
+        blocks exchange sums: made while a graph is captured, they would be set to zero by that graph only."""
         none = np.zeros(0, np.int32)
         for i, (n, size) in enumerate(sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0]))):
             body = partial(self._forward, n, size)
-            if i == 0:
+            if i == 0 or size <= MAX_ROWS:
                 self._fill(none, none, none, none.astype(bool), none, (n, size))
+            if i > 0 and size <= MAX_ROWS:
+                body()
             self._graphs[n, size] = capture.unrun(body) if i else capture(body)
 
     def _fill(

@@ -51,6 +51,8 @@ class StubRunner:
             case "kill":
                 print("these are my last words", file=sys.stderr)
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "real-time signal":
+                os.kill(os.getpid(), signal.SIGRTMIN + 6)
             case "exit":
                 os._exit(3)
             case "raise":

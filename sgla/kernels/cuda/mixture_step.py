@@ -50,7 +50,9 @@ class MixtureShape(NamedTuple):
             return False
         attends = (self.heads, self.kv_heads) == (32, 4) and self.page_size % 16 == 0
         chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in (512, 768, 1024)
-        return self.hidden == PLACE and attends and chooses and layers <= MAX_LAYERS and vocab % 2 == 0
+        # With an odd number of layers, words that only long steps write could have the number of one that is awaited.
+        counts = layers <= MAX_LAYERS and layers % 2 == 0
+        return self.hidden == PLACE and attends and chooses and counts and vocab % 2 == 0
 
 
 class MixtureWeights(NamedTuple):
