@@ -9,19 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda import build
-from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.build import SHARED, Kernel, processors
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import Norm
 
 MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 128, 192, 256  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
-SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
 VOCABULARY = 100_000  # rows of a weight that is an output layer
-
-
-TensorMap = ctypes.c_uint64 * 16  # CUtensorMap
 
 
 class _Params(ctypes.Structure):
@@ -199,28 +195,3 @@ def _weight_map(data: int, n: int, k: int, tile: int, gated: bool) -> ctypes.Arr
         return tensor_map(data, (k, n), (2 * k,), (64, tile))
     half = n // 2
     return tensor_map(data, (k, 8, 2, half // 8), (2 * k, 2 * k * half, 16 * k), (64, 8, 2, tile // 16))
-
-
-def tensor_map(
-    data: int,
-    dims: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    bytes_: bool = False,
-) -> ctypes.Array[ctypes.c_uint64]:
-    """A CUtensorMap of bf16, or of ``bytes_``: ``strides`` in bytes of all dims but the first, tiles swizzled by 128 bytes, or
-    by 64 if they are no wider."""
-    rank = len(dims)
-    room = ctypes.create_string_buffer(192)
-    at = -(-ctypes.addressof(room) // 64) * 64  # it must be aligned
-    encode = build.driver().cuTensorMapEncodeTiled
-    no_interleave, no_promotion, fill_zero = 0, 0, 0
-    kind, swizzle = 0 if bytes_ else 9, 2 if box[0] * (1 if bytes_ else 2) == 64 else 3
-    code = encode(
-        ctypes.c_void_p(at), kind, rank, ctypes.c_void_p(data),
-        (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank),
-        no_interleave, swizzle, no_promotion, fill_zero,
-    )  # fmt: skip
-    build.check(code, "cuTensorMapEncodeTiled")
-    return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))

@@ -20,6 +20,7 @@ import torch
 
 from sgla.kernels.build import cache_folder, source_folder
 
+SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
 _ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LAUNCH_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _LAUNCH_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

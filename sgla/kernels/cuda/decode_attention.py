@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import SHARED, TensorMap, tensor_map
-from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.build import SHARED, Kernel, processors
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 TILE = 16  # tokens; ``cum`` counts these
 UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel, whose shared memory ``_kernel`` adds up

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.build import SHARED, Kernel
 from sgla.kernels.ops import KVLayer
 
 BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
     @property
     def depth(self) -> int:
         """Places of a warp's ring, each a piece and a barrier."""
-        most = ((227 << 10) - self.shared) // (WARPS * (2 * PIECE + 8))
+        most = (SHARED[0] - self.shared) // (WARPS * (2 * PIECE + 8))
         return min(most, self.layer_weights // (BLOCKS * WARPS * PIECE))
 
     def kernel(self) -> Kernel:

@@ -8,9 +8,9 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import TensorMap, tensor_map
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.router import Choice
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 MAX_PAIRS = 2048
 TILE, STAGES = 128, 8  # weight rows of a tile; chunks of 64 of their columns in shared memory

@@ -7,8 +7,8 @@ from functools import cache, lru_cache
 
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import TensorMap, tensor_map
 from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.triton.moe import Groups
 
 ROWS = 256  # of a block of pairs, at most

@@ -8,8 +8,8 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import TensorMap, tensor_map
 from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
