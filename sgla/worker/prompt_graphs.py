@@ -75,6 +75,7 @@ class PromptGraphs:
                 self._fill(none, none, none, none.astype(bool), none, (n, size))
             if i > 0 and size <= MAX_ROWS:
                 body()
+                torch.cuda.synchronize()  # what was sent is read before more is
             self._graphs[n, size] = capture.unrun(body) if i else capture(body)
 
     def _fill(
