@@ -110,7 +110,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 class Budget:
     """What is left of one step for prefill: tokens, and seconds at ``b`` a token and ``c`` a pair."""
 
-    __slots__ = ("_b", "_c", "_floor", "_tile", "_used", "seconds", "tokens")
+    __slots__ = ("_b", "_c", "_decodes", "_floor", "_tile", "_used", "seconds", "tokens")
 
     def __init__(
         self,
@@ -118,14 +118,15 @@ class Budget:
         seconds: float,
         coefficients: Coefficients,
         floor: int,
-        used: int = 0,
+        decodes: int = 0,
         tile: int = 1,
     ) -> None:
-        """``floor``: tokens that may always be taken once, however slow the machine is; ``used``: tokens of the step that are
-        no prefill; ``tile``: see ``Limits.step_tile``."""
+        """``floor``: tokens that may always be taken once, however slow the machine is; ``decodes``: tokens of the step
+        that are no prefill; ``tile``: see ``Limits.step_tile``."""
         self.tokens = tokens
         self.seconds = seconds
-        self._used, self._tile = used, tile
+        self._used = self._decodes = decodes
+        self._tile = tile
         self._floor = floor
         _, self._b, self._c = coefficients
 
@@ -136,10 +137,14 @@ class Budget:
             return most
         return max(min(most, self._affordable(start, self.seconds * share)), min(most, self._floor))
 
-    def whole_tiles(self, count: int) -> int:
-        """At most ``count``, such that the step has whole tiles if it has one at all."""
+    def whole_tiles(self, start: int, count: int, others: bool) -> int:
+        """Of ``count`` tokens of a row at ``start`` those with which the step ends in a whole tile. All of them if there is room
+        for ``others`` to fill the last tile, or if the step would have less than a tile of prefill."""
         rest = (self._used + count) % self._tile
-        return count - rest if rest < count else count
+        if others and self.grant(start, self.tokens) - count >= self._tile - rest:
+            return count
+        enough = self._used - self._decodes + count - rest >= self._tile
+        return count - rest if enough and rest <= count else count
 
     def _affordable(self, start: int, seconds: float) -> int:
         """Largest q with ``b q + c (q start + q (q + 1) / 2) <= seconds``."""

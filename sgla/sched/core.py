@@ -233,7 +233,7 @@ class Core:
 
     def _chunk(self, request: Request, budget: Budget, others: bool) -> int:
         """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared. It ends
-        before a tile of the step that it would not fill, if there is a next step that has room for the rest.
+        before a tile of the step that neither it nor ``others`` can fill, if that leaves the step a tile of prefill.
 
         A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
         """
@@ -243,7 +243,7 @@ class Core:
         share = 0.5 if others and need > self.limits.step_tokens else 1.0
         count = budget.grant(request.planned, need, share)
         if count < need or budget.seconds < math.inf:
-            count = budget.whole_tiles(count)
+            count = budget.whole_tiles(request.planned, count, others)
         if count < need:
             page = self.limits.page_size
             aligned = (request.planned + count) // page * page - request.planned

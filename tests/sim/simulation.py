@@ -166,6 +166,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "pages": 1 + random.choice((16, 24, 32, 60)) // page_size,
         "context_len": random.choice((20, 40, 40)),
         "step_tokens": random.choice((1, 3, 8, 20, 64)),
+        "step_tile": random.choice((1, 1, 4, 16)),
         "depth": random.randint(1, 3),
         "itl_target": random.choice((None, None, 2.0)),
         "policy": random.choice(("fcfs", "lpm", "dfs-weight", "priority")),

@@ -70,7 +70,18 @@ def test_without_target_or_decode_rows_only_tokens_count() -> None:
 
 @pytest.mark.parametrize(
     ("used", "count", "whole"),
-    [(64, 900, 704), (64, 100, 100), (300, 100, 100), (300, 300, 212), (0, 512, 512)],
+    [
+        (64, 900, 704),
+        (64, 100, 100),
+        (300, 100, 100),
+        (300, 300, 300),
+        (255, 100, 100),
+        (255, 258, 257),
+        (0, 512, 512),
+    ],
 )
 def test_a_cut_leaves_whole_tiles(used: int, count: int, whole: int) -> None:
-    assert Budget(8192, math.inf, (1.0, 1.0, 1.0), 4, used, 256).whole_tiles(count) == whole
+    budget = Budget(1024, math.inf, (1.0, 1.0, 1.0), 4, used, 256)
+    assert budget.whole_tiles(0, count, others=False) == whole
+    room = 1024 - count >= 256 - (used + count) % 256
+    assert budget.whole_tiles(0, count, others=True) == (count if room else whole)

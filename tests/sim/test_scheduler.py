@@ -484,6 +484,49 @@ def test_a_long_prompt_keeps_the_inter_token_target_of_running_streams() -> None
     assert sum(busy) / len(busy) >= 0.7 * target, "the time that the target leaves is not used"
 
 
+@pytest.mark.parametrize("streams", [60, 200, 255])
+@pytest.mark.parametrize(("prompts", "length"), [(1, 100), (1, 300), (1, 1000), (30, 100), (12, 300)])
+def test_whole_tiles_hold_no_prompt_back(streams: int, prompts: int, length: int) -> None:
+    limits = Limits(
+        slots=300, pages=4000, page_size=16, context_len=2000, step_tokens=8192, step_tile=256, itl_target=1.0
+    )
+    simulation = Simulation(limits, cost=cost, check=False)
+    for i in range(streams):
+        simulation.offer(make_submit(f"stream{i}", [i % 50, i // 50], max_new=60))
+    for _ in range(10):
+        simulation.step()
+    for i in range(prompts):
+        simulation.offer(make_submit(f"prompt{i}", [i] * length, max_new=1))
+    before = len(simulation.plans)
+    while any(simulation.finish(f"prompt{i}") is None for i in range(prompts)):
+        simulation.step()
+    assert len(simulation.plans) - before <= 2 + limits.depth
+
+
+def test_steps_of_prompts_beside_streams_have_whole_tiles() -> None:
+    limits = Limits(
+        slots=100,
+        pages=9000,
+        page_size=16,
+        context_len=2000,
+        step_tokens=8192,
+        step_tile=256,
+        itl_target=0.05,
+    )
+    simulation = Simulation(limits, cost=cost, check=False)
+    for i in range(60):
+        simulation.offer(make_submit(f"stream{i}", [i % 50, i // 50], max_new=900))
+    for _ in range(20):
+        simulation.step()
+    before = len(simulation.plans)
+    for i in range(90):
+        simulation.offer(make_submit(f"prompt{i}", [i] * (1000 + 7 * i % 50), max_new=2))
+    while any(simulation.finish(f"prompt{i}") is None for i in range(90)):
+        simulation.step()
+    sizes = [sum(ints(plan.q_lens)) for plan in simulation.plans[before:] if max(ints(plan.q_lens)) > 1]
+    assert sum(-size % 256 for size in sizes) < 0.06 * sum(sizes), "of 16 tokens a page 15 may be missing"
+
+
 def test_short_prompts_do_not_wait_for_a_very_long_one() -> None:
     limits = make_limits(slots=4, pages=600, context_len=2000, step_tokens=32)
     simulation = Simulation(limits)
