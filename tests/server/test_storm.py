@@ -15,7 +15,7 @@ from server_process import ServerProcess, serving
 from test_soak import settled
 
 CLIENTS = 512
-TOKENS = 24
+TOKENS, LONG = 24, 400
 PROMPTS = [[*range(5, 5 + length)] for length in (3, 16, 17, 40, 64, 90)]
 
 
@@ -41,7 +41,9 @@ async def read(
 ) -> tuple[str, list[int]] | None:
     """Text and ids of a stream; None if it was left after so many chunks."""
     text, ids, chunks = "", [], 0
-    async with session.post("/v1/completions", json={**body(prompt), "stream": True}) as answer:
+    # One that is left is long, or it could have ended before the client came to leave it.
+    length = {} if leave_after is None else {"max_tokens": LONG}
+    async with session.post("/v1/completions", json={**body(prompt), "stream": True, **length}) as answer:
         assert answer.status == 200
         async for line in answer.content:
             if line == b"data: [DONE]\n":
