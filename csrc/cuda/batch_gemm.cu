@@ -9,7 +9,7 @@
 // An add into the residual and an RMSNorm between two such kernels need none of their own. The first (ADD) adds to the
 // residual, leaves the sum times the norm's weight, and for its columns the sums of the squares of each row. The second
 // (SCALED) adds these up while its weights come, in a fixed order, and divides its results by the rms.
-#include "common.cuh"
+#include "wgmma.cuh"
 
 #ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
 #define BM 128
@@ -36,7 +36,7 @@
 #define EPILOGUE 0
 #endif
 
-constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
+constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
 constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
 constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128;
@@ -64,58 +64,14 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int k, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(row) : "memory");
-}
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int tile, u64 policy) {
   if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5}], [%2], %6;"
                  ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(tile * (BM / 16)), "l"(policy) : "memory");
   else
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-                 ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(tile * BM), "l"(policy) : "memory");
-}
-// A tile with rows of 128 bytes, swizzled, k innermost; 8 rows are 1024 bytes.
-__device__ __forceinline__ u64 tile_at(u32 addr) {
-  return u64((addr & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
-}
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D32(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12), D4(i + 16), D4(i + 20), D4(i + 24), D4(i + 28)
-#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R1 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define R2 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define R3 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA(N, SUMS, A, B, ...) \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", " B ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(a), "l"(b)); \
-  }
-WGMMA(32, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17", D4(0), D4(4), D4(8), D4(12))
-WGMMA(64, R0, "%32", "%33", D32(0))
-WGMMA(128, R0 "," R1, "%64", "%65", D32(0), D32(32))
-WGMMA(192, R0 "," R1 "," R2, "%96", "%97", D32(0), D32(32), D32(64))
-WGMMA(256, R0 "," R1 "," R2 "," R3, "%128", "%129", D32(0), D32(32), D32(64), D32(96))
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void wgmma_wait(float (&acc)[ACC]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-#pragma unroll
-  for (int j = 0; j < ACC; ++j) asm volatile("" : "+f"(acc[j])::"memory");
+    copy_2d(to, map, bar, k, tile * BM, policy);
 }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ float gate(float x, float up) {
-  const float u = EPILOGUE == 4 ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
-  return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
-}
-
-// A place in the ring of stages.
-struct Slot {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
 
 // A tile of x, of BN rows from `row` on, and of w. Those that are worked on at the same time share rows in the L2 cache.
 struct Tile {
@@ -146,8 +102,8 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   }
   pdl_wait();
   pdl_launch();
-  for (int i = 0; i < ahead; ++i) copy_x(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
-  Slot slot;
+  for (int i = 0; i < ahead; ++i) copy_2d(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
+  Slot<STAGES> slot;
   if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
   for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
     const Tile tile(p, at);
@@ -156,7 +112,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
       barrier_expect(bar, bytes);
       copy_w(stage, p.w, bar, (work.first + i) * BK, tile.w, policy);
-      copy_x(stage + W_BYTES, p.x, bar, (work.first + i) * BK, tile.row);
+      copy_2d(stage + W_BYTES, p.x, bar, (work.first + i) * BK, tile.row);
     }
   }
 }
@@ -213,7 +169,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
     u32* to = reinterpret_cast<u32*>(static_cast<bf16*>(p.out) + (long long)(row + g) * p.n + n) + t;
     const bool here = row + g < p.m;
     if (GATED) {
-      const u32 y = movmatrix(pack2(gate(d[0], d[2]), gate(d[1], d[3])));
+      const u32 y = movmatrix(pack2(gate<GELU>(d[0], d[2]), gate<GELU>(d[1], d[3])));
       if (here && n < p.n) *to = y;
     } else {
       const u32 y0 = movmatrix(pack2(d[0] + bias[0], d[1] + bias[0])), y1 = movmatrix(pack2(d[2] + bias[1], d[3] + bias[1]));
@@ -358,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   const bool leads = threadIdx.x % 128 == 0;
-  Slot slot;
+  Slot<STAGES> slot;
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
     const int row = tile.row + work.rank * DONE_ROWS;
@@ -373,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
       const u32 stage = ring + slot.stage * STAGE_BYTES;
       barrier_wait(full + slot.stage * 8, slot.parity);
       const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < BK / 16; ++k)
 #pragma unroll

@@ -66,3 +66,11 @@ __device__ __forceinline__ u64 policy_once() {  // weights are read once
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ void copy_2d(u32 to, const TensorMap& map, u32 bar, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void copy_2d(u32 to, const TensorMap& map, u32 bar, int x, int y, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(x), "r"(y), "l"(policy) : "memory");
+}

@@ -49,24 +49,6 @@ struct Layer {
   bf16 *k, *v;                           // pages
 };
 
-struct Params {
-  const Layer* layers;
-  const bf16* embedding;   // [vocab, HIDDEN]
-  const bf16* head;        // [vocab, HIDDEN]
-  const float* norm;       // [HIDDEN]
-  const float* cos_sin;    // [positions, HD], cosines then sines
-  const int* ids;          // [1]
-  const int* slots;        // [1]
-  const int* kv_len;       // [1], with the new token; 0 for padding
-  const int* page_table;   // [slots, table_stride]
-  float* logits;           // [vocab]
-  u32* words;              // exchange, see Exchange
-  u32* steps;              // [1], layers so far, with the embedding as one
-  long long page_stride, head_stride;  // elements of k and v
-  int count, vocab, table_stride;      // layers; output columns, a multiple of 4
-  float eps, scale;                    // scale times log2(e)
-};
-
 constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream behind a layer
 
 // --- the matrices: which rows are whose, and in which order they are read

@@ -42,10 +42,6 @@ __device__ __forceinline__ void copy_gate_up(u32 to, const TensorMap& map, u32 b
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
                ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(tile * (BM / 16)), "r"(expert), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void copy_down(u32 to, const TensorMap& map, u32 bar, int k, int row, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(row), "l"(policy) : "memory");
-}
 __device__ __forceinline__ void foresee(const TensorMap& map, int k, int tile, int expert) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %2, %3, %4}];"
                ::"l"(&map), "r"(k), "r"(0), "r"(tile * (BM / 16)), "r"(expert) : "memory");
@@ -217,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
     }
     barrier_expect(full + s * 8, W_BYTES);
     if (down)
-      copy_down(ring + s * W_BYTES, p.down, full + s * 8, chunk * BK, expert * p.d + tile * BM, policy);
+      copy_2d(ring + s * W_BYTES, p.down, full + s * 8, chunk * BK, expert * p.d + tile * BM, policy);
     else
       copy_gate_up(ring + s * W_BYTES, p.gate_up, full + s * 8, chunk * BK, tile, expert, policy);
     ++n;

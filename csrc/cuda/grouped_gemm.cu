@@ -6,7 +6,7 @@
 // GATED: rows of x are gathered by token; the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a
 // thread has both; the result is in the pairs' order. Otherwise x is in that order and comes through the copy engine, and the
 // result goes to the pair's own row.
-#include "common.cuh"
+#include "wgmma.cuh"
 
 #ifndef GATED
 #define GATED 1
@@ -35,91 +35,16 @@ struct Params {
   int count, tiles, n, k, top_k;
 };
 
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap& map, u32 bar, int k, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(row) : "memory");
-}
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, int expert) {
   if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows, expert
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];"
                  ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 16), "r"(expert) : "memory");
   else
-    copy_x(to, map, bar, k, row);
+    copy_2d(to, map, bar, k, row);
 }
 __device__ __forceinline__ void stmatrix_trans(u32 to, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
-// A tile with rows of 128 bytes, swizzled, k innermost; 8 rows are 1024 bytes.
-__device__ __forceinline__ u64 tile_at(u32 addr) {
-  return u64((addr & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
-}
-#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA(N, SUMS, A, B, ...) \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", " B ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(a), "l"(b)); \
-  }
-#define S1 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define S2 S1 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define S3 S2 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define S4 S3 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define S5 S4 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define S6 S5 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define S7 S6 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define S8 S7 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define S9 S8 ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define S10 S9 ",%72,%73,%74,%75,%76,%77,%78,%79"
-#define S11 S10 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define S12 S11 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define S13 S12 ",%96,%97,%98,%99,%100,%101,%102,%103"
-#define S14 S13 ",%104,%105,%106,%107,%108,%109,%110,%111"
-#define S15 S14 ",%112,%113,%114,%115,%116,%117,%118,%119"
-#define S16 S15 ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define O1 D8(0)
-#define O2 O1, D8(8)
-#define O3 O2, D8(16)
-#define O4 O3, D8(24)
-#define O5 O4, D8(32)
-#define O6 O5, D8(40)
-#define O7 O6, D8(48)
-#define O8 O7, D8(56)
-#define O9 O8, D8(64)
-#define O10 O9, D8(72)
-#define O11 O10, D8(80)
-#define O12 O11, D8(88)
-#define O13 O12, D8(96)
-#define O14 O13, D8(104)
-#define O15 O14, D8(112)
-#define O16 O15, D8(120)
-WGMMA(32, S2, "%16", "%17", O2)
-WGMMA(64, S4, "%32", "%33", O4)
-WGMMA(96, S6, "%48", "%49", O6)
-WGMMA(128, S8, "%64", "%65", O8)
-WGMMA(160, S10, "%80", "%81", O10)
-WGMMA(176, S11, "%88", "%89", O11)
-WGMMA(192, S12, "%96", "%97", O12)
-WGMMA(208, S13, "%104", "%105", O13)
-WGMMA(224, S14, "%112", "%113", O14)
-WGMMA(240, S15, "%120", "%121", O15)
-WGMMA(256, S16, "%128", "%129", O16)
-template <int PENDING, int N>
-__device__ __forceinline__ void wgmma_wait(float (&acc)[N]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-  for (int j = 0; j < N; ++j) asm volatile("" : "+f"(acc[j])::"memory");
-}
-__device__ __forceinline__ float gate(float x, float up) {
-  const float u = GELU ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
-  return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
-}
-
-// A place in the ring of stages.
-struct Slot {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
 
 // The tiles of this block of threads. Those of a block of pairs follow each other, so its rows of x and its expert stay in the
 // L2 cache.
@@ -149,7 +74,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
     load_w(p, ring + i * STAGE_BYTES, full + i * 8, i * BK, one);
   }
   pdl_wait();
-  Slot slot;
+  Slot<STAGES> slot;
   for (Tile tile = one; tile.expert >= 0; tile = tile.next(p))
     for (int i = 0; i < steps; ++i, slot.next()) {
       const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
@@ -160,7 +85,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
         barrier_expect(bar, bytes(tile));
         load_w(p, stage, bar, i * BK, tile);
       }
-      for (int b = 0; b < boxes(tile); ++b) copy_x(stage + W_BYTES + b * (BOX * BK * 2), p.x, bar, i * BK, tile.first + b * BOX);
+      for (int b = 0; b < boxes(tile); ++b) copy_2d(stage + W_BYTES + b * (BOX * BK * 2), p.x, bar, i * BK, tile.first + b * BOX);
     }
 }
 
@@ -169,7 +94,7 @@ __device__ __forceinline__ void load_gathered(const Params& p, u32 ring, u32 ful
   const int row = thread / 8, chunk = thread % 8, steps = p.k / BK;
   const u32 to = ring + W_BYTES + row * (BK * 2) + ((chunk ^ (row & 7)) << 4);
   const bf16* from = p.rows + chunk * 8;
-  Slot slot;
+  Slot<STAGES> slot;
   for (Tile tile(p, blockIdx.x); tile.expert >= 0; tile = tile.next(p)) {
     const int parts = (tile.rows + STEP - 1) / STEP;
     u32 source[BN / STEP];
@@ -208,7 +133,7 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, const f
       const float* d = acc + j * 4;
       const int row = j * 8 - first + lane % 8;
       if (GATED)
-        stmatrix_trans(buffer + at(row + (lane & 8), warp), pack2(gate(d[0], d[2]), gate(d[1], d[3])), pack2(gate(d[4], d[6]), gate(d[5], d[7])));
+        stmatrix_trans(buffer + at(row + (lane & 8), warp), pack2(gate<GELU>(d[0], d[2]), gate<GELU>(d[1], d[3])), pack2(gate<GELU>(d[4], d[6]), gate<GELU>(d[5], d[7])));
       else
         stmatrix_trans(buffer + at(row, warp * 2 + (lane >> 3 & 1)), pack2(d[0], d[1]), pack2(d[2], d[3]));
     }
@@ -225,7 +150,7 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, const f
 
 // The product of 64 weight rows and N pairs.
 template <int N>
-__device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 ring, u32 full, u32 empty, Slot& slot, u32 out, u32& odd) {
+__device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 ring, u32 full, u32 empty, Slot<STAGES>& slot, u32 out, u32& odd) {
   const int group = threadIdx.x / 128, steps = p.k / BK;
   const bool leads = threadIdx.x % 128 == 0;
   int target[TARGETS<N>];  // rows of the result that this thread writes to; asked for early
@@ -240,10 +165,10 @@ __device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 
     barrier_wait(full + slot.stage * 8, slot.parity);
     if (GATED) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // x was not brought by the copy engine
     const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BK / 16; ++k) wgmma(acc, w + k * 2, x + k * 2);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    wgmma_commit();
     if (i > 0) {
       wgmma_wait<1>(acc);
       if (leads) barrier_arrive(used);
@@ -282,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __gr
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   pdl_wait();
-  Slot slot;
+  Slot<STAGES> slot;
   u32 odd = 0;
   Tile tile(p, blockIdx.x);
   while (tile.expert >= 0) {

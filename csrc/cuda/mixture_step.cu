@@ -54,24 +54,6 @@ struct Layer {
   bf16 *k, *v;                                      // pages
 };
 
-struct Params {
-  const Layer* layers;
-  const bf16* embedding;   // [vocab, HIDDEN]
-  const bf16* head;        // [vocab, HIDDEN]
-  const float* norm;       // [HIDDEN]
-  const float* cos_sin;    // [positions, HD], cosines then sines
-  const int* ids;          // [1]
-  const int* slots;        // [1]
-  const int* kv_len;       // [1], with the new token; 0 for padding
-  const int* page_table;   // [slots, table_stride]
-  float* logits;           // [vocab]
-  u32* words;              // exchange, END + HIDDEN
-  u32* steps;              // [1], layers so far
-  long long page_stride, head_stride;  // elements of k and v
-  int count, vocab, table_stride;      // layers; output columns, an even number
-  float eps, scale;                    // scale times log2(e)
-};
-
 // Shared memory behind the rings.
 struct Shared {
   bf16 narrow[HIDDEN], wide[INNER_ALL];  // inputs of matrices

@@ -1,6 +1,6 @@
 // What the kernels that do the whole step of one row have in common: words that blocks tell each other, sums of weight rows with
 // an activation, attention. Who includes this defines HIDDEN, HEADS, KV_HEADS, QK_NORM and PAGE_TILES before; what is called
-// Params, Layer and Shared is the kernel's own and has the members named here.
+// Layer and Shared is the kernel's own and has the members named here.
 //
 // A dot product of 1024 weights with x runs on tensor cores: lane l of a warp takes pieces of 8 at 8 l, 8 l + 256, ... of both.
 // Lanes 4 i to 4 i + 3 are row i of one operand and column i of the other, and the sum of the diagonal is the result. Two
@@ -29,6 +29,25 @@ static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP <= 8 && SLICE / 4 
 struct Exchange {
   static constexpr int QKV_AT = 0, PART = QKV_AT + QKV, PART_ML = PART + BLOCKS * GROUP * HD, ATTENDED_AT = PART_ML + BLOCKS * GROUP * 2,
                        MIDDLE = ATTENDED_AT + ATTENDED, INNER = MIDDLE + HIDDEN;
+};
+
+struct Layer;  // the kernel's own
+struct Params {
+  const Layer* layers;
+  const bf16* embedding;   // [vocab, HIDDEN]
+  const bf16* head;        // [vocab, HIDDEN]
+  const float* norm;       // [HIDDEN]
+  const float* cos_sin;    // [positions, HD], cosines then sines
+  const int* ids;          // [1]
+  const int* slots;        // [1]
+  const int* kv_len;       // [1], with the new token; 0 for padding
+  const int* page_table;   // [slots, table_stride]
+  float* logits;           // [vocab]
+  u32* words;              // exchange, see Exchange
+  u32* steps;              // [1], layers so far; in decode_step.cu with the embedding as one
+  long long page_stride, head_stride;  // elements of k and v
+  int count, vocab, table_stride;      // layers; output columns, a multiple of 4 (decode_step.cu) or 2
+  float eps, scale;                    // scale times log2(e)
 };
 
 // --- words that say which layer they belong to

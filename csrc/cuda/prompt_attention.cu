@@ -3,7 +3,7 @@
 // A block takes a tile: some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every key up to
 // them. One warp feeds the rings of keys and values with the copy engine, 16 tokens of a page at a time; two groups of warps
 // multiply 64 rows each, the scores of the next keys behind the softmax of these (as FlashAttention 3, Shah et al., 2024).
-#include "common.cuh"
+#include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128
 #define HD 128
@@ -35,43 +35,6 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, in
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(column), "r"(head), "r"(token) : "memory");
 }
-__device__ __forceinline__ void copy_kv(u32 to, const TensorMap* map, u32 bar, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-               ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row) : "memory");
-}
-// Tiles with rows of 128 bytes, swizzled; 8 rows are 1024 bytes. `far`: bytes to the next 64 columns, where the columns are the N of the
-// instruction.
-__device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
-  return u64((addr & 0x3ffff) >> 4) | u64(far >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
-}
-#define D4(KIND, i) KIND(d[i]), KIND(d[i + 1]), KIND(d[i + 2]), KIND(d[i + 3])
-#define D32(KIND, i) D4(KIND, i), D4(KIND, i + 4), D4(KIND, i + 8), D4(KIND, i + 12), D4(KIND, i + 16), D4(KIND, i + 20), D4(KIND, i + 24), D4(KIND, i + 28)
-#define D64(KIND, i) D32(KIND, 0), D32(KIND, 32)
-#define R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define R1 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-// d (+)= a b^T with both in shared memory, b's rows being columns of d; d += a b with a in registers, b's columns being those of d.
-#define WGMMA(N, SUMS, D, A0, A1, A2, A3, B) \
-  template <bool MORE> \
-  __device__ __forceinline__ void scores(float (&d)[N / 2], u64 a, u64 b) { \
-    if (MORE) \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A0 ", " A1 ", 1, 1, 1, 0, 0;" : D("+f", 0) : "l"(a), "l"(b)); \
-    else \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A0 ", " A1 ", 0, 1, 1, 0, 0;" : D("=f", 0) : "l"(a), "l"(b)); \
-  } \
-  __device__ __forceinline__ void weigh(float (&d)[N / 2], const u32 (&a)[4], u64 b) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, {" A0 "," A1 "," A2 "," A3 "}, " B ", 1, 1, 1, 1;" \
-                 : D("+f", 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
-  }
-WGMMA(64, R0, D32, "%32", "%33", "%34", "%35", "%36")
-WGMMA(128, R0 "," R1, D64, "%64", "%65", "%66", "%67", "%68")
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N, int SIZE>
-__device__ __forceinline__ void wgmma_wait(float (&d)[SIZE]) {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-#pragma unroll
-  for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 // Shared memory: q, a ring of stages of keys and values, barriers.
 struct Shared {
@@ -84,20 +47,12 @@ struct Shared {
   __device__ __forceinline__ u32 v(int stage) const { return k(stage) + KV_BYTES; }
 };
 
-struct Slot {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
-
 // Lanes copy side by side: each has its 16 tokens, its half of the columns, and keys or values. What lies behind `end` stays as it is.
 __device__ __forceinline__ void load(const Params& p, const Shared& shared, const int4& tile, int head) {
   const int lane = threadIdx.x % 32, end = tile.z + tile.w, count = (end + BN - 1) / BN;
   const int piece = lane % PIECES, half = lane / PIECES % HALVES, which = lane / (PIECES * HALVES);
   const int* pages = p.page_table + (long long)tile.x * p.table_stride;
-  const TensorMap* map = which ? &p.v : &p.k;
+  const TensorMap& map = which ? p.v : p.k;
   const u32 to = shared.ring + which * KV_BYTES + half * KV_HALF + piece * (PIECE * 128);
   const u32 full = which ? shared.v_full : shared.k_full;
   const auto page_of = [&](int token) { return which < 2 && token < end ? pages[token / p.page_size] : 0; };
@@ -108,7 +63,7 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
     barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
     for (int h = 0; h < HALVES; ++h) copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, head * GROUP, tile.y);
   }
-  Slot slot;
+  Slot<STAGES> slot;
   for (int i = 0; i < count; ++i, slot.next()) {
     const int token = i * BN + piece * PIECE, next = page_of(token + BN);
     barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
@@ -119,7 +74,7 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
     }
     __syncwarp();
     if (which < 2 && token < end)
-      copy_kv(to + slot.stage * (2 * KV_BYTES), map, full + slot.stage * 8, half * 64, (page * p.kv_heads + head) * p.page_size + token % p.page_size);
+      copy_2d(to + slot.stage * (2 * KV_BYTES), map, full + slot.stage * 8, half * 64, (page * p.kv_heads + head) * p.page_size + token % p.page_size);
     page = next;
   }
 }
@@ -127,9 +82,9 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
 // s = q k^T of 64 rows.
 __device__ __forceinline__ void multiply(float (&s)[BN / 2], u32 q, u32 k) {
   wgmma_fence();
-  scores<false>(s, tile_at(q), tile_at(k));
+  wgmma_first(s, tile_at(q), tile_at(k));
 #pragma unroll
-  for (int i = 1; i < HD / 16; ++i) scores<true>(s, tile_at(q + i / 4 * Q_HALF + i % 4 * 32), tile_at(k + i / 4 * KV_HALF + i % 4 * 32));
+  for (int i = 1; i < HD / 16; ++i) wgmma(s, tile_at(q + i / 4 * Q_HALF + i % 4 * 32), tile_at(k + i / 4 * KV_HALF + i % 4 * 32));
   wgmma_commit();
 }
 
@@ -178,7 +133,7 @@ __device__ __forceinline__ void attend(const Params& p, const Shared& shared, co
   float s[BN / 2], o[HD / 2] = {};
   u32 weights[BN / 16][4];
   Softmax softmax;
-  Slot slot;
+  Slot<STAGES> slot;
   const auto soften = [&](int i) {  // the scores of stage i
     const int first = i * BN + t * 2 - tile.z;
     if (i * BN + BN - 1 > tile.z) {
@@ -195,7 +150,7 @@ __device__ __forceinline__ void attend(const Params& p, const Shared& shared, co
   const auto weigh_all = [&](u32 v) {
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < BN / 16; ++j) weigh(o, weights[j], tile_at(v + j * (16 * 128), KV_HALF));
+    for (int j = 0; j < BN / 16; ++j) wgmma_registers(o, weights[j], tile_at(v + j * (16 * 128), KV_HALF));
     wgmma_commit();
   };
   barrier_wait(shared.q_full, 0);
@@ -205,7 +160,7 @@ __device__ __forceinline__ void attend(const Params& p, const Shared& shared, co
   soften(0);
   pack();
   for (int i = 1; i < count; ++i) {
-    const Slot before = slot;
+    const auto before = slot;
     slot.next();
     barrier_wait(shared.k_full + slot.stage * 8, slot.parity);
     multiply(s, q, shared.k(slot.stage));
