@@ -7,7 +7,8 @@
 
 become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects that only
 these operations look into; the residual stream is then updated in place. With more rows a linear layer does the activation
-behind it, or adds into the residual and leaves an RMSNorm to the next one, all but its scale (``LazyScale``).
+behind it, or adds into the residual and leaves an RMSNorm to the next one, all but its scale (``LazyScale``); for long prompts
+that of q, k and v prepares the heads and stores to the pages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import mixture, ops
-from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.router import MAX_ROWS
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
@@ -126,23 +127,48 @@ class LazyBatch:
 
     def run(self, epilogue: int, out: Tensor | None = None) -> Tensor | None:
         """None: the kernel does not gain."""
-        x, config = self._choose(epilogue in (batch_gemm.SILU, batch_gemm.GELU))
+        gated = epilogue in (batch_gemm.SILU, batch_gemm.GELU)
+        more = gated or (epilogue == batch_gemm.STORE and isinstance(self.x, LazyScale))
+        if more and self._fills(gated):
+            return prompt_gemm.linear(self._rows, self.weight, bias=self.bias, epilogue=epilogue)
+        config = self._choose(gated)
         if config is None:
             return None
-        return batch_gemm.linear(x, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
+        return batch_gemm.linear(self._rows, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
 
     def add(self, norm: Norm) -> LazyScale | None:
         """The norm, whose residual is added to in place. None: the kernel does not gain."""
-        x, config = self._choose(gated=False)
+        if self._fills() and self.weight.shape[0] >= prompt_gemm.MIN_ADD:
+            return LazyScale(prompt_gemm.linear_add(self._rows, self.weight, norm, self.bias), norm)
+        config = self._choose()
         if config is None:
             return None
-        return LazyScale(batch_gemm.linear_add(x, self.weight, config, norm, self.bias), norm)
+        return LazyScale(batch_gemm.linear_add(self._rows, self.weight, config, norm, self.bias), norm)
 
-    def _choose(self, gated: bool) -> tuple[Tensor | batch_gemm.Unscaled, batch_gemm.Config | None]:
-        n, k = self.weight.shape
-        if isinstance(self.x, LazyScale):
-            return self.x.rows, batch_gemm.choose(self.x.rows.x.shape[0], n, k, gated)
-        return self.x, batch_gemm.choose(self.x.shape[0], n, k, gated)
+    def heads(
+        self, positions: Tensor, projection: Projection, kv: KVLayer, out_loc: Tensor, in_place: bool
+    ) -> Tensor | None:
+        """See ``ops.qk_norm_rope_store``. None: no kernel does it on the way."""
+        if not (self._fills() and prompt_gemm.holds_heads(projection, kv)):
+            return None
+        return prompt_gemm.linear_heads(
+            self._rows, self.weight, positions, projection, kv, out_loc, in_place, self.bias
+        )
+
+    @property
+    def _rows(self) -> Tensor | batch_gemm.Unscaled:
+        return self.x.rows if isinstance(self.x, LazyScale) else self.x
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        x = self.x.rows.x if isinstance(self.x, LazyScale) else self.x
+        return x.shape[0], *self.weight.shape
+
+    def _fills(self, gated: bool = False) -> bool:
+        return prompt_gemm.supported(*self._shape, gated)
+
+    def _choose(self, gated: bool = False) -> batch_gemm.Config | None:
+        return batch_gemm.choose(*self._shape, gated)
 
     def force(self) -> Tensor:
         y = self.run(batch_gemm.STORE)
@@ -355,9 +381,12 @@ class GpuOps:
         out_loc: Tensor,
     ) -> Any:
         in_place = getattr(self.attend, "in_place", False)
-        lazy = LazyQuery(
-            force(qkv), positions, Projection(cos_sin, q_norm, k_norm, eps), kv, out_loc, in_place
-        )
+        projection = Projection(cos_sin, q_norm, k_norm, eps)
+        if isinstance(qkv, LazyBatch) and self._decode is None:
+            q = qkv.heads(positions, projection, kv, out_loc, in_place)
+            if q is not None:
+                return q
+        lazy = LazyQuery(force(qkv), positions, projection, kv, out_loc, in_place)
         return lazy if self._decode is not None and cos_sin.shape[1] == kv.k.shape[-1] else lazy.force()
 
     def attention(

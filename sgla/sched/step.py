@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan, int32
+from array import array
+
+from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
 
@@ -102,7 +104,7 @@ class Step:
                 slot=request.slot,
                 tokens=request.data,
                 prompt_len=request.prompt_len,
-                pages=int32(request.pages),
+                pages=array("i", request.pages).tobytes(),
                 sampling=request.submit.sampling,
                 segment=request.submit.segment,
             )
@@ -114,12 +116,12 @@ class Step:
         """The message for the workers."""
         return StepPlan(
             step=self.number,
-            slots=int32(self._slots),
-            starts=int32(self._starts),
-            q_lens=int32(self._q_lens),
+            slots=array("i", self._slots).tobytes(),
+            starts=array("i", self._starts).tobytes(),
+            q_lens=array("i", self._q_lens).tobytes(),
             flags=bytes(self._flags),
-            page_slots=int32(self._page_slots),
-            page_counts=int32(self._page_counts),
-            page_ids=int32(self._page_ids),
+            page_slots=array("i", self._page_slots).tobytes(),
+            page_counts=array("i", self._page_counts).tobytes(),
+            page_ids=array("i", self._page_ids).tobytes(),
             new=self._new,
         )

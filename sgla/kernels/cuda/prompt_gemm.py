@@ -1,0 +1,157 @@
+"""Launcher of ``prompt_gemm.cu``: linear layers of prompts, with what follows them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.batch_gemm import ADD, GELU, MAX_ROWS, SILU, STORE, Unscaled
+from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
+from sgla.kernels.ops import KVLayer, Norm
+
+HEADS = 5  # EPILOGUE, beside those of batch_gemm
+TOKENS, COLUMNS = 128, 256  # of a tile
+CLUSTER, STAGES = 2, 4
+THREADS = 384
+MIN_ADD = 2048  # output columns from which ``linear_add`` is faster than cuBLAS and the add and norm in a kernel of their own
+SHARED = STAGES * (128 * (TOKENS + COLUMNS) + 16) + 1024
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("w", TensorMap),
+        ("x", TensorMap),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "bias", "out", "residual", "norm", "squares", "row_squares", "positions", "out_loc", "cos_sin", "q_norm",
+                "k_norm", "k_pages", "v_pages",
+            )
+        ),
+        ("page_stride", ctypes.c_longlong),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k", "out_stride",
+                "row_stride", "tiles", "row_tiles",
+            )
+        ),
+        ("eps", ctypes.c_float),
+        ("head_eps", ctypes.c_float),
+        ("pad", ctypes.c_int * 5),  # tensor maps are aligned to 64 bytes
+    )  # fmt: skip
+
+
+def supported(m: int, n: int, k: int, gated: bool = False) -> bool:
+    """Whether a weight ``[n, k]`` has the alignment that is needed, and ``m`` rows fill the GPU."""
+    if m <= MAX_ROWS or n % (64 if gated else 32) or k % 64 or k < 64 * STAGES:
+        return False
+    clusters = processors() // CLUSTER
+    rows, tiles = -(-m // (TOKENS * CLUSTER)), -(-n // COLUMNS)
+    waves = -(-rows * tiles // clusters)
+    return m * n > 0.9 * waves * clusters * TOKENS * CLUSTER * COLUMNS
+
+
+def holds_heads(projection: Projection, kv: KVLayer) -> bool:
+    """Whether ``linear_heads`` can store to these pages."""
+    dim = kv.k.shape[-1]
+    return kv.k.dtype == torch.bfloat16 and dim in (64, 128) and projection.cos_sin.shape[1] == dim
+
+
+@cache
+def _kernel(epilogue: int, parts: int, dim: int) -> Kernel:
+    defines = {"EPILOGUE": epilogue, "PARTS": parts, "HD": dim, "CLUSTER": CLUSTER, "STAGES": STAGES}
+    return Kernel("prompt_gemm.cu", "prompt_gemm", defines, SHARED, CLUSTER)
+
+
+def linear(
+    x: Tensor | Unscaled, weight: Tensor, *, bias: Tensor | None = None, epilogue: int = STORE
+) -> Tensor:
+    """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, bias float32.
+
+    STORE; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``, and there is no bias.
+    """
+    rows = x.x if isinstance(x, Unscaled) else x
+    gated = epilogue in (SILU, GELU)
+    assert not (gated and bias is not None)
+    out = rows.new_empty(rows.shape[0], weight.shape[0] // (2 if gated else 1))
+    _launch(x, weight, epilogue, out, bias=bias)
+    return out
+
+
+def linear_add(x: Tensor | Unscaled, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Unscaled:
+    """See ``batch_gemm.linear_add``."""
+    m, n = norm.residual.shape
+    squares = torch.empty(-(-n // COLUMNS), _row_stride(m), device="cuda")
+    result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
+    _launch(x, weight, ADD, result.x, bias=bias, residual=norm.residual, norm=norm.weight, squares=squares)
+    return result
+
+
+def linear_heads(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    positions: Tensor,
+    projection: Projection,
+    kv: KVLayer,
+    out_loc: Tensor,
+    in_place: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``ops.qk_norm_rope_store(x @ weight.T + bias, ...)``. ``in_place``: q is the first columns of what the projection would be,
+    with k and v beside it."""
+    rows = x.x if isinstance(x, Unscaled) else x
+    page_size, kv_heads, dim = kv.k.shape[1:]
+    q_heads = weight.shape[0] // dim - 2 * kv_heads
+    page_stride, token_stride, head_stride, _ = kv.k.stride()
+    assert kv.k.stride() == kv.v.stride()
+    assert positions.dtype == out_loc.dtype == torch.int32
+    out = rows.new_empty(rows.shape[0], (q_heads + 2 * kv_heads * in_place) * dim)
+    _launch(
+        x, weight, HEADS, out, dim, bias=bias, positions=positions, out_loc=out_loc, cos_sin=projection.cos_sin,
+        q_norm=projection.q_norm, k_norm=projection.k_norm, head_eps=projection.eps, k_pages=kv.k, v_pages=kv.v,
+        page_stride=page_stride, token_stride=token_stride, head_stride=head_stride, page_size=page_size,
+        q_heads=q_heads, kv_heads=kv_heads, beside=int(in_place),
+    )  # fmt: skip
+    return out[:, : q_heads * dim]
+
+
+def _launch(
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    epilogue: int,
+    out: Tensor,
+    dim: int = 128,
+    **fields: Tensor | float | None,
+) -> None:
+    """``fields``: of the parameters; what is not named is zero."""
+    x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
+    (m, k), n = x.shape, weight.shape[0]
+    assert x.is_contiguous(), "the tensor map knows no padding"
+    tiles, row_tiles = -(-n // COLUMNS), -(-m // (TOKENS * CLUSTER))
+    params = _Params(
+        w=_weight_map(weight.data_ptr(), n, k),
+        x=tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
+        m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k, eps=eps,
+        out_stride=out.stride(0), row_stride=_row_stride(m), tiles=tiles, row_tiles=row_tiles,
+    )  # fmt: skip
+    for name, value in {"out": out, "row_squares": row_squares, **fields}.items():
+        setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
+    clusters = min(tiles * row_tiles, processors() // CLUSTER)
+    parts = 0 if row_squares is None else row_squares.shape[0]
+    _kernel(epilogue, parts, dim).launch(clusters * CLUSTER, THREADS, params)
+
+
+def _row_stride(m: int) -> int:
+    return -(-m // 32) * 32
+
+
+@lru_cache(1 << 14)
+def _weight_map(data: int, n: int, k: int) -> ctypes.Array[ctypes.c_uint64]:
+    """Of every 32 rows, in the order 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ..: four lanes have two columns each of every eight."""
+    return tensor_map(data, (k, 2, 4, 4, n // 32), (2 * k, 16 * k, 4 * k, 64 * k), (64, 2, 4, 4, 4))
