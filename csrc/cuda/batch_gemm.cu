@@ -117,17 +117,17 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   }
 }
 
-// The factors of the rows, by a warp of its own while weights come.
-__device__ __forceinline__ void find_scales(const Params& p, float* scales) {
+// The factors of the rows from `row` on, by a warp of its own while weights come.
+__device__ __forceinline__ void find_scales(const Params& p, float* scales, int row) {
   constexpr int QUADS = BN / 4, LANES = QUADS < 32 ? QUADS : 32, SHARERS = 32 / LANES;  // lanes that share four rows' parts
   const int lane = threadIdx.x % 32;
   pdl_wait();
   for (int quad = lane % LANES; quad < QUADS; quad += LANES) {
-    const int parts = quad * 4 < p.m ? p.parts : 0;
+    const int parts = row + quad * 4 < p.m ? p.parts : 0;
     float4 sum = {};
 #pragma unroll 16
     for (int part = lane / LANES; part < parts; part += SHARERS) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(p.row_squares + part * p.row_stride) + quad);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(p.row_squares + part * p.row_stride + row) + quad);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     float* s = reinterpret_cast<float*>(&sum);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
   for (int j = 0; j < N; j += 4, row += 8) {
     float d[4] = {sum[j], sum[j + 1], sum[j + 2], sum[j + 3]};
     if (SCALED) {
-      const float2 s = *reinterpret_cast<const float2*>(scales + row + t * 2);
+      const float2 s = *reinterpret_cast<const float2*>(scales + j * 2 + t * 2);
       d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
     }
     if (EPILOGUE == 3) {
@@ -238,7 +238,8 @@ __device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N]
 
 // Blocks that split k: each gives the others the sums of their rows and finishes its own, adding in a fixed order.
 __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], float (&sum)[SHARE], const Tile& tile, const Work& work, u32 ring) {
-  float4* sums = p.sums + (long long)tile.w * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
+  const int index = tile.w * p.row_tiles + tile.row / BN;
+  float4* sums = p.sums + (long long)index * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
   const u32 mine = ring + threadIdx.x * 16;
   if (!GLOBAL) consumers_sync();  // the ring is free
 #pragma unroll
@@ -258,9 +259,9 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
     consumers_sync();
     if (threadIdx.x == 0) {
       u32 old, now;
-      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counts + tile.w) : "memory");
+      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counts + index) : "memory");
       const u32 goal = (old / SPLIT + 1) * SPLIT;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + tile.w) : "memory");
+      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + index) : "memory");
       while (int(now - goal) < 0);
     }
     consumers_sync();
@@ -303,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   __syncthreads();
   const int group = threadIdx.x / 128;  // of consumers; the last one loads
   if (SCALED && threadIdx.x >= CONSUMERS + 32) {
-    find_scales(p, scales);
+    find_scales(p, scales, Tile(p, work.begin).row);
     barrier_arrive(smem_addr(&scaled));
     return;
   }
@@ -356,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     if constexpr (ADD) {
       store_add(p, sum, kept, tile.w, row, warp_squares);
     } else {
-      store(p, sum, tile.w, row, scales);
+      store(p, sum, tile.w, row, scales + work.rank * DONE_ROWS);
     }
   }
   if (SPLIT > 1 && !GLOBAL) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // others may still read from this block

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sgla.observe.metrics import Metrics
     from sgla.sched.core import Core
 
-TICK = 0.05  # seconds between looks at deadlines and the overdue watch while requests are open
+TICK = 0.05  # seconds between looks at deadlines and the overdue watch while requests are open, and to the last one behind them
 OVERDUE = 30.0  # seconds without a result of the steps in flight, after which the server is not ready
 
 
@@ -118,6 +118,7 @@ class Schedule(Actor[Submit | Cancel]):
         self._advance(now)
         self._publish(deltas)
         self._observe([])
+        self.core.rest()
 
     def _observe(self, results: list[StepResult]) -> None:
         """After publishing: nothing waits for the metrics."""

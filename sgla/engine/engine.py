@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from sgla.actors.ingress import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.engine.vectors import VectorCalls
@@ -21,6 +23,9 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
 Message = Event | Rejected | Exception  # what a stream brings
+TURN_BYTES = (
+    1 << 17
+)  # of prompts that a turn of the loop opens: two steps of 8192 token ids, a few milliseconds
 
 
 class Output(msgspec.Struct, kw_only=True):
@@ -51,14 +56,24 @@ class Output(msgspec.Struct, kw_only=True):
         self.vector = event.vector
 
 
-class _QueueSink:
-    """A sink that hands messages to an asyncio queue of the engine's loop."""
+class _Collector:
+    """A sink on the engine's loop; ``done`` brings the request's choices in index order, or raises what it ended with."""
 
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Event | Rejected] = asyncio.Queue()
+    def __init__(self, n: int) -> None:
+        self.done: asyncio.Future[list[Output]] = asyncio.get_running_loop().create_future()
+        self._choices = [Output(index=index) for index in range(n)]
+        self._left = n
 
     def push(self, message: Event | Rejected) -> None:
-        self.queue.put_nowait(message)
+        if self.done.done():  # nobody waits for it any more
+            return
+        if isinstance(message, Rejected):
+            self.done.set_exception(SglaError.from_rejected(message))
+            return
+        self._choices[message.index].add(message)
+        self._left -= message.finish is not None
+        if not self._left:
+            self.done.set_result(self._choices)
 
 
 class Engine(VectorCalls):
@@ -72,6 +87,7 @@ class Engine(VectorCalls):
         self, model: str = "demo", *, on_progress: Callable[[Progress], None] | None = None, **config: Any
     ) -> None:
         config.setdefault("itl_target_ms", 0)  # nobody watches single tokens: prefill at full speed
+        config.setdefault("max_queued_requests", 1 << 20)  # nor sends the rest of a batch elsewhere
         self.config = msgspec.convert({"model": model, **config}, Config)
         self._counter = itertools.count()
         self._loop = new_loop()
@@ -98,7 +114,7 @@ class Engine(VectorCalls):
     ) -> Output:
         """Answer a conversation through the model's chat template."""
         job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
-        return unwrap(self._call(self._collect(job)))
+        return unwrap(self._call(self._collect([job]))[0])
 
     def stream(
         self,
@@ -127,7 +143,7 @@ class Engine(VectorCalls):
     ) -> Output:
         """``chat`` for asyncio code."""
         job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
-        return unwrap(await self._acall(self._collect(job)))
+        return unwrap((await self._acall(self._collect([job])))[0])
 
     async def astream(
         self,
@@ -244,30 +260,41 @@ class Engine(VectorCalls):
         each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
-        jobs = [self._job(params, **self._input(prompt, None)) for prompt, params in zip(batch, each)]
-        outputs = await asyncio.gather(*(self._collect(job) for job in jobs))
-        results = [unwrap(choices) for choices in outputs]
+        # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham, "Bounds on
+        # multiprocessing timing anomalies", 1969: longest processing time first).
+        order = sorted(range(len(batch)), key=lambda i: _most_tokens(each[i]), reverse=True)
+        outputs = await self._collect(self._job(each[i], **self._input(batch[i], None)) for i in order)
+        results = [unwrap(choices) for _, choices in sorted(zip(order, outputs))]
         return results[0] if single else results
 
-    async def _collect(self, job: Job) -> list[Output]:
-        """Run a job to its end on the engine's loop; the choices in index order."""
-        sink = _QueueSink()
+    async def _collect(self, jobs: Iterable[Job]) -> list[list[Output]]:
+        """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part at a time: the first
+        steps are computed while the rest is prepared."""
         ingress = self._ready().ingress
-        ingress.open(job, sink)
-        choices = [Output(index=index) for index in range(job.sampling.n)]
-        left = len(choices)
+        sinks: dict[str, _Collector] = {}
+        opened = 0
         try:
-            while left:
-                event = checked(await sink.queue.get())
-                choices[event.index].add(event)
-                left -= event.finish is not None
+            for job in jobs:
+                sinks[job.rid] = _Collector(job.sampling.n)
+                ingress.open(job, sinks[job.rid])
+                opened += job_bytes(job)
+                if opened >= TURN_BYTES:
+                    opened = 0
+                    await asyncio.sleep(0)
+            return await asyncio.gather(*(sink.done for sink in sinks.values()))
         finally:
-            ingress.cancel(job.rid, "client")
-        return choices
+            for rid in sinks:
+                ingress.cancel(rid, "client")
 
     def _cancel(self, rid: str) -> None:
         if self._system is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._system.ingress.cancel, rid, "client")
+
+
+def _most_tokens(sampling: SamplingParams | None) -> float:
+    """Tokens an output may have."""
+    most = (sampling or SamplingParams()).max_tokens
+    return math.inf if most is None else most
 
 
 class _CallSink:

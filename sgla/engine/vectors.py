@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -72,7 +71,7 @@ class VectorCalls:
     def _job(self, sampling: None, **fields: Any) -> Job:
         raise NotImplementedError
 
-    async def _collect(self, job: Job) -> list[Output]:
+    async def _collect(self, jobs: Iterable[Job]) -> list[list[Output]]:
         raise NotImplementedError
 
     def _pooling(self) -> Pooling | None:
@@ -123,7 +122,7 @@ class VectorCalls:
             jobs = [
                 self._job(None, **prompt, pool=list(labels)) for prompt in prompts[start : start + WINDOW]
             ]
-            for output in await asyncio.gather(*map(self._collect, jobs)):
+            for output in await self._collect(jobs):
                 assert output[0].vector is not None
                 found.append(output[0].vector)
         return found

@@ -22,13 +22,12 @@ from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 from sgla.sched.snapshot import freeze, thaw
-from sgla.sched.stats import Finished
 
 T = TypeVar("T")
 
 # A snapshot takes a few ms of the loop, tens with a full cache. So a chapter goes on until the scheduler is idle, unless it
 # takes more memory than this.
-BYTES_KEPT = 4 << 20
+BYTES_KEPT = 32 << 20
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
 PLAN_BYTES = 800  # of a plan and its result, without the rows
 MAGIC = b"sgla steps 1\n"
@@ -93,7 +92,7 @@ class RecordedCore(Core):
     """A Core that remembers at least its last ``steps`` steps and all that led to them; costs a few us a step.
 
     Its memory has chapters, each with a snapshot: the current one and the one before. A new one begins after ``steps``
-    steps, in ``drain_finished``, which is called when nobody waits for the scheduler, and if possible while it is idle.
+    steps, in ``rest``, and if possible while the scheduler is idle.
     """
 
     __slots__ = (
@@ -137,11 +136,9 @@ class RecordedCore(Core):
     def flush_cache(self) -> bool:
         return self._do(Flush(), super().flush_cache)
 
-    def drain_finished(self) -> list[Finished]:
-        finished = super().drain_finished()
+    def rest(self) -> None:
         if self._bytes >= BYTES_KEPT or (self._steps - self._start >= self._size and self.idle):
             self._begin()
-        return finished
 
     def written(self, why: str) -> bytes:
         """The log as the bytes of a file."""

@@ -6,11 +6,11 @@ kept by the request's lock on ``node``.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache
+from sgla.messages import int32
 from sgla.sched.limits import Limits
 from sgla.sched.request import Request
 
@@ -95,7 +95,7 @@ class Memory:
             return
         first = request.shared
         last = max(first, min(request.planned, len(request.tokens)) // self.page_size)
-        tokens = array("i", request.tokens[first * self.page_size : last * self.page_size]).tobytes()
+        tokens = int32(request.tokens[first * self.page_size : last * self.page_size])
         if last > first:
             self.pool.free(
                 self.cache.insert(request.node, request.namespace, tokens, request.pages[first:last])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from array import array
 from enum import Enum
 
 from sgla.cache.radix import Node
-from sgla.messages import Delta, Submit, TokenLogprob
+from sgla.messages import Delta, Submit, TokenLogprob, int32
 
 
 class State(Enum):
@@ -69,7 +68,7 @@ class Request:
         self.rid = submit.rid
         self.namespace = submit.namespace
         self.tokens = list(submit.tokens)
-        self.data = array("i", self.tokens).tobytes()  # committed tokens when it last began to wait
+        self.data = int32(self.tokens)  # committed tokens when it last began to wait
         self.prompt_len = len(self.tokens)
         self.limit = self.prompt_len + max_new
         self.goal = max(self.limit - 1, self.prompt_len)
@@ -162,7 +161,7 @@ class Request:
         self._move(State.DRAINING, State.WAITING)
         self.preemptions += 1
         assert (self.known, self.stale) == (len(self.tokens), 0), "a sample is missing"
-        self.data = array("i", self.tokens).tobytes()
+        self.data = int32(self.tokens)
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-
-from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan
+from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan, int32
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
 
@@ -104,7 +102,7 @@ class Step:
                 slot=request.slot,
                 tokens=request.data,
                 prompt_len=request.prompt_len,
-                pages=array("i", request.pages).tobytes(),
+                pages=int32(request.pages),
                 sampling=request.submit.sampling,
                 segment=request.submit.segment,
             )
@@ -116,12 +114,12 @@ class Step:
         """The message for the workers."""
         return StepPlan(
             step=self.number,
-            slots=array("i", self._slots).tobytes(),
-            starts=array("i", self._starts).tobytes(),
-            q_lens=array("i", self._q_lens).tobytes(),
+            slots=int32(self._slots),
+            starts=int32(self._starts),
+            q_lens=int32(self._q_lens),
             flags=bytes(self._flags),
-            page_slots=array("i", self._page_slots).tobytes(),
-            page_counts=array("i", self._page_counts).tobytes(),
-            page_ids=array("i", self._page_ids).tobytes(),
+            page_slots=int32(self._page_slots),
+            page_counts=int32(self._page_counts),
+            page_ids=int32(self._page_ids),
             new=self._new,
         )

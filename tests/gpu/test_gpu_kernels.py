@@ -267,7 +267,7 @@ def test_skinny_gemm(m: int, n: int, k: int, norm: bool) -> None:
         assert relative(skinny_gemm.linear(x, w, epilogue=epilogue, **options), ops.act_mul(y, kind)) < 1e-2
 
 
-CUTS = {  # of batch_gemm: tile, split, blocks a multiprocessor, whether these are apart; and rows
+CUTS = {  # of batch_gemm: its Config, and rows
     (64, 1, 2, False): (1, 16, 33, 64),
     (64, 2, 2, False): (16, 17, 64),
     (64, 8, 2, False): (9, 64),
@@ -279,6 +279,10 @@ CUTS = {  # of batch_gemm: tile, split, blocks a multiprocessor, whether these a
     (256, 1, 1, False): (64, 128),
     (192, 1, 1, False): (16, 64, 100, 192, 250, 600),
     (128, 1, 1, False): (129, 256),
+    (64, 1, 1, False, 64): (100, 128),
+    (128, 1, 1, False, 64): (136, 250),
+    (64, 4, 1, True, 64): (65, 128),
+    (64, 4, 2, True, 64): (129, 200, 256),
 }
 
 
@@ -288,7 +292,8 @@ def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
     from sgla.kernels.cuda import batch_gemm
 
     config = batch_gemm.Config(*cut)
-    if config.apart and -(-n // config.tile) * config.split > 132:
+    row_tiles = -(-max(CUTS[cut]) // config.rows)
+    if config.apart and -(-n // config.tile) * row_tiles * config.split > 132 * config.per_sm:
         pytest.skip("blocks that wait for each other must fit on the GPU")
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
     bias = torch.randn(n, device="cuda")
@@ -307,14 +312,20 @@ def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
         assert relative(out, ops.act_mul(y, "gelu_tanh")) < 5e-3
 
 
-@pytest.mark.parametrize("m", [9, 16, 40, 64, 100, 128, 192])
-@pytest.mark.parametrize(("width", "inner"), [(1024, 3072), (1088, 3072), (2048, 4096), (4096, 3072)])
+WIDTHS = [(1024, 3072), (1088, 3072), (2048, 4096), (4096, 3072)]
+
+
+@pytest.mark.parametrize(
+    ("m", "width", "inner"),
+    [(200, 1024, 2048), (256, 1024, 3072)]
+    + [(m, *widths) for m in (9, 16, 40, 64, 100, 128, 192) for widths in WIDTHS],
+)
 def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
     """The first adds to the residual and leaves squares, the second divides by the rms."""
     from sgla.kernels.cuda import batch_gemm
 
     down = torch.randn(width, inner, dtype=BF16, device="cuda") * inner**-0.5
-    after = torch.randn(6144, width, dtype=BF16, device="cuda") * width**-0.5
+    after = torch.randn(4096 if width == 1024 else 6144, width, dtype=BF16, device="cuda") * width**-0.5
     weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")
     x, start = (torch.randn(m, size, dtype=BF16, device="cuda") for size in (inner, width))
     expected = start.double() + x.double() @ down.double().t() + bias.double()

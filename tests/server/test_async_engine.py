@@ -1,4 +1,4 @@
-"""``Engine.astream`` and callers that leave."""
+"""``Engine``: batches, ``astream`` and callers that leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from sgla import Engine, SamplingParams
+from sgla.actors.ingress import Ingress, Sink
 from sgla.errors import SglaError
+from sgla.messages import Job
 
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
 
@@ -56,3 +58,34 @@ def test_a_caller_that_leaves_while_it_is_let_in_leaves_nothing_behind(engine: E
     asyncio.run(leave())
     engine.stats()  # the engine's loop has seen all this
     assert engine._ready().ingress.open_requests == 0
+
+
+def test_a_batch_is_opened_longest_first_and_answered_in_its_order(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingress = engine._ready().ingress
+    opened: list[int] = []
+
+    def open_(job: Job, sink: Sink) -> None:
+        opened.append(job.sampling.max_tokens or 0)
+        Ingress.open(ingress, job, sink)
+
+    monkeypatch.setattr(ingress, "open", open_)
+    monkeypatch.setattr("sgla.engine.engine.TURN_BYTES", 100)  # several parts
+    prompts = [[1 + i % 7] * (3 + i) for i in range(20)]
+    sampling = [SamplingParams(max_tokens=1 + 7 * i % 20, ignore_eos=True, seed=i) for i in range(20)]
+    outputs = engine.generate(prompts, sampling)
+    assert opened == sorted(opened, reverse=True)
+    assert [output.prompt_tokens for output in outputs] == prompts
+    alone = [engine.generate(prompt, each).tokens for prompt, each in zip(prompts, sampling)]
+    assert [output.tokens for output in outputs] == alone
+
+
+def test_a_request_that_is_refused_ends_its_batch(engine: Engine) -> None:
+    with pytest.raises(SglaError, match="no tokens"):
+        engine.generate(["x", "y", []], [ENDLESS, ENDLESS, SamplingParams()])
+    assert engine._ready().ingress.open_requests == 0
+    assert (
+        engine.generate(["x", "y"], SamplingParams(max_tokens=2, ignore_eos=True))[1].usage.completion_tokens
+        == 2
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from sgla.actors.schedule import TICK
 from sgla.actors.system import System
 from sgla.cli import main
 from sgla.config import Config
@@ -43,6 +44,7 @@ async def test_asked_for_and_after_a_crash(
     try:
         for _ in range(5):
             await generate(system, 12)
+            await asyncio.sleep(2 * TICK)
         assert system.ingress.step_log is not None
         log = read(system.ingress.step_log("asked for"))
         assert len(log.chapters) == 2

@@ -44,6 +44,7 @@ def play(random: Random, steps: int) -> Recorded:
         simulation.step()
         if random.random() < 0.5:
             simulation.core.drain_finished()
+            simulation.core.rest()
         if simulation.core.idle and not pending:
             break
     return simulation
@@ -113,7 +114,7 @@ def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(40):
         simulation.offer(make_submit(f"r{i}", [i % 50] * 20, max_new=2))
         simulation.run()
-        simulation.core.drain_finished()
+        simulation.core.rest()
     chapters = simulation.log().chapters
     assert len(chapters) == 2
     assert sum(type(call).__name__ == "Offer" for chapter in chapters for call in chapter.calls) <= 10
@@ -137,11 +138,8 @@ def test_deep_trees_are_copied() -> None:
 
 def test_every_input_is_recorded() -> None:
     """Whoever gives Core another method decides here whether the log must have it."""
-    readers = {"check", "drain_finished", "idle", "next_deadline", "rids", "stats"}
-    recorded = {name for name in vars(RecordedCore) if not name.startswith("_")} - {
-        "drain_finished",
-        "written",
-    }
+    readers = {"check", "drain_finished", "idle", "next_deadline", "rest", "rids", "stats"}
+    recorded = {name for name in vars(RecordedCore) if not name.startswith("_")} - {"rest", "written"}
     assert {name for name in vars(Core) if not name.startswith("_")} == readers | recorded
 
 

@@ -17,6 +17,7 @@ MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 128, 192, 256  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
+SMALL = 4 << 20  # elements of a weight that gains from tiles of few rows
 VOCABULARY = 100_000  # rows of a weight that is an output layer
 
 
@@ -39,12 +40,13 @@ class _Params(ctypes.Structure):
 
 class Config(NamedTuple):
     """A block takes ``tile`` weight rows (64 to 256); ``split`` blocks share the sum over k, as a cluster or, ``apart``,
-    through global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor."""
+    through global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor. A tile takes at most ``rows`` of x."""
 
     tile: int
     split: int
     per_sm: int = 2
     apart: bool = False
+    rows: int = MAX_ROWS
 
 
 class Unscaled(NamedTuple):
@@ -76,6 +78,8 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
         return Config(192, 1, 1) if gated and full else None
     if n >= VOCABULARY:
         return Config(64, 1) if m <= 64 else None
+    if m > 64 and not gated and n * k <= SMALL:
+        return _cut_rows(m, n, k)
     wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
     if busy(wide) > 0.8:
         return Config(wide, 1, 1)
@@ -90,6 +94,15 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     if n <= 64 * count and (m <= 192 or (gated and k <= 3072)):
         return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
     return None
+
+
+def _cut_rows(m: int, n: int, k: int) -> Config:
+    """For a weight that is read within the time that a kernel takes to start: tiles of 64 rows of x, for more blocks."""
+    count, blocks = processors(), -(-n // 64) * -(-m // 64)
+    if blocks > count:
+        return Config(128, 1, 1, rows=64)
+    split = 4 if 2 * blocks <= count and k >= 1024 else 1
+    return Config(64, split, 1 if split * blocks <= count else 2, split > 1, 64)
 
 
 @cache
@@ -159,7 +172,7 @@ def _launch(
     n = weight.shape[0]
     gated, scaled = epilogue in (SILU, GELU), row_squares is not None
     assert x.is_contiguous(), "the tensor map knows no padding"
-    rows = next(size for size in ROWS if size >= min(m, MAX_ROWS) and size >= 8 * config.split)
+    rows = next(size for size in ROWS if size >= min(m, config.rows) and size >= 8 * config.split)
     tiles, row_tiles = -(-n // config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
     blocks = tiles * row_tiles * config.split
@@ -167,10 +180,9 @@ def _launch(
     if config.split == 1:
         blocks = min(blocks, processors() * config.per_sm)
     elif config.apart:
-        assert row_tiles == 1, "tiles are counted by their weight rows"
         assert blocks <= processors() * config.per_sm, "blocks wait for each other"
-        sums, counts = _exchange(tiles, config, rows)
-    assert row_tiles == 1 or not scaled, "the scales of one tile's rows are kept"
+        sums, counts = _exchange(tiles * row_tiles, config, rows)
+    assert not scaled or blocks % row_tiles == 0, "the scales of one tile's rows are kept"
     residual, factors = (norm.residual, norm.weight) if norm is not None else (None, None)
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     params = _Params(

@@ -2,9 +2,10 @@
 """Sampling without sorting the vocabulary.
 
 A token is drawn by an exponential race (Gumbel-max): the largest ``logit / T - log(E)`` wins, E exponential noise from a
-counter hash of (seed, position, token), so neither batch nor history of the process can change a draw. top-k, top-p and
-min-p (in this order, each on the renormalised rest) become one threshold on the logits, found by searching the bits of the
-float order: eight passes of 16 thresholds each, no sort.
+counter hash of (seed, position, token), so neither batch nor history of the process can change a draw. Of all tokens only
+an upper bound of that is computed, for half the work; then the chunks are searched that can hold the winner, mostly one.
+top-k, top-p and min-p (in this order, each on the renormalised rest) become one threshold on the logits, found by
+searching the bits of the float order: eight passes of 16 thresholds each, no sort.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from triton.language.extra import libdevice
 
 from sgla.kernels.triton.elementwise import _begin, _pdl
 
-CHUNK = 4096  # logits a program of the race looks at
+CHUNK = 4096  # logits a program masks
+RACERS = 2048  # logits a program of the race looks at
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
+LOG2_E = tl.constexpr(1.4426950408889634)
 WORST = -(1 << 63)  # key of a rank that has no candidate
 
 
 @triton.jit
 def _mix64(z):
+    """The finaliser of splitmix64."""
     z = (z + 0x9E3779B97F4A7C15).to(tl.uint64)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9).to(tl.uint64)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB).to(tl.uint64)
@@ -34,44 +38,86 @@ def _mix64(z):
 
 
 @triton.jit
-def _mix32(x):
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B).to(tl.uint32)
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35).to(tl.uint32)
-    return x ^ (x >> 16)
+def _hash(seed, position, token):
+    """uint32: a row's random multiple of what its random start makes of the token. The upper bits of the product."""
+    row = _mix64(_mix64(seed.to(tl.uint64)) ^ position.to(tl.uint64))
+    low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
+    t = (token.to(tl.uint32) * 0x9E3779B1 + high).to(tl.uint32)
+    t ^= t >> 16
+    return (tl.umulhi(t, low) + (t * high + low * 0x85EBCA6B).to(tl.uint32)).to(tl.uint32)
 
 
 @triton.jit
-def _log(x, FAST: tl.constexpr):
-    return libdevice.fast_logf(x) if FAST else tl.log(x)
+def _log2(x, FAST: tl.constexpr):
+    return libdevice.fast_log2f(x) if FAST else tl.log2(x)
+
+
+@triton.jit
+def _noise(h, FAST: tl.constexpr):
+    """log2 of E = -log(1 - v), v uniform: its first 23 bits are the last of the hash. The winners have small ones, for which
+    the logarithm of 1 - v would be too coarse."""
+    v = (((h << 9) | (h >> 23)).to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    v = tl.minimum(v, 0.99999994)  # E is finite: the only token that is left must win
+    e = tl.where(v < 0.015625, v * (1.0 + v * (0.5 + v * 0.33333334)), -0.6931472 * _log2(1.0 - v, FAST))
+    return _log2(e, FAST)
+
+
+@triton.jit
+def _least_noise(h, FAST: tl.constexpr):
+    """A little less than ``_noise``, since E > v, for a third of its work: the bits of v become those of a float in [1, 2)."""
+    bits = (h & 0x7FFFFF) | 0x3F800000
+    return _log2(bits.to(tl.float32, bitcast=True) - 1.0, FAST)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _race(
-    logits, slots, positions, seeds, temperatures, cuts, best, best_id, vocab, chunks, first,
+    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
     HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """What no token of a chunk exceeds."""
     _begin(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
     if HAS_CUTS:
         x = tl.where(x >= tl.load(cuts + row), x, float("-inf"))
     if temperature >= COLD:
-        seed = tl.load(seeds + slot).to(tl.uint64)
-        position = tl.load(positions + row).to(tl.uint64)
-        key = _mix64(_mix64(seed) ^ position)
-        low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-        h = _mix32(((first + i).to(tl.uint32) * 0x9E3779B1 + low) ^ high)
-        v = ((h >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
-        # E = -log(1 - v); the winners have small ones, where the fast logarithm of 1 - v would be too coarse.
-        e = tl.where(v < 0.015625, v * (1.0 + v * (0.5 + v * 0.33333334)), -_log(1.0 - v, FAST))
-        x = x / temperature - _log(e, FAST)
-    x = tl.where(x == x, x, float("-inf"))  # a NaN must not win with an index of its own
-    top, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best + row * chunks + chunk, top)
-    tl.store(best_id + row * chunks + chunk, first + chunk * BLOCK + index)
+        h = _hash(tl.load(seeds + slot), tl.load(positions + row), first + i)
+        x = x * (LOG2_E / temperature) - _least_noise(h, FAST)
+    tl.store(bounds + row * chunks + chunk, tl.max(x, 0))
+
+
+@triton.jit
+def _find(
+    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
+    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The best score of a row and its token, looked for in the chunks whose bounds are not below it."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + slot)
+    cut = tl.load(cuts + row) if HAS_CUTS else float("-inf")
+    seed, position = tl.load(seeds + slot), tl.load(positions + row)
+    c = tl.arange(0, CHUNKS)
+    bound = tl.load(bounds + row * chunks + c, mask=c < chunks, other=float("-inf"))
+    most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.full([], float("-inf"), dtype=tl.float32)
+    token = tl.full([], 0, dtype=tl.int32) + first
+    while (most > float("-inf")) & (most >= best - (1e-5 + 1e-6 * tl.abs(best))):
+        i = chunk * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
+        x = tl.where(x >= cut, x, float("-inf"))  # a NaN must not win with an index of its own
+        if temperature >= COLD:
+            x = x * (LOG2_E / temperature) - _noise(_hash(seed, position, first + i), FAST)
+        top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+        found = first + chunk * BLOCK + at
+        better = (top > best) | ((top == best) & (found < token))
+        best, token = tl.where(better, top, best), tl.where(better, found, token)
+        bound = tl.where(c == chunk, float("-inf"), bound)
+        most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
+    return best, token
 
 
 @triton.jit
@@ -82,15 +128,17 @@ def _land(token, row, landing, stride, place, LANDS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
 def _finish(
-    best, best_id, slots, positions, table, stride, out, chunks, landing, landing_stride, place,
-    LANDS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
+    table, stride, out, landing, landing_stride, place,
+    LANDS: tl.constexpr, HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
-    _, winner = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    token = tl.load(best_id + row * chunks + winner)
+    _, token = _find(
+        logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
+        HAS_CUTS, FAST, BLOCK, CHUNKS,
+    )  # fmt: skip
     tl.store(out + row, token)
     _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
@@ -98,17 +146,21 @@ def _finish(
     tl.store(table + slot * stride + position, token, mask=position > 0)
 
 
-@triton.jit
-def _make_keys(best, best_id, keys, chunks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _make_keys(
+    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first, keys,
+    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """The winner of each row as an integer: the larger the better, and the lower id among equals. Never 0."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    x = tl.load(best + row * chunks + c, mask=c < chunks, other=float("-inf"))
-    top, winner = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    bits = top.to(tl.int32, bitcast=True)
+    _begin(PDL)
+    best, token = _find(
+        logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
+        HAS_CUTS, FAST, BLOCK, CHUNKS,
+    )  # fmt: skip
+    bits = best.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    token = tl.load(best_id + row * chunks + winner)
-    tl.store(keys + row, (order.to(tl.int64) << 32) | (~token).to(tl.uint32, bitcast=True).to(tl.int64))
+    low = (~token).to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(keys + tl.program_id(0).to(tl.int64), (order.to(tl.int64) << 32) | low)
 
 
 @triton.jit(do_not_specialize_on_alignment=["place"])
@@ -271,22 +323,21 @@ def sample(
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys int64[S] by the
     largest that any rank has."""
     rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
-    best = logits.new_empty(rows, chunks)
-    best_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    _race[(rows, chunks)](
-        logits, slots, positions, seeds, temperatures, cuts if cuts is not None else best, best, best_id, vocab, chunks,
-        first, HAS_CUTS=cuts is not None, FAST=logits.is_cuda, BLOCK=CHUNK, num_warps=8, **_pdl(),
+    chunks = triton.cdiv(vocab, RACERS)
+    bounds = logits.new_empty(rows, chunks)
+    given = (
+        logits, slots, positions, seeds, temperatures, cuts if cuts is not None else bounds, bounds, vocab, chunks, first
     )  # fmt: skip
-    block = triton.next_power_of_2(chunks)
+    options = {"HAS_CUTS": cuts is not None, "FAST": logits.is_cuda, "BLOCK": RACERS, **_pdl()}
+    _race[(rows, chunks)](*given, **options, num_warps=4)
+    options |= {"CHUNKS": triton.next_power_of_2(chunks), "num_warps": 8}
     if best_of_ranks is None:
         _finish[(rows,)](
-            best, best_id, slots, positions, table, table.stride(0), out, chunks, *_landing(landing, out),
-            LANDS=landing is not None, BLOCK=block, num_warps=1, **_pdl(),
-        )  # fmt: skip
+            *given, table, table.stride(0), out, *_landing(landing, out), LANDS=landing is not None, **options
+        )
         return
     keys = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _make_keys[(rows,)](best, best_id, keys, chunks, BLOCK=block, num_warps=1)
+    _make_keys[(rows,)](*given, keys, **options)
     follow(keys, slots, positions, table, out, best_of_ranks, landing)
 
 
