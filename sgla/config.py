@@ -101,7 +101,11 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float | None, Doc(description="inter-token target that limits prefill beside decode; 0 = no limit")
     ] = None
     policy: Annotated[
-        Literal["fcfs", "lpm", "dfs-weight", "priority"], Doc(description="order of the waiting list")
+        Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"],
+        Doc(
+            description="order of the waiting list: arrival, longest cached prefix, heaviest branch of prefixes, longest "
+            "possible output (max_tokens), priority field of the request"
+        ),
     ] = "fcfs"
     depth: Annotated[int | None, Doc(description="steps in flight: 1 = no overlap, 2, 3")] = None
     kv_cache_bytes: Annotated[

@@ -397,6 +397,10 @@ class Facts(msgspec.Struct, kw_only=True):
     dtype: str
     device: str
     step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
+    mixed_tokens: int = (
+        0  # of a step with decode rows and prompts that costs the host nothing; 0: there are none
+    )
+    mixed_prompts: int = 0  # and its prompts
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why

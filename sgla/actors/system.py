@@ -252,6 +252,8 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         context_len=facts.context_len,
         step_tokens=facts.step_tokens,
         step_tile=facts.step_tile,
+        mixed_tokens=facts.mixed_tokens,
+        mixed_prompts=facts.mixed_prompts,
         depth=config.depth or 2,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
         max_queued=config.max_queued_requests,

@@ -8,7 +8,12 @@ of similar size come in: a long decode phase must not make the model forget what
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import combinations
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sgla.sched.request import Request
 
 DECAY = 0.9
 TOKENS_UNIT = 256.0
@@ -107,10 +112,29 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     return solution
 
 
+def can_wait(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
+    """Whether all prompts that are not read yet are of requests that will end before one which is being decoded, whatever tokens
+    come. Then nothing is lost by reading them little by little in its steps, whose weights are read anyway.
+
+    Not with shared prefixes: steps that read these once for all their rows pay for being many.
+    Source: A. Agrawal et al., "SARATHI: Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills", 2023.
+    """
+    last, unread = 0, 0  # outputs that the longest of them still have
+    for request in running:
+        if request.borrowed:
+            return False
+        left = request.limit - request.known
+        if request.planned < request.prompt_len:
+            unread = max(unread, left)
+        elif not request.stop_ids:
+            last = max(last, left)
+    return unread < last and all(request.limit - request.known < last for request in waiting)
+
+
 class Budget:
     """What is left of one step for prefill: tokens, and seconds at ``b`` a token and ``c`` a pair."""
 
-    __slots__ = ("_b", "_c", "_decodes", "_floor", "_tile", "_used", "seconds", "tokens")
+    __slots__ = ("_b", "_c", "_decodes", "_floor", "_rows", "_tile", "_used", "seconds", "tokens")
 
     def __init__(
         self,
@@ -120,14 +144,16 @@ class Budget:
         floor: int,
         decodes: int = 0,
         tile: int = 1,
+        rows: float = math.inf,
     ) -> None:
         """``floor``: tokens that may always be taken once, however slow the machine is; ``decodes``: tokens of the step
-        that are no prefill; ``tile``: see ``Limits.step_tile``."""
+        that are no prefill; ``tile``: see ``Limits.step_tile``; ``rows``: that may take tokens."""
         self.tokens = tokens
         self.seconds = seconds
         self._used = self._decodes = decodes
         self._tile = tile
         self._floor = floor
+        self._rows = rows
         _, self._b, self._c = coefficients
 
     def grant(self, start: int, want: int, share: float = 1.0) -> int:
@@ -161,7 +187,8 @@ class Budget:
         self._used += count
         self.seconds -= self._b * count + self._c * pairs(start, count)
         self._floor = max(self._floor - count, 0)
-        if self.seconds <= 0 and not self._floor:
+        self._rows -= 1
+        if not self._rows or (self.seconds <= 0 and not self._floor):
             self.tokens = 0
 
     def close(self) -> None:

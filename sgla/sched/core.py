@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, Overloaded, SglaError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
-from sgla.sched.budget import Budget, CostModel
+from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
 from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, baggage_of
 from sgla.sched.memory import Memory, SlotsOnly
@@ -209,15 +209,24 @@ class Core:
         return prefills
 
     def _budget(self, step: Step) -> Budget:
-        seconds = self._costs.prefill_seconds(step.decodes, step.work)
+        limits = self.limits
+        tokens, rows = limits.step_tokens, math.inf
+        if limits.mixed_prompts and step.decodes and self._unhurried():
+            tokens, rows = min(tokens, max(limits.mixed_tokens, 2 * step.decodes)), limits.mixed_prompts
         return Budget(
-            self.limits.step_tokens - step.decodes,
-            seconds,
+            tokens - step.decodes,
+            self._costs.prefill_seconds(step.decodes, step.work),
             self._costs.coefficients,
-            self.limits.page_size,
+            limits.page_size,
             step.decodes,
-            self.limits.step_tile,
+            limits.step_tile,
+            rows,
         )
+
+    def _unhurried(self) -> bool:
+        """Nobody watches, none of those that wait is in the way of another, and all end before one that runs."""
+        watched, seated = self.limits.itl_target is not None, len(self._waiting) <= len(self._memory.slots)
+        return not watched and seated and can_wait(self._running, self._waiting)
 
     def _plan_prefills(self, step: Step, prefills: list[Request], budget: Budget) -> None:
         for i, request in enumerate(prefills):

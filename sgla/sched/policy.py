@@ -1,7 +1,8 @@
 """The order of the waiting list.
 
 ``fcfs``: arrival. ``lpm``: longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch first, so that
-requests of one prefix run together (both from SGLang). ``priority``: larger ``priority`` first.
+requests of one prefix run together. ``lof``: the longest possible output first, so that at the end none goes on alone (all
+three from SGLang). ``priority``: larger ``priority`` first.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def _by_branch(waiting: list[Request], cache: RadixCache) -> list[Request]:
     return backwards[::-1] + waiting[WINDOW:]
 
 
+def _by_outputs(waiting: list[Request], cache: RadixCache) -> list[Request]:
+    return sorted(waiting, key=lambda request: request.known - request.limit)
+
+
 def _probe(request: Request, cache: RadixCache) -> tuple[Node, int]:
     """Where the request's prefix ends in the tree; remembered while the tree stays the same."""
     version, node, length = request.probed
@@ -76,4 +81,9 @@ def _probe(request: Request, cache: RadixCache) -> tuple[Node, int]:
     return node, length
 
 
-_ORDERS: dict[str, Order] = {"lpm": _by_prefix, "dfs-weight": _by_branch, "priority": _by_rank}
+_ORDERS: dict[str, Order] = {
+    "lpm": _by_prefix,
+    "dfs-weight": _by_branch,
+    "lof": _by_outputs,
+    "priority": _by_rank,
+}

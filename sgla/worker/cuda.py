@@ -49,7 +49,7 @@ from sgla.worker.flights import Flight, Flights
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
-from sgla.worker.prompt_graphs import PromptGraphs
+from sgla.worker.prompt_graphs import REAL, PromptGraphs
 from sgla.worker.state import column
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
@@ -227,6 +227,8 @@ class CudaRunner:
             vocab_size=self.model.spec.vocab,
             step_tokens=self.step_tokens,
             step_tile=STEP_TILE,
+            mixed_tokens=self.prompts.limit,
+            mixed_prompts=REAL if self._captures and not self._deterministic else 0,
             dtype=self._dtype_name,
             device=torch.cuda.get_device_name(),
             ledger=self.ledger,

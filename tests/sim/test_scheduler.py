@@ -43,8 +43,10 @@ def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[l
             "step_tokens": st.sampled_from((1, 5, 16, 64)),
             "prefix_cache": st.booleans(),
             "page_size": st.sampled_from((1, 4, 7)),
-            "policy": st.sampled_from(("fcfs", "lpm", "dfs-weight", "priority")),
+            "policy": st.sampled_from(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
             "slots": st.sampled_from((1, 3, 8)),
+            "mixed_tokens": st.sampled_from((1, 8)),
+            "mixed_prompts": st.sampled_from((0, 1, 3)),
         }
     ),
     forced=st.sampled_from((0, 1, 2, 9)),
@@ -386,6 +388,15 @@ def test_lpm_takes_the_longest_cached_prefix_first_and_dfs_the_heaviest_branch()
         assert sorted(scheduled, key=scheduled.__getitem__) == expected, policy
 
 
+def test_lof_takes_the_longest_output_first_and_among_equals_the_oldest() -> None:
+    simulation = Simulation(make_limits(policy="lof", slots=1, patience=1000.0, pages=200))
+    for i, max_new in enumerate((3, 7, 5, 7, 3, 9)):
+        simulation.offer(make_submit(f"r{i}", [i] * 5, max_new=max_new))
+    simulation.run()
+    assert list(first_steps(simulation)) == ["r5", "r1", "r3", "r2", "r0", "r4"]
+    simulation.verify()
+
+
 def test_lpm_sees_what_others_cached_meanwhile() -> None:
     simulation = Simulation(make_limits(policy="lpm", slots=1, patience=1000.0))
     for rid, tokens in (("first", PROMPT), ("other", PROMPT[::-1]), ("same", PROMPT)):
@@ -394,13 +405,13 @@ def test_lpm_sees_what_others_cached_meanwhile() -> None:
     assert list(first_steps(simulation)) == ["first", "same", "other"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
 def test_nobody_starves(policy: str) -> None:
-    """One request without a cached prefix and with low priority, against an endless stream of preferred ones."""
+    """One request without a cached prefix, with low priority or a short output, against an endless stream of preferred ones."""
     simulation = Simulation(make_limits(policy=policy, slots=2, patience=30.0))
     for i in range(200):
         if i == 3:
-            simulation.offer(make_submit("poor", [9] * 20, max_new=30))
+            simulation.offer(make_submit("poor", [9] * 20, max_new=5 if policy == "lof" else 30))
         if simulation.core.stats().waiting < 6:
             rich = make_submit(f"rich{i}", PROMPT, max_new=6, priority=3)
             simulation.offer(rich)
