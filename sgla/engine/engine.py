@@ -23,9 +23,9 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
 Message = Event | Rejected | Exception  # what a stream brings
-TURN_BYTES = (
-    1 << 17
-)  # of prompts that a turn of the loop opens: two steps of 8192 token ids, a few milliseconds
+# Bytes of prompts that one turn of the loop opens: first those of two large steps, which takes a few milliseconds; then, beside
+# steps that run, so few that no result waits long.
+FIRST_PART, PART = 1 << 17, 1 << 15
 
 
 class Output(msgspec.Struct, kw_only=True):
@@ -272,14 +272,14 @@ class Engine(VectorCalls):
         steps are computed while the rest is prepared."""
         ingress = self._ready().ingress
         sinks: dict[str, _Collector] = {}
-        opened = 0
+        opened, part = 0, FIRST_PART
         try:
             for job in jobs:
                 sinks[job.rid] = _Collector(job.sampling.n)
                 ingress.open(job, sinks[job.rid])
                 opened += job_bytes(job)
-                if opened >= TURN_BYTES:
-                    opened = 0
+                if opened >= part:
+                    opened, part = 0, PART
                     await asyncio.sleep(0)
             return await asyncio.gather(*(sink.done for sink in sinks.values()))
         finally:
