@@ -96,9 +96,8 @@ class Tokenize(Actor[Job]):
             return self._prepare(job)
         except SglaError as error:
             return error.rejected(job.rid)
-        except (
-            BaseException
-        ):  # one request's prompt must not take the server down; Rust's panics are no Exceptions
+        # One request's prompt must not take the server down, and Rust's panics are no Exceptions.
+        except BaseException:
             log.exception("preparing request %s failed", job.rid)
             return SglaError("the prompt could not be prepared; see the server's log").rejected(job.rid)
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -141,13 +142,19 @@ def build(target: Level) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ found (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)")
+    make_once(path, lambda scratch: _compile(compiler, target, scratch))
+    return path
+
+
+def make_once(path: Path, make: Callable[[Path], Path]) -> None:
+    """Have ``make`` write the file in a scratch folder, unless it is there. Several processes and threads may ask at once: one makes
+    it, the others wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-                _compile(compiler, target, Path(scratch)).rename(path)
-    return path
+                make(Path(scratch)).rename(path)
 
 
 def _compile(compiler: str, target: Level, scratch: Path) -> Path:

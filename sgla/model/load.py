@@ -50,12 +50,13 @@ def load_model(
     context_len: int | None = None,
     on_progress: OnProgress | None = None,
     seed: int = 0,
+    on_model: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
     ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8; with
     int4 the embedding and the output layer are int8, with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed``
-    makes dummy weights. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
+    makes dummy weights. ``on_model`` gets the model before its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
     check_architecture(spec.architecture)
@@ -68,6 +69,8 @@ def load_model(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
         )
     model = model_class(spec.architecture)(spec, build, context_len or spec.context_len)
+    if on_model is not None:
+        on_model(model)
     load_weights(
         source,
         build,

@@ -7,10 +7,10 @@ A step is launched without waiting for the one before it: plans carry no token i
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
+from sgla.kernels.rehearsal import compilers
 from sgla.layers.linear import split_heads
 from sgla.messages import (
     PROMPT_LOGPROBS,
@@ -34,11 +35,10 @@ from sgla.messages import (
     Facts,
     NewRow,
     Progress,
-    RowSampling,
     StepPlan,
     StepResult,
-    ThinkLimit,
 )
+from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.constraints import Constraints, Masks, mask_threads
@@ -51,6 +51,7 @@ from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
 from sgla.worker.prompt_graphs import REAL, PromptGraphs
 from sgla.worker.state import column
+from sgla.worker.warm_up import EVERYTHING, rehearse, wake_triton, warm_up
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
@@ -61,28 +62,6 @@ E4M3_MAX = 448.0
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
-EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for grammars
-    temperature=0.8,
-    top_k=9,
-    top_p=0.9,
-    min_p=0.01,
-    logprobs=20,
-    logprob_ids=[0],
-    frequency=0.1,
-    logit_bias=[(0, 0.1)],
-    min_tokens=1,
-    stop_ids=[0],
-    bad_words=[[0], [0, 1]],
-    allowed=[0, 1],
-    thinking=ThinkLimit(1, 0, 1, False),
-)
-WARM_UP = (
-    600,
-    1000,
-    2000,
-    4000,
-    8000,
-)  # tokens of steps that are run at start: the libraries have kernels for each size
 
 
 class CudaRunner:
@@ -100,12 +79,16 @@ class CudaRunner:
         joining = clock.now()
         self.shard, ranks = join_gpus(rank, size, Path(rendezvous) / "store")
         torch.set_num_threads(1)
+        self._woken = compilers().submit(wake_triton, rank)
         begun = clock.now()
         self._load(config, source, report)
         self.notes += [ranks] if ranks else []
         loaded = clock.now()
+        report(Progress(phase="warmup", message="kernels"))
+        if self._rehearsal is not None:
+            self._rehearsal.result()
+        rehearsed = clock.now()
         with torch.inference_mode():
-            report(Progress(phase="warmup", message="kernels"))
             self._size(config)
             sized = clock.now()
             report(Progress(phase="warmup", message="graphs"))
@@ -113,7 +96,7 @@ class CudaRunner:
             if self._captures:
                 capture = Capture()
                 self.graphs.capture(capture)
-                if not self._deterministic:
+                if not self.deterministic:
                     self.prompts.capture(capture)
                 torch.cuda.synchronize()
             self.ledger["graphs"] = before - torch.cuda.mem_get_info()[0]  # taken from the reserve
@@ -121,11 +104,12 @@ class CudaRunner:
                 "memory: " + ", ".join(f"{name} {mib(size)}" for name, size in self.ledger.items())
             )
             captured = clock.now()
-            self._warm_up()
+            warm_up(self)
         self.facts.timings |= {
             "ranks": begun - joining,
             "weights": loaded - begun,
-            "warmup": sized - loaded + clock.now() - captured,
+            "kernels": rehearsed - loaded,
+            "warmup": sized - rehearsed + clock.now() - captured,
             "graphs": captured - sized,
         }
         self._profiler = Profiler(rank)
@@ -156,14 +140,16 @@ class CudaRunner:
         self._captures = config.attention_backend != "torch"
         self.cascade = Cascade.of(shape, self.attention)
         refused.check(config, spec, self.dtype)
-        self._deterministic = config.deterministic
-        self._kv_dtype = self.dtype
+        self.deterministic = config.deterministic
+        self.kv_dtype = self.dtype
         if config.kv_cache_dtype == "fp8":
-            self._kv_dtype = torch.float8_e4m3fn
+            self.kv_dtype = torch.float8_e4m3fn
         e4m3 = (config.quantization or spec.quantization) == "fp8"
         self.ops = gpu.install(self.attention, config.deterministic, e4m3, spec.moe is not None)
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
-        free = torch.cuda.mem_get_info()[0]
+        self.windows = sorted(set(spec.windows))
+        self._page_size = config.page_size
+        self._before = torch.cuda.memory_allocated()
         with torch.device("cuda"):
             self.model = load_model(
                 source,
@@ -173,26 +159,33 @@ class CudaRunner:
                 self.context_len,
                 report,
                 config.random_seed or 0,
+                self._have,
             )
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        self.ledger = {"weights": free - torch.cuda.mem_get_info()[0]}
-        self.windows = sorted(set(spec.windows))
+
+    def _have(self, model: CausalLM) -> None:
+        """Begin to work with a model whose weights are still to come."""
+        self.model = model
+        self.ledger = {"weights": torch.cuda.memory_allocated() - self._before}
+        self.tables = DeviceTables(self.slots, self.context_len, self._page_size)
+        self.sampler = DeviceSampler(self.tables.tokens, model.spec.vocab, self.shard)
+        self._scales = [(1.0, 1.0)] * model.spec.layers
+        pool = ThreadPoolExecutor(1, "rehearse")
+        self._rehearsal = pool.submit(rehearse, self, self._woken) if self._captures else None
+        pool.shutdown(wait=False)
 
     def _size(self, config: Config) -> None:
         """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
         spec = self.model.kv_spec()
-        page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self._kv_dtype.itemsize
-        self.tables = DeviceTables(self.slots, self.context_len, config.page_size)
-        self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
-        self._scales = [(1.0, 1.0)] * spec.layers
-        if self._kv_dtype != self.dtype:
-            self._scales = self._measure_scales()
+        page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self.kv_dtype.itemsize
+        if self.kv_dtype != self.dtype:
+            self._scales = self.measure_scales()
             self.notes.append(
                 "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"
             )
-        self.kv = self._allocate(1, config.page_size, self._kv_dtype)
-        peak = self._activations()
+        self.kv = self.allocate(1, config.page_size, self.kv_dtype)
+        peak = self.activations()
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
         self.matchers, self.constraints = None, None
         if self.shard.rank == 0:
@@ -216,7 +209,7 @@ class CudaRunner:
                 f"{config.context_length or config.page_size} tokens; lower --context-length or --step-tokens",
                 param="context_length",
             )
-        self.kv = self._allocate(int(pages), config.page_size, self._kv_dtype)
+        self.kv = self.allocate(int(pages), config.page_size, self.kv_dtype)
         self.ledger |= {"activations": peak, "kv": int(pages) * page, "reserve": RESERVE}
         self.graphs, self.prompts = DecodeGraphs(self), PromptGraphs(self)
         self.facts = Facts(
@@ -236,16 +229,16 @@ class CudaRunner:
             grammars=True,
         )
 
-    def _measure_scales(self) -> list[tuple[float, float]]:
+    def measure_scales(self) -> list[tuple[float, float]]:
         """Scales that put the largest k and v of a random prompt at a half of what e4m3 can hold."""
         tables, slot = self.tables, self.slots
         count = min(CALIBRATION, self.step_tokens, self.context_len)
         pages = -(-count // tables.page_size)
-        self.kv = self._allocate(pages + 1, tables.page_size, self.dtype)
+        self.kv = self.allocate(pages + 1, tables.page_size, self.dtype)
         tables.page_table[slot, :pages] = torch.arange(1, pages + 1, device="cuda")
         ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
         tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
-        batch = self._extend_batch(
+        batch = self.extend_batch(
             np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
         )
         gpu.force(self.model.forward(batch, self.kv))
@@ -253,15 +246,15 @@ class CudaRunner:
         most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
-    def _allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
+    def allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
         """Tokens of one page and head lie together, so that a kernel reads them in one go. Zeros: see ``worker/kv.py``."""
         spec = self.model.kv_spec()
         shape = (spec.layers, 2, pages, spec.kv_heads, page_size, spec.head_dim)
         pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
-        scales = self._scales if dtype == self._kv_dtype else [(1.0, 1.0)] * spec.layers
+        scales = self._scales if dtype == self.kv_dtype else [(1.0, 1.0)] * spec.layers
         return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
 
-    def _activations(self) -> int:
+    def activations(self) -> int:
         """Peak bytes of the largest steps, all of whose rows write to the dummy page and sample with all there is."""
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -273,7 +266,7 @@ class CudaRunner:
         for slot in range(self.slots):
             self.sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=1, pages=b"", sampling=EVERYTHING))
         for _ in range(2):
-            batch = self._extend_batch(padding, np.zeros(rows, np.int32), q_lens)
+            batch = self.extend_batch(padding, np.zeros(rows, np.int32), q_lens)
             hidden = gpu.force(self.model.forward(batch, self.kv))
             most = self._logits(hidden[torch.zeros(self.slots, dtype=torch.long, device="cuda")])
             out = torch.zeros(self.slots, dtype=torch.int32, device="cuda")
@@ -283,27 +276,6 @@ class CudaRunner:
             self.sampler.sample(undrawn, Masks(d_slots, words))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-
-    def _warm_up(self) -> None:
-        """Requests with all that a request can ask for, so that no kernel is compiled or loaded under traffic. All their
-        pages are the dummy page."""
-        page_size = self.tables.page_size
-        sizes = [n for n in (*WARM_UP, 3) if n <= min(self.step_tokens, self.context_len - 1)]
-        for size in sizes:
-            for start in (0, size // 2):  # as a whole, and behind a prefix
-                row = NewRow(
-                    slot=0,
-                    tokens=bytes(4 * size),
-                    prompt_len=size,
-                    pages=bytes(4 * -(-size // page_size)),
-                    sampling=EVERYTHING,
-                )
-                self.execute(_lone_row(start, size - start, row))
-        one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
-        append = msgspec.structs.replace(_lone_row(3, 1), page_slots=zero, page_counts=one, page_ids=zero)
-        self.execute(append)
-        self.tables.put(np.full((3, 1), self.slots))
-        self.flights.forget()
 
     # --- steps
 
@@ -359,13 +331,13 @@ class CudaRunner:
         """A step with prompt tokens, run eagerly. Decode rows go first, then what has a history (see ``ExtendRows``), which the row
         numbers of the result must not show."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        graphs = self._captures and not self._deterministic and self.prompts.takes(starts, q_lens, flags)
+        graphs = self._captures and not self.deterministic and self.prompts.takes(starts, q_lens, flags)
         if graphs and not self._share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, undrawn = self.prompts.run(slots, starts, q_lens, flags)
             return out, count, [], undrawn
         order = np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
-        batch = self._extend_batch(slots, starts, q_lens)
+        batch = self.extend_batch(slots, starts, q_lens)
         with self.ops.fused(batch.tokens):
             hidden = gpu.force(self.model.forward(batch, self.kv))
         scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order)
@@ -384,7 +356,7 @@ class CudaRunner:
             return out, count, scored, None
         return out, count, scored, Undrawn(logits, where, positions, out, order[picked], (host[1], host[2]))
 
-    def _extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
+    def extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
         """Rows with any number of tokens; those with one come first."""
         rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
         q_start = np.zeros(rows + 1, np.int32)
@@ -492,16 +464,3 @@ class CudaRunner:
             case "vocabulary" | "grammar":
                 return self.matchers.control(command.verb, command.args) if self.matchers else {}
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
-
-
-def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
-    """Slot 0 alone computes ``count`` tokens from ``start`` on and samples."""
-    columns = [np.array([value], np.int32).tobytes() for value in (0, start, count)]
-    return StepPlan(
-        step=0,
-        slots=columns[0],
-        starts=columns[1],
-        q_lens=columns[2],
-        flags=DECODE_FLAGS,
-        new=[new] if new else [],
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ class Capture:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Run ``body`` once, which compiles what is not compiled yet and lets libraries allocate, then capture it."""
+        """Run ``body`` once, so that libraries allocate, then capture it."""
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -117,15 +118,22 @@ class DecodeGraphs:
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
 
+    def rehearse(self) -> None:
+        """Every step there is, to ask for its kernels: first those that take longest to compile."""
+        for size in reversed(self._cascade_sizes):
+            self._forward(size, True)
+        for size in reversed(self.sizes):
+            self._forward(size)
+
     def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large."""
         nobody = np.zeros(0, np.int32)
-        for size in reversed(self.sizes):
-            self._send(nobody, nobody, size)
-            self._graphs[size] = capture(lambda size=size: self._forward(size))  # type: ignore[misc]
+        self._send(nobody, nobody, self.limit)
+        self._graphs[self.limit] = capture(partial(self._forward, self.limit))
+        for size in reversed(self.sizes[:-1]):
+            self._graphs[size] = capture.unrun(partial(self._forward, size))
         for size in reversed(self._cascade_sizes):
-            self._send(nobody, nobody, size)
-            self._cascades[size] = capture(lambda size=size: self._forward(size, True))  # type: ignore[misc]
+            self._cascades[size] = capture.unrun(partial(self._forward, size, True))
 
     def _forward(self, size: int, cascade: bool = False) -> None:
         """The step of ``size`` rows described by ``plan``; ``cascade``: with the prefixes in the buffer."""

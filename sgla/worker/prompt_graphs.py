@@ -16,7 +16,6 @@ from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import cut
 from sgla.kernels import gpu
-from sgla.kernels.cuda.batch_gemm import MAX_ROWS
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
@@ -65,18 +64,15 @@ class PromptGraphs:
         few = int(prompts.sum()) <= REAL and int(q_lens.sum()) <= self.limit
         return few and (starts[prompts] < HISTORY).all() and not (flags & PROMPT_LOGPROBS).any()
 
+    def rehearse(self) -> None:
+        """Every step there is, to ask for its kernels."""
+        for pair in self.pairs:
+            self._forward(*pair)
+
     def capture(self, capture: Capture) -> None:
-        """After the decode graphs. Running the largest makes all kernels known, running small ones all buffers through which
-        blocks exchange sums: made while a graph is captured, they would be set to zero by that graph only."""
-        none = np.zeros(0, np.int32)
-        for i, (n, size) in enumerate(sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0]))):
-            body = partial(self._forward, n, size)
-            if i == 0 or size <= MAX_ROWS:
-                self._fill(none, none, none, none.astype(bool), none, (n, size))
-            if i > 0 and size <= MAX_ROWS:
-                body()
-                torch.cuda.synchronize()  # what was sent is read before more is
-            self._graphs[n, size] = capture.unrun(body) if i else capture(body)
+        """After the decode graphs; large to small as they."""
+        for n, size in sorted(self.pairs, key=lambda pair: (-pair[1], -pair[0])):
+            self._graphs[n, size] = capture.unrun(partial(self._forward, n, size))
 
     def _fill(
         self, slots: Any, starts: Any, q_lens: Any, decodes: Any, sampled: Any, sizes: tuple[int, int]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,7 +16,8 @@ from typing import Any
 
 import torch
 
-from sgla.kernels.build import cache_folder, source_folder
+from sgla.kernels.build import cache_folder, make_once, source_folder
+from sgla.kernels.rehearsal import compilers, rehearsed
 
 SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
 _ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -64,7 +63,7 @@ def processors() -> int:
 
 
 class Kernel:
-    """One compiled kernel that takes a single structure by value.
+    """One kernel that takes a single structure by value; its compilation begins at once, on another thread.
 
     ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes; ``cluster`` blocks
     that follow each other see each other's shared memory.
@@ -73,15 +72,9 @@ class Kernel:
     def __init__(
         self, file: str, name: str, defines: Mapping[str, int], shared: int = 0, cluster: int = 1
     ) -> None:
-        torch.cuda.current_stream()  # the context must exist
-        cubin = _compiled(file, tuple(sorted(defines.items())))
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {file}")
-        check(driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
-        if shared > 48 << 10:
-            code = driver().cuFuncSetAttribute(self._function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, shared)
-            check(code, f"{shared} bytes of shared memory for {name}")
-        self.shared = shared
+        self._file, self._name, self.shared = file, name, shared
+        self._cubin = compilers().submit(_compiled, file, tuple(sorted(defines.items())), _target())
+        self._function: ctypes.c_void_p | None = None
         attributes = [_Attribute(_LAUNCH_CLUSTER, 0, (cluster, 1, 1))] if cluster > 1 else []
         attributes.append(
             _Attribute(_LAUNCH_SERIALIZATION, 0, (1,))
@@ -89,8 +82,26 @@ class Kernel:
         self._count = len(attributes)
         self._attributes = (_Attribute * self._count)(*attributes)
 
+    def load(self) -> ctypes.c_void_p:
+        """The function on the GPU, when it is compiled."""
+        if self._function is None:
+            cubin = self._cubin.result()
+            torch.cuda.current_stream()  # the context must exist
+            self._module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            check(driver().cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {self._file}")
+            code = driver().cuModuleGetFunction(ctypes.byref(function), self._module, self._name.encode())
+            check(code, self._name)
+            if self.shared > 48 << 10:
+                code = driver().cuFuncSetAttribute(function, _ATTRIBUTE_MAX_DYNAMIC_SHARED, self.shared)
+                check(code, f"{self.shared} bytes of shared memory for {self._name}")
+            self._function = function
+        return self._function
+
     def launch(self, grid: int, threads: int, params: ctypes.Structure, dependent: bool = True) -> None:
         """On the current stream. ``dependent``: may start while the kernel before it runs (it waits by itself)."""
+        if rehearsed(self):
+            return
+        function = self._function or self.load()
         stream = torch.cuda.current_stream().cuda_stream
         config = _Config(
             (grid, 1, 1),
@@ -101,24 +112,27 @@ class Kernel:
             self._count if dependent else self._count - 1,
         )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), "launch")
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), function, arguments, None), "launch")
 
 
-def _compiled(file: str, defines: tuple[tuple[str, int], ...]) -> bytes:
-    """The cubin for this GPU, from the cache folder if it is there."""
+def _target() -> str:
+    """The architecture to compile for."""
     major, minor = torch.cuda.get_device_capability()
-    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-    text, key = source_of(file, defines, f"{arch} {torch.version.cuda}")
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def _compiled(file: str, defines: tuple[tuple[str, int], ...], target: str) -> bytes:
+    """The cubin, from the cache folder if it is there."""
+    text, key = source_of(file, defines, f"{target} {torch.version.cuda}")
     path = cache_folder() / "sgla" / "cuda" / f"{Path(file).stem}-{key}.cubin"
-    if path.is_file():
-        return path.read_bytes()
-    cubin = _nvrtc(text, file, arch)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be writing the same file.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
-        temporary.write(cubin)
-    os.replace(temporary.name, path)
-    return cubin
+
+    def make(scratch: Path) -> Path:
+        (scratch / path.name).write_bytes(_nvrtc(text, file, target))
+        return scratch / path.name
+
+    if not path.exists():
+        make_once(path, make)
+    return path.read_bytes()
 
 
 def source_of(file: str, defines: tuple[tuple[str, int], ...], target: str) -> tuple[str, str]:

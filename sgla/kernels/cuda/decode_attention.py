@@ -79,6 +79,9 @@ def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int, row
     """None, or why this kernel cannot be used."""
     if torch.cuda.get_device_capability()[0] < 9:
         return "it needs compute capability 9.0"
+    shared = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+    if shared < SHARED[0]:
+        return f"it needs {SHARED[0] >> 10} KiB of shared memory a multiprocessor, not {shared >> 10}"
     if dtype != torch.bfloat16:
         return f"it needs a bfloat16 KV cache, not {dtype}"
     if head_dim not in (64, 128, 256):

@@ -20,6 +20,12 @@ MOST_BYTES = 64 << 20  # of a layer's weights; beyond that reading them takes lo
 P = ctypes.c_void_p
 
 
+def gpu_holds_blocks() -> bool:
+    """Whether this GPU has the instructions, and room for all blocks at once: they wait for each other."""
+    properties = torch.cuda.get_device_properties(0)
+    return bool(properties.major >= 9 and properties.multi_processor_count >= BLOCKS)
+
+
 class StepShape(Protocol):
     """What a kernel of a whole step is compiled for."""
 
@@ -89,15 +95,12 @@ class Shape(NamedTuple):
 
     def pays(self, layers: int, vocab: int) -> bool:
         """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other."""
-        properties = torch.cuda.get_device_properties(0)
-        if properties.major < 9 or properties.multi_processor_count < BLOCKS:
-            return False
         even = all(
             n % (BLOCKS * WARPS) == 0 for n in (self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM)
         )
         attends = self.kv_heads in (4, 8, 16) and self.group <= 6 and self.page_size % 16 == 0
         small = 2 * self.layer_weights <= MOST_BYTES and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
-        return even and attends and small and vocab % 4 == 0
+        return gpu_holds_blocks() and even and attends and small and vocab % 4 == 0
 
 
 class LayerWeights(NamedTuple):

@@ -6,11 +6,10 @@ import ctypes
 from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel
-from sgla.kernels.cuda.decode_step import BLOCKS, HEAD_DIM, MAX_LAYERS, WARPS
+from sgla.kernels.cuda.decode_step import BLOCKS, HEAD_DIM, MAX_LAYERS, WARPS, gpu_holds_blocks
 
 PLACE, DEPTH = 2048, 5  # weights of a place of a warp's ring, and places
 P = ctypes.c_void_p
@@ -45,14 +44,12 @@ class MixtureShape(NamedTuple):
 
     def pays(self, layers: int, vocab: int) -> bool:
         """Whether the kernel takes this model on this GPU."""
-        properties = torch.cuda.get_device_properties(0)
-        if properties.major < 9 or properties.multi_processor_count < BLOCKS:
-            return False
         attends = (self.heads, self.kv_heads) == (32, 4) and self.page_size % 16 == 0
         chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in (512, 768, 1024)
         # With an odd number of layers, words that only long steps write could have the number of one that is awaited.
         counts = layers <= MAX_LAYERS and layers % 2 == 0
-        return self.hidden == PLACE and attends and chooses and counts and vocab % 2 == 0
+        fits = self.hidden == PLACE and vocab % 2 == 0
+        return gpu_holds_blocks() and fits and attends and chooses and counts
 
 
 class MixtureWeights(NamedTuple):

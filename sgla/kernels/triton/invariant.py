@@ -90,7 +90,7 @@ def _join(top, total, acc, other_top, other_total, other_acc):
     return new_top, tl.fma(other_total, b, total * a), tl.fma(other_acc, b[:, None], acc * a[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "q_start", "kv_len", "tiles"])
 def _attend(
     q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
     s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, v_scale, softcap, window, chunk, chunks,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +22,7 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
     tl.store(page_table + slot * stride + index, page, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _prepare_decode(
     slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len, out_loc, cum, skip,
     rows, window, HAS_SKIP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,6 +59,11 @@ def _count_tiles(kv_len, cum, rows, window, TILE: tl.constexpr, BLOCK: tl.conste
     tl.store(cum + 1 + r, tl.cumsum(tiles, 0), mask=r < rows)
 
 
+def wake() -> None:
+    """Have Triton find its driver and hash its own files, which what is compiled first has to wait for."""
+    _append_pages.warmup(torch.int32, torch.int32, 1, 1, BLOCK=256, grid=(1,))
+
+
 def append_pages(columns: Tensor, page_table: Tensor) -> None:
     """``columns`` int32[3, count]: slot, index in its table, page."""
     count = columns.shape[1]
@@ -82,11 +88,11 @@ def prepare_decode(
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which gets
     ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row, ``cum[0]`` is 0.
     ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding)."""
-    rows = slots.shape[0]
+    rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
         slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum, rows, window,
-        HAS_SKIP=skip is not None, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4, **_pdl(),
+        HAS_SKIP=skip is not None, TILE=tile, BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 

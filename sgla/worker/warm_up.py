@@ -1,0 +1,128 @@
+"""What a GPU runner does so that no kernel is compiled or loaded under traffic.
+
+While weights load, it walks through every kind of step without launching anything, so that all kernels are compiled at the same
+time. Once its graphs are there it runs requests with all that a request can ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+from sgla.kernels import gpu
+from sgla.kernels.rehearsal import rehearsing
+from sgla.kernels.triton import step
+from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
+from sgla.model.spec import ModelSpec
+from sgla.worker.graphs import DecodeGraphs
+from sgla.worker.prompt_graphs import PromptGraphs
+
+if TYPE_CHECKING:
+    from sgla.worker.cuda import CudaRunner
+
+SIZES = 600, 1000, 2000, 4000, 8000, 3  # tokens of prompts: the libraries have kernels for each size
+EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for grammars
+    temperature=0.8,
+    top_k=9,
+    top_p=0.9,
+    min_p=0.01,
+    logprobs=20,
+    logprob_ids=[0],
+    frequency=0.1,
+    logit_bias=[(0, 0.1)],
+    min_tokens=1,
+    stop_ids=[0],
+    bad_words=[[0], [0, 1]],
+    allowed=[0, 1],
+    thinking=ThinkLimit(1, 0, 1, False),
+)
+
+
+def wake_triton(device: int) -> None:
+    torch.cuda.set_device(device)
+    step.wake()
+
+
+def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
+    """The model has its layers, but no weights: a few of the layers stand for all. Every row has the dummy page. ``woken``: Triton is
+    ready."""
+    torch.cuda.set_device(runner.shard.rank)
+    woken.result()
+    layers = layers_of_all_kinds(runner.model.spec)
+    with torch.inference_mode(), rehearsing():
+        if runner.kv_dtype != runner.dtype:
+            runner.measure_scales()
+        runner.kv = runner.allocate(1, runner.tables.page_size, runner.kv_dtype)[:layers]
+        DecodeGraphs(runner).rehearse()
+        if not runner.deterministic:
+            PromptGraphs(runner).rehearse()
+        runner.activations()
+        sizes = _sizes(runner)
+        for decodes, size in (*((0, size) for size in sizes), (1, sizes[0]), (runner.slots, sizes[0])):
+            for prefix in (0, size // 2):
+                _eager(runner, decodes, size, prefix)
+        for plan in _plans(runner):
+            runner.tables.apply(plan, runner.sampler)
+
+
+def warm_up(runner: CudaRunner) -> None:
+    """Every row has the dummy page."""
+    for plan in _plans(runner):
+        runner.execute(plan)
+    runner.tables.put(np.full((3, 1), runner.slots))
+    runner.flights.forget()
+
+
+def layers_of_all_kinds(spec: ModelSpec) -> int:
+    """How many of the first layers it takes; two at least, since the first one has nothing to add to."""
+    mixtures = spec.moe.layers if spec.moe is not None else ()
+    kinds = [(window, index in mixtures) for index, window in enumerate(spec.windows)]
+    return min(spec.layers, max(2, *(1 + kinds.index(kind) for kind in kinds)))
+
+
+def _sizes(runner: CudaRunner) -> list[int]:
+    return [n for n in SIZES if n <= min(runner.step_tokens, runner.context_len - 1)]
+
+
+def _eager(runner: CudaRunner, decodes: int, size: int, prefix: int) -> None:
+    """A prompt of ``size`` tokens, the first ``prefix`` of which are there, behind decode rows with as many in common."""
+    slots = np.arange(decodes + 1, dtype=np.int32) % runner.slots
+    starts, q_lens = np.full(decodes + 1, prefix, np.int32), np.ones(decodes + 1, np.int32)
+    q_lens[-1] = size - prefix
+    batch = runner.extend_batch(slots, starts, q_lens)
+    with runner.ops.fused(batch.tokens):
+        gpu.force(runner.model.forward(batch, runner.kv))
+
+
+def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
+    """Prompts as a whole and behind a prefix, then a decode step with a new page."""
+    for size in _sizes(runner):
+        for start in (0, size // 2):
+            row = NewRow(
+                slot=0,
+                tokens=bytes(4 * size),
+                prompt_len=size,
+                pages=bytes(4 * -(-size // runner.tables.page_size)),
+                sampling=EVERYTHING,
+            )
+            yield _lone_row(start, size - start, row)
+    one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
+    yield msgspec.structs.replace(_lone_row(3, 1), page_slots=zero, page_counts=one, page_ids=zero)
+
+
+def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
+    """Slot 0 alone computes ``count`` tokens from ``start`` on and samples."""
+    columns = [np.array([value], np.int32).tobytes() for value in (0, start, count)]
+    return StepPlan(
+        step=0,
+        slots=columns[0],
+        starts=columns[1],
+        q_lens=columns[2],
+        flags=bytes([SAMPLE]),
+        new=[new] if new else [],
+    )

@@ -1,0 +1,196 @@
+"""A CUDA runner without a GPU: torch's operations run on the CPU, our kernels and Triton's are not compiled, and a launch only says
+that it was.
+
+``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
+``model``), sends it steps of every kind, and prints for each how many kernels its rehearsal asked for and what was launched besides.
+Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+
+from sgla.config import Config
+from sgla.hub.source import ModelSource
+from sgla.kernels.cuda import build, tensor_map
+from sgla.messages import SAMPLE, StepPlan
+from sgla.model import load
+from sgla.worker import cuda
+
+ROWS = 24
+
+
+class OnCpu(TorchFunctionMode):
+    """What is asked of a GPU is done here; products, which cost time, give zeros, as does memory that is not set."""
+
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {k: _cpu(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        args = [_cpu(arg) for arg in args]
+        if f is torch.nn.functional.linear:
+            return args[0].new_zeros(*args[0].shape[:-1], len(args[1]))
+        if f in (torch.mm, torch._scaled_mm):
+            dtype, out = kwargs.get("out_dtype", args[0].dtype), kwargs.get("out")
+            return torch.zeros(len(args[0]), args[1].shape[1], dtype=dtype) if out is None else out
+        return ZEROS.get(f, f)(*args, **kwargs)
+
+
+ZEROS: dict[Any, Any] = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    torch.Tensor.new_empty: torch.Tensor.new_zeros,
+}
+
+
+def _cpu(value: Any) -> Any:
+    return "cpu" if isinstance(value, str | torch.device) and str(value).startswith("cuda") else value
+
+
+class Nothing:
+    """Has every method, and none does anything."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0
+
+
+class Driver(Nothing):
+    def get_current_target(self) -> Any:
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+
+def pretend() -> None:
+    """An H200."""
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10
+    )
+
+    @contextlib.contextmanager
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    answers = {
+        "is_available": True,
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "get_device_name": "",
+        "current_device": 0,
+        "device_count": 1,
+        "mem_get_info": (100 << 30, 100 << 30),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"):
+        setattr(torch.cuda, name, lambda *args: None)
+    for name in ("Event", "Stream", "CUDAGraph", "current_stream"):
+        setattr(torch.cuda, name, Nothing)
+    for name in ("stream", "graph"):
+        setattr(torch.cuda, name, nothing)
+    for name in ("cuda", "pin_memory"):
+        setattr(torch.Tensor, name, lambda self, *args, **kwargs: self)
+    build.driver = tensor_map.driver = Nothing
+    triton.runtime.driver.set_active(Driver())
+    load.load_weights = lambda *args, **kwargs: None
+
+
+class Launches:
+    """What is launched, or asked for in a rehearsal."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        launch, launches = build.Kernel.launch, self.seen
+
+        def compiled(file: str, defines: Any, target: str) -> bytes:
+            return f"{file} {defines}".encode()
+
+        def launched(self: build.Kernel, *args: Any, **kwargs: Any) -> None:
+            launches.add(self._cubin.result().decode())
+            launch(self, *args, **kwargs)
+
+        def compile_(self: Any, key: str, signature: Any, device: int, *args: Any) -> Any:
+            return SimpleNamespace(name=f"{self.__name__} {key}")
+
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            launches.add(ask(self, *args, grid=grid, warmup=True, **options).name)
+
+        ask = triton.JITFunction.run
+        build._compiled, build.Kernel.launch, build.Kernel.load = (
+            compiled,
+            launched,
+            lambda self: ctypes.c_void_p(1),
+        )
+        triton.JITFunction._do_compile, triton.JITFunction.run = compile_, run
+
+
+def steps(runner: cuda.CudaRunner) -> Iterator[StepPlan]:
+    """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind prefixes."""
+    half = runner.context_len // 2
+    for rows in range(1, runner.slots + 1):
+        yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
+    for decodes in (0, 1, 5, runner.slots - 1):
+        for start, size in ((0, 2), (0, 100), (1, 17), (0, half), (half, 300)):
+            yield plan([*((slot, start, 1) for slot in range(decodes)), (runner.slots - 1, start, size)])
+        yield plan(
+            [
+                *((slot, 3, 1) for slot in range(decodes)),
+                *((slot, 0, 3) for slot in range(decodes, runner.slots)),
+            ]
+        )
+
+
+def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
+    """``rows``: slot, start, length."""
+    slots, starts, lens = (np.array(values, np.int32).tobytes() for values in zip(*rows))
+    return StepPlan(
+        step=0, slots=slots, starts=starts, q_lens=lens, flags=bytes([SAMPLE]) * len(rows), new=[]
+    )
+
+
+def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
+    rehearse, asked = cuda.rehearse, set()
+
+    def walk(*args: Any) -> None:
+        with OnCpu():  # modes belong to a thread
+            launches.seen.clear()
+            rehearse(*args)
+            asked.update(launches.seen)
+
+    cuda.rehearse = walk
+    settings = {
+        "step_tokens": 1024,
+        "context_length": 1024,
+        "max_running_requests": ROWS,
+        "kv_cache_bytes": 64 << 20,
+    }
+    config = Config(device="cuda", load_format="dummy", **settings | case.get("config", {}))
+    with OnCpu():
+        runner = cuda.CudaRunner(
+            config, ModelSource("dummy", Path("."), (), case["model"], {}), 0, 1, "", lambda p: None
+        )
+        for step in steps(runner):
+            runner.execute(step)
+    cuda.rehearse = rehearse
+    return {"asked": len(asked), "late": sorted(launches.seen - asked)}
+
+
+if __name__ == "__main__":
+    pretend()
+    launches = Launches()
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(check(case, launches)), flush=True)

@@ -1,0 +1,104 @@
+"""What a runner rehearses is what it launches later, and a rehearsal compiles all of it at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgla.kernels.build import make_once
+from sgla.kernels.cuda import build
+
+HERE = Path(__file__).parent
+# With so many KV heads all graphs cut decode attention finely, so that only eager steps cut it coarsely.
+DENSE = {"num_hidden_layers": 2, "vocab_size": 3000, "num_attention_heads": 32, "num_key_value_heads": 32}
+MIXTURE = {"num_hidden_layers": 2, "vocab_size": 3000, "moe_intermediate_size": 128}
+CASES = {
+    "dense": ("qwen3-0.6b", DENSE, {}),
+    "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
+    "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
+    "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
+}
+
+
+def test_nothing_is_launched_that_was_not_rehearsed() -> None:
+    """In a process of its own: see ``fake_gpu.py``."""
+    models = HERE.parents[1] / "bench/models"
+    cases = [
+        {"model": json.loads((models / name / "config.json").read_text()) | changes, "config": config}
+        for name, changes, config in CASES.values()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')", json.dumps(cases)],
+        cwd=HERE, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert {name: case["late"] for name, case in found.items()} == {name: [] for name in CASES}
+    assert min(case["asked"] for case in found.values()) > 20
+
+
+class Compiler:
+    """In the place of NVRTC. Compiles when all whom ``together`` wants are there."""
+
+    def __init__(self, together: int) -> None:
+        self.barrier, self.texts = threading.Barrier(together), list[str]()
+
+    def __call__(self, text: str, name: str, target: str) -> bytes:
+        self.texts.append(text)
+        self.barrier.wait(20)
+        if "broken" in text:
+            raise RuntimeError(f"{name} does not compile")
+        return text.encode()
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "source_folder", lambda device: tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    (tmp_path / "a.cu").write_text("kernel")
+    (tmp_path / "b.cu").write_text("broken")
+
+
+def test_kernels_compile_side_by_side_and_once(sources: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "compilers", lambda: pool)
+    compiler = Compiler(3)
+    monkeypatch.setattr(build, "_nvrtc", compiler)
+    with ThreadPoolExecutor(6) as pool:
+        kernels = [build.Kernel("a.cu", "a", {"N": n % 3}) for n in range(6)]
+        texts = [kernel._cubin.result(30) for kernel in kernels]
+    assert texts == [f"#define N {n % 3}\nkernel".encode() for n in range(6)]
+    assert len(compiler.texts) == 3
+    assert build._compiled("a.cu", (("N", 1),), "sm_90a") == texts[1]
+    assert len(compiler.texts) == 3  # found on disk
+
+
+def test_who_needs_a_kernel_hears_of_its_failure(sources: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_nvrtc", Compiler(1))
+    kernel = build.Kernel("b.cu", "b", {})
+    with pytest.raises(RuntimeError, match="b.cu does not compile"):
+        kernel.load()
+
+
+def test_make_once_leaves_nothing_half_made(tmp_path: Path) -> None:
+    def fail(scratch: Path) -> Path:
+        (scratch / "x").write_text("half")
+        raise OSError("disk full")
+
+    def make(scratch: Path) -> Path:
+        (scratch / "x").write_text("whole")
+        return scratch / "x"
+
+    with pytest.raises(OSError, match="disk full"):
+        make_once(tmp_path / "x", fail)
+    assert not (tmp_path / "x").exists()
+    make_once(tmp_path / "x", make)
+    make_once(tmp_path / "x", fail)
+    assert (tmp_path / "x").read_text() == "whole"
