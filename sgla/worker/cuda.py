@@ -328,13 +328,18 @@ class CudaRunner:
     def _extend(
         self, plan: StepPlan, slots: Any, starts: Any
     ) -> tuple[Tensor, int, list[Scored], Undrawn | None]:
-        """A step with prompt tokens, run eagerly. Decode rows go first, then what has a history (see ``ExtendRows``), which the row
-        numbers of the result must not show."""
+        """A step with prompt tokens."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         graphs = self._captures and not self.deterministic and self.prompts.takes(starts, q_lens, flags)
         if graphs and not self._share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, undrawn = self.prompts.run(slots, starts, q_lens, flags)
             return out, count, [], undrawn
+        return self.run_eagerly(plan)
+
+    def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Undrawn | None]:
+        """Decode rows go first, then what has a history (see ``ExtendRows``), which the row numbers of the result must not show."""
+        slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
+        flags = np.frombuffer(plan.flags, np.uint8)
         order = np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
         batch = self.extend_batch(slots, starts, q_lens)

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 
-from sgla.kernels import gpu
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import step
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
@@ -61,11 +60,11 @@ def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
         DecodeGraphs(runner).rehearse()
         if not runner.deterministic:
             PromptGraphs(runner).rehearse()
-        runner.activations()
         sizes = _sizes(runner)
         for decodes, size in (*((0, size) for size in sizes), (1, sizes[0]), (runner.slots, sizes[0])):
             for prefix in (0, size // 2):
-                _eager(runner, decodes, size, prefix)
+                runner.run_eagerly(_behind(decodes, size, prefix, runner.slots))
+        runner.activations()
         for plan in _plans(runner):
             runner.tables.apply(plan, runner.sampler)
 
@@ -89,14 +88,9 @@ def _sizes(runner: CudaRunner) -> list[int]:
     return [n for n in SIZES if n <= min(runner.step_tokens, runner.context_len - 1)]
 
 
-def _eager(runner: CudaRunner, decodes: int, size: int, prefix: int) -> None:
+def _behind(decodes: int, size: int, prefix: int, slots: int) -> StepPlan:
     """A prompt of ``size`` tokens, the first ``prefix`` of which are there, behind decode rows with as many in common."""
-    slots = np.arange(decodes + 1, dtype=np.int32) % runner.slots
-    starts, q_lens = np.full(decodes + 1, prefix, np.int32), np.ones(decodes + 1, np.int32)
-    q_lens[-1] = size - prefix
-    batch = runner.extend_batch(slots, starts, q_lens)
-    with runner.ops.fused(batch.tokens):
-        gpu.force(runner.model.forward(batch, runner.kv))
+    return _step([(row % slots, prefix, 1 if row < decodes else size - prefix) for row in range(decodes + 1)])
 
 
 def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
@@ -110,19 +104,19 @@ def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
                 pages=bytes(4 * -(-size // runner.tables.page_size)),
                 sampling=EVERYTHING,
             )
-            yield _lone_row(start, size - start, row)
+            yield _step([(0, start, size - start)], row)
     one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
-    yield msgspec.structs.replace(_lone_row(3, 1), page_slots=zero, page_counts=one, page_ids=zero)
+    yield msgspec.structs.replace(_step([(0, 3, 1)]), page_slots=zero, page_counts=one, page_ids=zero)
 
 
-def _lone_row(start: int, count: int, new: NewRow | None = None) -> StepPlan:
-    """Slot 0 alone computes ``count`` tokens from ``start`` on and samples."""
-    columns = [np.array([value], np.int32).tobytes() for value in (0, start, count)]
+def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None) -> StepPlan:
+    """``rows``: slot, position of the first token, and how many tokens are computed before one is sampled."""
+    slots, starts, q_lens = (np.array(values, np.int32).tobytes() for values in zip(*rows))
     return StepPlan(
         step=0,
-        slots=columns[0],
-        starts=columns[1],
-        q_lens=columns[2],
-        flags=bytes([SAMPLE]),
+        slots=slots,
+        starts=starts,
+        q_lens=q_lens,
+        flags=bytes([SAMPLE]) * len(rows),
         new=[new] if new else [],
     )
