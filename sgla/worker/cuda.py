@@ -221,7 +221,7 @@ class CudaRunner:
             step_tokens=self.step_tokens,
             step_tile=STEP_TILE,
             mixed_tokens=self.prompts.limit,
-            mixed_prompts=REAL if self._captures and not self._deterministic else 0,
+            mixed_prompts=REAL if self._captures and not self.deterministic else 0,
             dtype=self._dtype_name,
             device=torch.cuda.get_device_name(),
             ledger=self.ledger,
