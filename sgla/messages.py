@@ -397,10 +397,9 @@ class Facts(msgspec.Struct, kw_only=True):
     dtype: str
     device: str
     step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
-    mixed_tokens: int = (
-        0  # of a step with decode rows and prompts that costs the host nothing; 0: there are none
-    )
-    mixed_prompts: int = 0  # and its prompts
+    # Up to so many tokens a step with decode rows reads a prompt more cheaply than a larger one, if it has so many prompts at most.
+    mixed_tokens: int = 0
+    mixed_prompts: int = 0  # 0: there are no such steps
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why
