@@ -10,6 +10,7 @@
 // residual, leaves the sum times the norm's weight, and for its columns the sums of the squares of each row. The second
 // (SCALED) adds these up while its weights come, in a fixed order, and divides its results by the rms.
 #include "wgmma.cuh"
+#include "race.cuh"
 
 #ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
 #define BM 128
@@ -32,7 +33,7 @@
 #ifndef SCALED  // 1: rows of the result are divided by the rms of rows of which the kernel before left the squares' sums
 #define SCALED 0
 #endif
-#ifndef EPILOGUE  // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
+#ifndef EPILOGUE  // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up; 6: float32, or their race
 #define EPILOGUE 0
 #endif
 
@@ -45,7 +46,7 @@ constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32) + SCALED * 32;
 static_assert(!(TIGHT && SCALED), "the loading group gives up registers as a whole");
 constexpr int WIDTH = TIGHT ? 128 : BN, ACC = BN / 2, SHARE = ACC / SPLIT;  // of an instruction; sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
-constexpr bool ADD = EPILOGUE == 1;
+constexpr bool ADD = EPILOGUE == 1, RACE = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr int COLS = GATED ? BM / 2 : BM;  // output columns of a tile
 
@@ -59,8 +60,9 @@ struct Params {
   const float* row_squares;  // SCALED: [parts][row_stride]
   float4* sums;       // GLOBAL: [tile][to][from][SHARE / 4][CONSUMERS]
   u32* counts;        // GLOBAL: [tile], arrivals since ever
+  Race race;
   int m, n, k, tiles, row_tiles, x_rows;  // tiles: of weight rows; x_rows: of one load
-  int parts, row_stride;
+  int parts, row_stride, first;  // first: token of a vocabulary's part
   float eps;
 };
 
@@ -158,7 +160,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
       const float2 s = *reinterpret_cast<const float2*>(scales + j * 2 + t * 2);
       d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
     }
-    if (EPILOGUE == 3) {
+    if (EPILOGUE == 3 || RACE) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = row + t * 2 + (i & 1), col = n + g + (i & 2) * 4;
@@ -291,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   extern __shared__ unsigned char smem[];
   __shared__ __align__(16) float scales[SCALED ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
+  __shared__ __align__(16) Runners<RACE ? BN : 1> runners;
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
   const Work work(p);
   if (threadIdx.x == 0) {
@@ -315,6 +318,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   const bool leads = threadIdx.x % 128 == 0;
+  bool races = false;
+  long long given = WORST, known = WORST;  // of the row that this thread gives to the other blocks, and has of them
+  if constexpr (RACE) {
+    pdl_wait();
+    races = *p.race.plain;
+    line_up(p.race, runners, p.m);
+    consumers_sync();
+  }
   Slot<STAGES> slot;
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
@@ -324,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
       pdl_wait();
       load_residual<SHARE>(p, kept, tile.w, row);
     }
+    if (RACE && races && threadIdx.x < p.m) known = __ldcg(p.race.keys + threadIdx.x);
     float acc[ACC] = {};
     u32 used = 0;  // the barrier of the stage before
     for (int i = 0; i < work.count; ++i, slot.next()) {
@@ -356,6 +368,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     if (SCALED) barrier_wait(smem_addr(&scaled), 0);
     if constexpr (ADD) {
       store_add(p, sum, kept, tile.w, row, warp_squares);
+    } else if (RACE && races) {
+      if (threadIdx.x < p.m && known > runners.best[threadIdx.x]) {
+        const float least = least_of(score_of(known), runners.one[threadIdx.x]);
+        if (runners.least[threadIdx.x] < least) runners.least[threadIdx.x] = least;
+      }
+      const int n = tile.w * COLS + threadIdx.x / 32 * 16;
+      run(sum, runners, p.first + n, p.n - n);
+      consumers_sync();
+      if (threadIdx.x < p.m) {
+        const long long best = *const_cast<volatile long long*>(&runners.best[threadIdx.x]);
+        if (best > given) atomicMax(p.race.keys + threadIdx.x, given = best);
+      }
     } else {
       store(p, sum, tile.w, row, scales + work.rank * DONE_ROWS);
     }

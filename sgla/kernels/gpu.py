@@ -61,6 +61,15 @@ class FusedDecode(Protocol):
 
 
 @dataclass(slots=True)
+class Output:
+    """Where logits go, and who draws from them: ``drawn``, if that was the layer which computes them."""
+
+    out: Tensor | None
+    race: batch_gemm.Race | None
+    drawn: bool = False
+
+
+@dataclass(slots=True)
 class LazyNorm:
     """RMSNorm of ``x`` that the next linear computes on the way."""
 
@@ -135,6 +144,17 @@ class LazyBatch:
         if config is None:
             return None
         return batch_gemm.linear(self._rows, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
+
+    def logits(self, output: Output) -> Tensor | None:
+        """As ``run``, with the race if there is one."""
+        x, race = force(self.x), output.race
+        config = None if race is None else batch_gemm.choose_race(x.shape[0])
+        if config is None:
+            return self.run(batch_gemm.FLOAT32, output.out)
+        output.drawn = True
+        return batch_gemm.linear(
+            x, self.weight, config, bias=self.bias, epilogue=batch_gemm.RACE, out=output.out, race=race
+        )
 
     def add(self, norm: Norm) -> LazyScale | None:
         """The norm, whose residual is added to in place. None: the kernel does not gain."""
@@ -263,8 +283,7 @@ class GpuOps:
         self.attend, self._deterministic, self._e4m3, self._mixtures = attend, deterministic, e4m3, mixtures
         self._fuse, self._batched = False, False
         self._decode: FusedDecode | None = None
-        self._float32 = False  # the next linear is the output layer
-        self._out: Tensor | None = None  # where its result goes
+        self._output: Output | None = None  # the next linear is the output layer
 
     @contextmanager
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
@@ -289,13 +308,15 @@ class GpuOps:
             self.attend = kept
 
     @contextmanager
-    def float32_output(self, out: Tensor | None = None) -> Iterator[None]:
-        """Linear layers give float32, as logits should be, if possible in ``out``."""
-        self._float32, self._out = True, out
+    def float32_output(
+        self, out: Tensor | None = None, race: batch_gemm.Race | None = None
+    ) -> Iterator[Output]:
+        """Linear layers give float32, as logits should be, if possible in ``out``. If possible they run ``race`` too."""
+        self._output = Output(out, race)
         try:
-            yield
+            yield self._output
         finally:
-            self._float32, self._out = False, None
+            self._output = None
 
     def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float) -> Tensor:
         if isinstance(weight, Tensor):
@@ -339,34 +360,33 @@ class GpuOps:
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
+        output = self._output
         if self._batched and dense and batch_gemm.supported(w.n, w.k):
-            later = isinstance(x, LazyScale) and not self._float32
+            later = isinstance(x, LazyScale) and output is None
             batch = LazyBatch(x if later else force(x).contiguous(), w.data, bias)
-            y = batch.run(batch_gemm.FLOAT32, self._out) if self._float32 else batch
+            y = batch if output is None else batch.logits(output)
             if y is not None:
                 return y
         if self._fuse and (dense or e4m3) and w.k % (128 if e4m3 else 64) == 0 and w.n >= 64:
             x = x if isinstance(x, LazyNorm) else force(x)
             if isinstance(x, LazyNorm) or x.dtype == torch.bfloat16:
                 lazy = LazyLinear(x, w.data, w.scale, bias)
-                if not self._float32:
+                if output is None:
                     return lazy
                 if lazy.fusable:
-                    return lazy.run(skinny_gemm.FLOAT32, self._out)
-        aligned = w.n % 16 == w.k % 16 == 0 and not self._float32
+                    return lazy.run(skinny_gemm.FLOAT32, output.out)
+        aligned = w.n % 16 == w.k % 16 == 0 and output is None
         if e4m3 and w.scale is not None and aligned and not self._deterministic:
             return fp8.linear(rounded(x), w.data, w.scale, bias)
         x = force(x)
         weight = w.data if dense or w.kind == "f32" else w.dequant(x.dtype)
         if self._deterministic:
-            out = (
-                x.new_empty(x.shape[0], w.n, dtype=torch.float32)
-                if self._float32 and self._out is None
-                else self._out
-            )
+            out = None if output is None else output.out
+            if output is not None and out is None:
+                out = x.new_empty(x.shape[0], w.n, dtype=torch.float32)
             return invariant.linear(x, weight, bias, out)
-        if self._float32 and weight.dtype == torch.bfloat16:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=self._out)
+        if output is not None and weight.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=output.out)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def qk_norm_rope_store(

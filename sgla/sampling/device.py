@@ -15,6 +15,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.grammar.matcher import set_bits
 from sgla.kernels.cuda import cuts as fast
+from sgla.kernels.cuda.batch_gemm import Race
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.messages import LogprobBlock, NewRow, RowSampling
@@ -131,6 +132,16 @@ class DeviceSampler:
     ) -> None:
         """Tokens of rows ``logits``, float32[S, this rank's part of V], into ``out`` and the token table. Capturable."""
         self._race(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
+
+    def race(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> Race:
+        """What the output layer needs to draw instead of ``draw``; then ``land`` does the rest."""
+        first = self._shard.range(self._vocab).start
+        return Race(slots, positions, self.seeds, self.temperatures, keys, plain, first)
+
+    def land(self, race: Race, out: Tensor, landing: sampling.Landing) -> None:
+        sampling.follow(
+            race.keys, race.slots, race.positions, self._tokens, out, self._best_of_ranks, landing
+        )
 
     def _race(
         self,

@@ -16,7 +16,7 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.attention.native import NativeDecode
 from sgla.kernels.triton import step
-from sgla.kernels.triton.sampling import Landing
+from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Undrawn
 
 if TYPE_CHECKING:
@@ -67,19 +67,21 @@ class Capture:
 
 class Columns(NamedTuple):
     """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1: padding), positions of
-    the sampled one (0: padding); and int32[1], where the tokens land."""
+    the sampled one (0: padding); and int32[1] each: where the tokens land, and whether a draw by temperature serves all rows."""
 
     slots: Any
     starts: Any
     ends: Any
     stage: Any
+    plain: Any
 
     @staticmethod
     def of(flat: Any, size: int) -> Columns:
         """``flat`` int32[``length(size)``, at least]: each column begins at a multiple of 16 bytes."""
         each = -(-size // 4) * 4
         slots, starts, ends = (flat[i * each : i * each + size] for i in range(3))
-        return Columns(slots, starts, ends, flat[3 * each : 3 * each + 1])
+        stage, plain = (flat[3 * each + i : 3 * each + i + 1] for i in range(2))
+        return Columns(slots, starts, ends, stage, plain)
 
     @staticmethod
     def length(size: int) -> int:
@@ -116,6 +118,7 @@ class DecodeGraphs:
         self._one_row = runner.model.decode_step(runner.kv) if native else None
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in runner.windows}
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
+        self._keys = torch.full((self.limit,), WORST, dtype=torch.int64, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
 
     def rehearse(self) -> None:
@@ -138,7 +141,7 @@ class DecodeGraphs:
     def _forward(self, size: int, cascade: bool = False) -> None:
         """The step of ``size`` rows described by ``plan``; ``cascade``: with the prefixes in the buffer."""
         runner, tables = self._runner, self._runner.tables
-        slots, starts, ends, stage = Columns.of(self.plan, size)
+        slots, starts, ends, stage, plain = Columns.of(self.plan, size)
         landing = Landing(self._landed, stage)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
         first, *others = runner.windows
@@ -175,8 +178,13 @@ class DecodeGraphs:
         fused = decode if isinstance(decode, NativeDecode) and not cascade else None
         with runner.ops.fused(size, fused):
             hidden = runner.model.forward(batch, runner.kv)
-            with runner.ops.float32_output(self._logits[:size]):
+            race = runner.sampler.race(slots, ends, self._keys[:size], plain)
+            racing = None if runner.model.lm_head.softcap else race
+            with runner.ops.float32_output(self._logits[:size], racing) as output:
                 logits = runner.model.logits_part(hidden)
+        if output.drawn:
+            runner.sampler.land(race, self.out[:size], landing)
+            return
         if logits.data_ptr() != self._logits.data_ptr():  # a soft cap or an all-gather made another tensor
             self._logits[:size].copy_(logits)
         runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size], landing)
@@ -202,7 +210,7 @@ class DecodeGraphs:
         host.slots[:rows], host.starts[:rows] = slots, starts
         host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._runner.slots, -1, 0
         np.add(starts, 1, out=host.ends[:rows])
-        host.stage[0] = stage
+        host.stage[0], host.plain[0] = stage, self._runner.sampler.plain(slots)
         self.plan[: len(pinned)].copy_(pinned, non_blocking=True)
         return stage
 

@@ -398,6 +398,38 @@ def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float)
     assert (apart <= full_p.gather(1, few.clamp(max=vocab - 1))[:, 0] + 2e-5).all(), (kept, expected, apart)
 
 
+@pytest.mark.parametrize("m", [9, 33, 64, 100, 192])
+@pytest.mark.parametrize(("n", "first"), [(151936, 0), (10008, 4000)])
+def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, first: int) -> None:
+    from sgla.kernels.cuda import batch_gemm
+    from sgla.kernels.triton import sampling
+
+    config = batch_gemm.choose_race(m)
+    assert config is not None
+    weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
+    x = torch.randn(m, 1024, dtype=BF16, device="cuda")
+    slots, positions = torch.randperm(m, device="cuda").int(), torch.arange(1, m + 1, device="cuda").int()
+    seeds = torch.randint(0, 1 << 62, (m,), device="cuda")
+    temperatures = torch.rand(m, device="cuda") * 2
+    temperatures[::5] = 0
+    weight[n // 2] = weight[17]  # greedy rows take the first of equal ones
+    keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
+    plain = torch.zeros(1, dtype=torch.int32, device="cuda")
+    race = batch_gemm.Race(slots, positions, seeds, temperatures, keys, plain, first)
+    logits = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+    assert relative(logits, x.double() @ weight.double().t()) < 1e-5
+    assert (keys == sampling.WORST).all()
+    tables, outs = torch.zeros(2, m, m + 2, device="cuda").int(), torch.zeros(2, m, device="cuda").int()
+    sampling.sample(logits, slots, positions, seeds, temperatures, tables[0], outs[0], first=first)
+    plain += 1
+    for _ in range(3):
+        untouched = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race, out=logits * 0)
+        sampling.follow(keys, slots, positions, tables[1], outs[1])
+        assert not untouched.any()
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(tables[0], tables[1])
+
+
 def test_sampling_at_full_vocabulary() -> None:
     from sgla.kernels.cuda.cuts import find_cuts
     from sgla.kernels.triton import sampling

@@ -17,6 +17,7 @@ MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 128, 192, 256  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
+RACE = 6  # 5 is that of ``prompt_gemm``
 SMALL = 4 << 20  # elements of a weight that gains from tiles of few rows
 VOCABULARY = 100_000  # rows of a weight that is an output layer
 
@@ -30,11 +31,15 @@ class _Params(ctypes.Structure):
             for name in ("bias", "out", "residual", "norm", "squares", "row_squares", "sums", "counts")
         ),
         *(
+            (name, ctypes.c_void_p)
+            for name in ("slots", "positions", "seeds", "temperatures", "keys", "plain")
+        ),
+        *(
             (name, ctypes.c_int)
-            for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows", "parts", "row_stride")
+            for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows", "parts", "row_stride", "first")
         ),
         ("eps", ctypes.c_float),
-        ("pad", ctypes.c_int * 7),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 10),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -56,6 +61,20 @@ class Unscaled(NamedTuple):
     x: Tensor
     squares: Tensor
     eps: float
+
+
+class Race(NamedTuple):
+    """What the output layer needs to draw tokens, as ``kernels/triton/sampling.py`` would, where ``plain`` int32[1] is not 0;
+    elsewhere it leaves logits. ``slots``, ``positions`` int32[S]; ``seeds`` int64 and ``temperatures`` float32 by slot. The best
+    goes to ``keys`` int64[S], which must be ``WORST`` before; the weight has the tokens from ``first`` on."""
+
+    slots: Tensor
+    positions: Tensor
+    seeds: Tensor
+    temperatures: Tensor
+    keys: Tensor
+    plain: Tensor
+    first: int
 
 
 def supported(n: int, k: int) -> bool:
@@ -96,6 +115,13 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     return None
 
 
+def choose_race(m: int) -> Config | None:
+    """For the output layer where it draws. With more than 192 rows the products wait for the race: nothing is gained."""
+    if m > 192:
+        return None
+    return Config(64, 1) if m <= 64 else Config(192, 1, 1)
+
+
 def _cut_rows(m: int, n: int, k: int) -> Config:
     """For a weight that is read within the time that a kernel takes to start: tiles of 64 rows of x, for more blocks."""
     count, blocks = processors(), -(-n // 64) * -(-m // 64)
@@ -108,9 +134,10 @@ def _cut_rows(m: int, n: int, k: int) -> Config:
 @cache
 def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
     stage = (config.tile + rows) * 128
+    # Scales, parts of squares, or what a row's race needs.
     kept = (
-        4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split))
-    )  # scales, parts of squares
+        4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == RACE))
+    )
     stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "STAGES": stages, "EPILOGUE": epilogue, "SCALED": int(scaled)}
@@ -133,16 +160,17 @@ def linear(
     bias: Tensor | None = None,
     epilogue: int = STORE,
     out: Tensor | None = None,
+    race: Race | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``supported``.
 
-    Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
+    Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; RACE, see ``Race``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
-        dtype = torch.float32 if epilogue == FLOAT32 else rows.dtype
+        dtype = torch.float32 if epilogue in (FLOAT32, RACE) else rows.dtype
         out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
-    _launch(x, weight, config, bias, epilogue, out)
+    _launch(x, weight, config, bias, epilogue, out, race=race)
     return out
 
 
@@ -166,6 +194,7 @@ def _launch(
     out: Tensor,
     norm: Norm | None = None,
     squares: Tensor | None = None,
+    race: Race | None = None,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
@@ -185,12 +214,13 @@ def _launch(
     assert not scaled or blocks % row_tiles == 0, "the scales of one tile's rows are kept"
     residual, factors = (norm.residual, norm.weight) if norm is not None else (None, None)
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
+    racing = (None,) * 6 if race is None else race[:6]
     params = _Params(
         _weight_map(weight.data_ptr(), n, k, config.tile, gated),
         tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
-        *(None if t is None else t.data_ptr() for t in tensors),
+        *(None if t is None else t.data_ptr() for t in (*tensors, *racing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
-        0 if row_squares is None else row_squares.shape[0], _row_stride(m), eps,
+        0 if row_squares is None else row_squares.shape[0], _row_stride(m), 0 if race is None else race.first, eps,
     )  # fmt: skip
     kernel = _kernel(config, rows, epilogue, scaled)
     loaders = 128 if config.tile == 192 and rows == 256 else 32

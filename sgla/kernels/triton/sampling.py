@@ -163,12 +163,15 @@ def _make_keys(
     tl.store(keys + tl.program_id(0).to(tl.int64), (order.to(tl.int64) << 32) | low)
 
 
-@triton.jit(do_not_specialize_on_alignment=["place"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
 def _use_keys(
-    keys, slots, positions, table, stride, out, landing, landing_stride, place, LANDS: tl.constexpr
-):
+    keys, slots, positions, table, stride, out, landing, landing_stride, place,
+    LANDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = ~tl.load(keys + row).to(tl.int32)
+    token = tl.maximum(~tl.load(keys + row).to(tl.int32), 0)
+    tl.store(keys + row, -(1 << 63))
     tl.store(out + row, token)
     _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
@@ -347,11 +350,12 @@ def follow(
     positions: Tensor,
     table: Tensor,
     out: Tensor,
-    best_of_ranks: Callable[[Tensor], None],
+    best_of_ranks: Callable[[Tensor], None] | None = None,
     landing: Landing | None = None,
 ) -> None:
-    """The end of ``sample``. A rank that does not draw has ``keys`` of ``WORST``."""
-    best_of_ranks(keys)
+    """The end of ``sample``. A rank that does not draw has ``keys`` of ``WORST``, which it leaves."""
+    if best_of_ranks is not None:
+        best_of_ranks(keys)
     _use_keys[(keys.shape[0],)](
         keys,
         slots,
@@ -362,6 +366,7 @@ def follow(
         *_landing(landing, out),
         LANDS=landing is not None,
         num_warps=1,
+        **_pdl(),
     )
 
 
