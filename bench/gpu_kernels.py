@@ -299,15 +299,16 @@ def bench_small() -> None:
 
 
 def bench_prefill() -> None:
+    """Whole prompts, with k and v beside q."""
     import numpy as np
 
     from sgla.attention import ExtendRows
 
-    for heads, kv_heads in ((16, 8), (32, 8)):
-        for rows, length in ((1, 128), (2, 4096), (1, 8192), (16, 512)):
-            q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
+    for heads, kv_heads in ((16, 8), (32, 8), (32, 4)):
+        for rows, length in ((1, 128), (1, 1024), (1, 4096), (2, 4096), (1, 8192), (16, 512)):
+            _, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
             tokens = rows * length
-            q = torch.randn(tokens, heads * 128, dtype=BF16, device="cuda")
+            q = torch.randn(tokens, (heads + 2 * kv_heads) * 128, dtype=BF16, device="cuda")[:, : heads * 128]
             lens = np.full(rows, length, np.int32)
             batch.extend = ExtendRows(
                 np.arange(rows, dtype=np.int32), lens, lens, batch.page_table.cpu().numpy()
@@ -315,15 +316,21 @@ def bench_prefill() -> None:
             batch.q_start = torch.arange(rows + 1, device="cuda").int() * length
             batch.decode_rows, batch.tokens = 0, tokens
             flops = 4 * heads * 128 * length * length / 2 * rows
-            for name in ("auto", "triton"):
+            for name in ("auto", "flashinfer"):
                 shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
                 attend = attention.choose(name, shape, 0.088)[0]
                 attend.plan(batch)
-                us = time_us(lambda attend=attend: attend(q, layers[0], batch, 0.088, 0, 0.0), 1)
+
+                def body(attend: Any = attend) -> None:
+                    for _ in range(4):
+                        attend(q, layers[0], batch, 0.088, 0, 0.0)
+
+                us = time_us(body, 4)
                 emit(
                     bench="prefill",
                     kernel=attend.extend.name,
                     heads=heads,
+                    kv_heads=kv_heads,
                     rows=rows,
                     length=length,
                     us=round(us, 1),

@@ -1,8 +1,10 @@
-// Causal attention of prompt rows over the pages, on `wgmma`.
+// Causal attention of prompts, on `wgmma`.
 //
-// A block takes a tile: some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every key up to
-// them. One warp feeds the rings of keys and values with the copy engine, 16 tokens of a page at a time; two groups of warps
-// multiply 64 rows each, the scores of the next keys behind the softmax of these (as FlashAttention 3, Shah et al., 2024).
+// A tile is some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every key up to them, the
+// last keys first. Blocks stay and take tiles by turns. One warp feeds the rings of keys and values with the copy engine, from pages,
+// 16 tokens at a time, or from where the projection left them. Two groups of warps multiply 64 rows each: the scores of the next keys
+// and the values of these are issued together, and while one group's are computed, the other has its softmax (as FlashAttention 3,
+// Shah et al., 2024). The first scores of a tile go with the last values of the one before, so products never pause.
 #include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128
@@ -17,18 +19,20 @@
 
 constexpr int ROWS = 128, QUERIES = ROWS / GROUP, BN = 128;  // of a tile; its tokens; keys of a stage
 constexpr int HALVES = HD / 64;                             // a row of shared memory has 64 columns
-constexpr int Q_HALF = ROWS * 128, KV_HALF = BN * 128, KV_BYTES = HALVES * KV_HALF;
+constexpr int Q_HALF = ROWS * 128, Q_BYTES = HALVES * Q_HALF, KV_HALF = BN * 128, KV_BYTES = HALVES * KV_HALF;
 constexpr float NEVER = -1e30f;  // the score of a key that is not seen
-constexpr int PIECE = 16, PIECES = BN / PIECE;  // tokens of a copy
+constexpr int PIECE = 16, PIECES = BN / PIECE;  // tokens of a copy out of a page
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
 
 struct Params {
-  TensorMap q, k, v;     // dims of q: column, head, token; of k and v: column, token of a head of a page
-  bf16* out;             // [T, Hq * HD]
+  TensorMap q;                   // dims: column, head, token
+  TensorMap k, v;                // dims: column, token of a head of a page
+  TensorMap k_beside, v_beside;  // dims: column of all KV heads, token
+  bf16* out;                     // [T, Hq * HD]
   const int* page_table;
-  const int4* tiles;     // slot, first token in q, its position, tokens; the longest first
-  int table_stride, kv_heads, page_size;
-  float scale;           // with log2(e)
+  const int4* tiles;  // slot (-1: keys and values lie beside q), first token in q, its position, tokens; the longest first
+  int tile_count, table_stride, kv_heads, page_size;
+  float scale;  // with log2(e)
 };
 
 __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head, int token) {
@@ -36,73 +40,114 @@ __device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, in
                ::"r"(to), "l"(&map), "r"(bar), "r"(column), "r"(head), "r"(token) : "memory");
 }
 
-// Shared memory: q, a ring of stages of keys and values, barriers.
+// s += q k^T, s = q k^T of 64 rows of q, in registers, and 128 keys.
+#define HELD(OUT, MORE) \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" S8 "}, {%64,%65,%66,%67}, %68, " MORE ", 1, 1, 0;" \
+               : D_8(OUT) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k))
+__device__ __forceinline__ void wgmma_held(float (&d)[BN / 2], const u32 (&q)[4], u64 k) { HELD("+f", "1"); }
+__device__ __forceinline__ void wgmma_held_first(float (&d)[BN / 2], const u32 (&q)[4], u64 k) { HELD("=f", "0"); }
+
+// Shared memory: q, rings of keys and values, barriers.
 struct Shared {
-  u32 q, ring, q_full, k_full, v_full, empty;
+  u32 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty;
   __device__ __forceinline__ Shared(u32 base) {
-    q = (base + 1023) & ~1023u, ring = q + HALVES * Q_HALF, q_full = ring + STAGES * 2 * KV_BYTES;
-    k_full = q_full + 8, v_full = k_full + STAGES * 8, empty = v_full + STAGES * 8;
+    q = (base + 1023) & ~1023u, k = q + Q_BYTES, v = k + STAGES * KV_BYTES;
+    q_full = v + STAGES * KV_BYTES, q_empty = q_full + 8;
+    k_full = q_empty + 8, k_empty = k_full + STAGES * 8, v_full = k_empty + STAGES * 8, v_empty = v_full + STAGES * 8;
   }
-  __device__ __forceinline__ u32 k(int stage) const { return ring + stage * (2 * KV_BYTES); }
-  __device__ __forceinline__ u32 v(int stage) const { return k(stage) + KV_BYTES; }
 };
 
-// Lanes copy side by side: each has its 16 tokens, its half of the columns, and keys or values. What lies behind `end` stays as it is.
-__device__ __forceinline__ void load(const Params& p, const Shared& shared, const int4& tile, int head) {
-  const int lane = threadIdx.x % 32, end = tile.z + tile.w, count = (end + BN - 1) / BN;
-  const int piece = lane % PIECES, half = lane / PIECES % HALVES, which = lane / (PIECES * HALVES);
-  const int* pages = p.page_table + (long long)tile.x * p.table_stride;
-  const TensorMap& map = which ? p.v : p.k;
-  const u32 to = shared.ring + which * KV_BYTES + half * KV_HALF + piece * (PIECE * 128);
-  const u32 full = which ? shared.v_full : shared.k_full;
-  const auto page_of = [&](int token) { return which < 2 && token < end ? pages[token / p.page_size] : 0; };
-  int page = page_of(piece * PIECE);
-  pdl_wait();  // the tiles and the table are older than the kernel before
-  pdl_launch();
-  if (lane == 0) {
-    barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
-    for (int h = 0; h < HALVES; ++h) copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, head * GROUP, tile.y);
+// The block's tile of this number: all go through the list to and fro, so that each gets long and short ones.
+struct Work {
+  int slot, token, start, count, head;
+  __device__ __forceinline__ Work(const Params& p, int number) {
+    const int at = number * gridDim.x + (number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int4 tile = at < p.tile_count * p.kv_heads ? p.tiles[at / p.kv_heads] : int4{0, 0, 0, 0};
+    slot = tile.x, token = tile.y, start = tile.z, count = tile.w, head = at % p.kv_heads;
   }
+  __device__ __forceinline__ int end() const { return start + count; }
+  __device__ __forceinline__ int last() const { return (end() - 1) / BN; }  // block of keys
+};
+
+// Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays as it is.
+struct Loader {
+  const Params& p;
+  const Shared& shared;
   Slot<STAGES> slot;
-  for (int i = 0; i < count; ++i, slot.next()) {
-    const int token = i * BN + piece * PIECE, next = page_of(token + BN);
-    barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
-    if (lane == 0) {
-      const int bytes = min(PIECES, (end - i * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
-      barrier_expect(shared.k_full + slot.stage * 8, bytes);
-      barrier_expect(shared.v_full + slot.stage * 8, bytes);
+
+  __device__ __forceinline__ void run() {
+    pdl_wait();  // the tiles and the table are older than the kernel before
+    pdl_launch();
+    for (int number = 0;; ++number) {
+      const Work work(p, number);
+      if (!work.count) break;
+      barrier_wait(shared.q_empty, number % 2 ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
+        for (int h = 0; h < HALVES; ++h) copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
+      }
+      if (work.slot < 0) beside(work);
+      else pages(work);
     }
-    __syncwarp();
-    if (which < 2 && token < end)
-      copy_2d(to + slot.stage * (2 * KV_BYTES), map, full + slot.stage * 8, half * 64, (page * p.kv_heads + head) * p.page_size + token % p.page_size);
-    page = next;
   }
-}
 
-// s = q k^T of 64 rows.
-__device__ __forceinline__ void multiply(float (&s)[BN / 2], u32 q, u32 k) {
-  wgmma_fence();
-  wgmma_first(s, tile_at(q), tile_at(k));
-#pragma unroll
-  for (int i = 1; i < HD / 16; ++i) wgmma(s, tile_at(q + i / 4 * Q_HALF + i % 4 * 32), tile_at(k + i / 4 * KV_HALF + i % 4 * 32));
-  wgmma_commit();
-}
+  __device__ __forceinline__ void beside(const Work& work) {
+    const int lane = threadIdx.x % 32, column = work.head * HD + lane * 64;
+    for (int block = work.last(); block >= 0; --block, slot.next()) {
+      const int token = work.token - work.start + block * BN;
+      const u32 to = slot.stage * KV_BYTES + lane * KV_HALF;
+      expect(shared.k_full, shared.k_empty, KV_BYTES);
+      if (lane < HALVES) copy_2d(shared.k + to, p.k_beside, shared.k_full + slot.stage * 8, column, token);
+      expect(shared.v_full, shared.v_empty, KV_BYTES);
+      if (lane < HALVES) copy_2d(shared.v + to, p.v_beside, shared.v_full + slot.stage * 8, column, token);
+    }
+  }
 
-// The lane's two rows of scores: their maxima so far, and their sums by this lane.
+  __device__ __forceinline__ void pages(const Work& work) {
+    const int lane = threadIdx.x % 32, half = lane / PIECES, piece = lane % PIECES * PIECE, end = half < HALVES ? work.end() : 0;
+    const int* pages = p.page_table + (long long)work.slot * p.table_stride;
+    const auto page_of = [&](int token) { return token >= 0 && token < end ? pages[token / p.page_size] : 0; };
+    int page = page_of(work.last() * BN + piece);
+    for (int block = work.last(); block >= 0; --block, slot.next()) {
+      const int token = block * BN + piece, next = page_of(token - BN);
+      const int bytes = min(PIECES, (work.end() - block * BN + PIECE - 1) / PIECE) * (HALVES * PIECE * 128);
+      const int row = (page * p.kv_heads + work.head) * p.page_size + token % p.page_size;
+      const u32 to = slot.stage * KV_BYTES + half * KV_HALF + piece * 128;
+      expect(shared.k_full, shared.k_empty, bytes);
+      if (token < end) copy_2d(shared.k + to, p.k, shared.k_full + slot.stage * 8, half * 64, row);
+      expect(shared.v_full, shared.v_empty, bytes);
+      if (token < end) copy_2d(shared.v + to, p.v, shared.v_full + slot.stage * 8, half * 64, row);
+      page = next;
+    }
+  }
+
+  // Wait until the stage is empty and say what will come.
+  __device__ __forceinline__ void expect(u32 full, u32 empty, int bytes) {
+    barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
+    if (threadIdx.x % 32 == 0) barrier_expect(full + slot.stage * 8, bytes);
+    __syncwarp();
+  }
+};
+
+// The lane's two rows of scores: a number not far below their maxima so far, and their sums by this lane.
 struct Softmax {
   float top[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f}, fade[2];
-  // s becomes 2^(scale (s - top)); `fade`: what earlier sums are to be multiplied by.
-  __device__ __forceinline__ void apply(float (&s)[BN / 2], float scale) {
+  // s becomes 2^(scale (s - top)); `fade`: what earlier sums are to be multiplied by. Returns whether that changes any.
+  __device__ __forceinline__ bool apply(float (&s)[BN / 2], float scale) {
+    bool fades = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = s[2 * r];
+      float even = s[2 * r], odd = s[2 * r + 1];
 #pragma unroll
-      for (int i = 0; i < BN / 2; i += 4) most = fmaxf(most, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+      for (int i = 4 + 2 * r; i < BN / 2; i += 4) even = fmaxf(even, s[i]), odd = fmaxf(odd, s[i + 1]);
+      float most = fmaxf(even, odd);
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      most = fmaxf(most, top[r]);
-      fade[r] = exp2_fast((top[r] - most) * scale), top[r] = most;
-      const float base = most * scale;
+      const bool grown = (most - top[r]) * scale > 8.f;  // less fits into float32 as well
+      fade[r] = grown ? exp2_fast((top[r] - most) * scale) : 1.f;
+      if (grown) top[r] = most;
+      fades |= grown;
+      const float base = top[r] == NEVER ? 0.f : top[r] * scale;
       float part = 0.f;
 #pragma unroll
       for (int i = 2 * r; i < BN / 2; i += 4) {
@@ -111,110 +156,191 @@ struct Softmax {
       }
       sum[r] = sum[r] * fade[r] + part;
     }
+    return __any_sync(~0u, fades);
   }
 };
 
-// Values behind the last token may be anything; by each group for itself.
-__device__ __forceinline__ void clear(u32 v, int from, int group) {
-  for (int i = threadIdx.x % 128; i < (BN - from) * 8 * HALVES; i += 128) {
-    const int half = i / ((BN - from) * 8), at = i % ((BN - from) * 8);
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v + half * KV_HALF + from * 128 + at * 16), "r"(0) : "memory");
-  }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
-  else asm volatile("bar.sync 2, 128;" ::: "memory");
-}
-
-__device__ __forceinline__ void attend(const Params& p, const Shared& shared, const int4& tile, int head) {
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32, t = lane % 4;
-  const int row = threadIdx.x / 32 * 16 + lane / 4, query[2] = {row / GROUP, (row + 8) / GROUP};
-  const int end = tile.z + tile.w, count = (end + BN - 1) / BN;
-  const u32 q = shared.q + group * (64 * 128);
-  float s[BN / 2], o[HD / 2] = {};
-  u32 weights[BN / 16][4];
+// Four warps with 64 rows of each tile.
+struct Rows {
+  const Params& p;
+  const Shared& shared;
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  Slot<STAGES> k, v;
+  u32 q[HD / 16][4], weights[BN / 16][4];
+  float s[BN / 2], o[HD / 2];
   Softmax softmax;
-  Slot<STAGES> slot;
-  const auto soften = [&](int i) {  // the scores of stage i
-    const int first = i * BN + t * 2 - tile.z;
-    if (i * BN + BN - 1 > tile.z) {
-#pragma unroll
-      for (int j = 0; j < BN / 2; ++j)
-        if (first + j / 4 * 8 + (j & 1) > query[j / 2 & 1]) s[j] = NEVER;
-    }
-    softmax.apply(s, p.scale);
-  };
-  const auto pack = [&] {
-#pragma unroll
-    for (int j = 0; j < BN / 4; ++j) weights[j / 4][j % 4] = pack2(s[j * 2], s[j * 2 + 1]);
-  };
-  const auto weigh_all = [&](u32 v) {
+
+  __device__ __forceinline__ void run() {
+    int number = 0;
+    Work work(p, number);
+    if (!work.count) return;
+    if (group == 1) yield();
+    fetch_q(number);
+    barrier_wait(shared.k_full, 0);
     wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BN / 16; ++j) wgmma_registers(o, weights[j], tile_at(v + j * (16 * 128), KV_HALF));
-    wgmma_commit();
-  };
-  barrier_wait(shared.q_full, 0);
-  barrier_wait(shared.k_full, 0);
-  multiply(s, q, shared.k(0));
-  wgmma_wait<0>(s);
-  soften(0);
-  pack();
-  for (int i = 1; i < count; ++i) {
-    const auto before = slot;
-    slot.next();
-    barrier_wait(shared.k_full + slot.stage * 8, slot.parity);
-    multiply(s, q, shared.k(slot.stage));
-    barrier_wait(shared.v_full + before.stage * 8, before.parity);
-    weigh_all(shared.v(before.stage));
-    wgmma_wait<1>(s);
-    soften(i);
+    multiply();
+    wgmma_wait<0>(s);
+    release(shared.k_empty, k);
+    release_q();
+    mask(work, work.last());
+    softmax.apply(s, p.scale);
+    begin(work);
+    while (true) {
+      const Work next(p, ++number);
+      int block = work.last();
+      while (block > 0 && block * BN > work.start) --block, step<true, false>(work, work, block);  // tokens may lie in two blocks of keys
+      while (block > 0) --block, step<false, false>(work, work, block);
+      if (!next.count) break;
+      fetch_q(number);
+      step<true, true>(next, work, next.last());
+      begin(next);
+      work = next;
+    }
+    barrier_wait(shared.v_full + v.stage * 8, v.parity);
+    wgmma_fence();
+    weigh();
     wgmma_wait<0>(o);
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + before.stage * 8);
+    store(work, softmax);
+  }
+
+  // Scores of a block of keys and, behind them, the values of the one before. FIRST: of the next tile.
+  template <bool MASKED, bool FIRST>
+  __device__ __forceinline__ void step(const Work& work, const Work& before, int block) {
+    barrier_wait(shared.k_full + k.stage * 8, k.parity);
+    barrier_wait(shared.v_full + v.stage * 8, v.parity);
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+    wgmma_fence();
+    multiply();
+    weigh();
+    yield();
+    wgmma_wait<1>(s);
+    release(shared.k_empty, k);
+    if (FIRST) release_q();
+    const Softmax done = softmax;
+    if (FIRST) softmax = Softmax();
+    if (MASKED) mask(work, block);
+    const bool fades = softmax.apply(s, p.scale);
+    if (FIRST) {
+      wgmma_wait<0>(o);
+      release(shared.v_empty, v);
+      store(before, done);
+      return;
+    }
+    if (fades) {  // two waits, or the compiler puts one before the exponentials
+      wgmma_wait<0>(o);
 #pragma unroll
-    for (int j = 0; j < HD / 2; ++j) o[j] *= softmax.fade[j / 2 & 1];
+      for (int j = 0; j < HD / 2; ++j) o[j] *= softmax.fade[j / 2 & 1];
+    } else {
+      wgmma_wait<0>(o);
+    }
+    release(shared.v_empty, v);
     pack();
   }
-  barrier_wait(shared.v_full + slot.stage * 8, slot.parity);
-  if (end % BN) clear(shared.v(slot.stage), end % BN, group);
-  weigh_all(shared.v(slot.stage));
-  wgmma_wait<0>(o);
+
+  __device__ __forceinline__ void yield() { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
+
+  __device__ __forceinline__ void fetch_q(int number) {
+    barrier_wait(shared.q_full, number % 2);
+    const u32 row = shared.q + (threadIdx.x / 32 * 16 + lane % 16) * 128;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float sum = softmax.sum[r];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (query[r] >= tile.w) continue;
-    const long long at = (long long)(tile.y + query[r]) * p.kv_heads * GROUP + head * GROUP + (row + 8 * r) % GROUP;
-    u32* to = reinterpret_cast<u32*>(p.out + at * HD) + t;
-#pragma unroll
-    for (int j = 0; j < HD / 8; ++j) to[j * 4] = pack2(o[j * 4 + 2 * r] / sum, o[j * 4 + 2 * r + 1] / sum);
+    for (int i = 0; i < HD / 16; ++i) ldmatrix(q[i], row + i / 4 * Q_HALF + ((i % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
   }
-}
+  // Once the first product is done: an arrival may overtake the loads, which queue behind the stores of the tile before.
+  __device__ __forceinline__ void release_q() {
+    if (lane == 0) barrier_arrive(shared.q_empty);
+  }
+
+  __device__ __forceinline__ void multiply() {  // s = q k^T
+    const u32 keys = shared.k + k.stage * KV_BYTES;
+#pragma unroll
+    for (int i = 0; i < HD / 16; ++i) {
+      const u64 b = tile_at(keys + i / 4 * KV_HALF + i % 4 * 32);
+      if (i) wgmma_held(s, q[i], b);
+      else wgmma_held_first(s, q[i], b);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void weigh() {  // o += weights v
+    const u32 values = shared.v + v.stage * KV_BYTES;
+#pragma unroll
+    for (int j = 0; j < BN / 16; ++j) wgmma_registers(o, weights[j], tile_at(values + j * (16 * 128), KV_HALF));
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release(u32 empty, Slot<STAGES>& slot) {
+    if (threadIdx.x % 128 == 0) barrier_arrive(empty + slot.stage * 8);
+    slot.next();
+  }
+
+  __device__ __forceinline__ int row() const { return threadIdx.x / 32 * 16 + lane / 4; }
+
+  __device__ __forceinline__ void mask(const Work& work, int block) {
+    const int from = work.start - block * BN - lane % 4 * 2;
+    const int most[2] = {from + row() / GROUP, from + (row() + 8) / GROUP};
+#pragma unroll
+    for (int j = 0; j < BN / 2; ++j)
+      if (j / 4 * 8 + (j & 1) > most[j / 2 & 1]) s[j] = NEVER;
+  }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int j = 0; j < BN / 4; ++j) weights[j / 4][j % 4] = pack2(s[j * 2], s[j * 2 + 1]);
+  }
+
+  // A tile's first scores are weights now. Values behind the last token may be anything: each group clears them for itself.
+  __device__ __forceinline__ void begin(const Work& work) {
+#pragma unroll
+    for (int j = 0; j < HD / 2; ++j) o[j] = 0.f;
+    pack();
+    const int from = work.end() % BN;
+    if (from == 0) return;
+    barrier_wait(shared.v_full + v.stage * 8, v.parity);
+    for (int i = threadIdx.x % 128; i < (BN - from) * 8 * HALVES; i += 128) {
+      const int half = i / ((BN - from) * 8), chunk = i % ((BN - from) * 8);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared.v + v.stage * KV_BYTES + half * KV_HALF + from * 128 + chunk * 16), "r"(0) : "memory");
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory");
+  }
+
+  __device__ __forceinline__ void store(const Work& work, const Softmax& done) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = done.sum[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int query = (row() + 8 * r) / GROUP;
+      if (query >= work.count) continue;
+      const long long to = (long long)(work.token + query) * p.kv_heads * GROUP + work.head * GROUP + (row() + 8 * r) % GROUP;
+      u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane % 4;
+      const float part = __fdividef(1.f, sum);
+#pragma unroll
+      for (int j = 0; j < HD / 8; ++j) words[j * 4] = pack2(o[j * 4 + 2 * r] * part, o[j * 4 + 2 * r + 1] * part);
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
   const Shared shared(smem_addr(smem));
   if (threadIdx.x == 0) {
     barrier_init(shared.q_full, 1);
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(shared.k_full + s * 8, 1);
-      barrier_init(shared.v_full + s * 8, 1);
-      barrier_init(shared.empty + s * 8, CONSUMERS / 128);
+    barrier_init(shared.q_empty, CONSUMERS / 32);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared.k_full + i * 8, 1);
+      barrier_init(shared.v_full + i * 8, 1);
+      barrier_init(shared.k_empty + i * 8, CONSUMERS / 128);
+      barrier_init(shared.v_empty + i * 8, CONSUMERS / 128);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  const int4 tile = p.tiles[blockIdx.x / p.kv_heads];
-  const int head = blockIdx.x % p.kv_heads;
-  if (tile.w == 0) {
-    pdl_wait();
-    return;
-  }
   if (threadIdx.x >= CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x < CONSUMERS + 32) load(p, shared, tile, head);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x < CONSUMERS + 32) Loader{p, shared}.run();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    attend(p, shared, tile, head);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    Rows{p, shared}.run();
   }
 }

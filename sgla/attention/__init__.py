@@ -19,7 +19,7 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
     from sgla.attention import invariant
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.hybrid import WholeOrPaged
-    from sgla.attention.native import NativeDecode, NativePrompts
+    from sgla.attention.native import NativeDecode, NativeExtend, NativePrompts
     from sgla.attention.torch_ops import TorchDecode, TorchExtend
     from sgla.attention.triton_ops import TritonDecode, TritonExtend, TritonPrompts
 
@@ -52,16 +52,21 @@ def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]
             param="attention_backend",
         )
     decode = TritonDecode(shape) if no_native else NativeDecode(shape)
-    extend: Extend = TritonExtend() if no_flash else FlashInferExtend(shape, scale)
-    if shape.fp8_kv and not no_flash:
+    no_extend, no_prompts = NativeExtend.refuses(shape), NativePrompts.refuses(shape)
+    extend: Extend = TritonExtend()
+    if name == "auto" and not no_extend:
+        extend = NativeExtend(shape)
+    elif not no_flash:
+        extend = FlashInferExtend(shape, scale)
+    if shape.fp8_kv and not isinstance(extend, TritonExtend):
         extend = WholeOrPaged(extend, TritonExtend())
-    no_prompts = NativePrompts.refuses(shape)
     prompts: Prompts = TritonPrompts() if no_prompts else NativePrompts(shape)
     backend = Attention(decode, extend, prompts)
     reasons = [
         f"{what} not used: {why}"
         for what, why in (
-            ("flashinfer", no_flash),
+            ("native prefill", no_extend),
+            ("flashinfer", no_extend and no_flash),
             ("native decode", no_native),
             ("native prompts", no_prompts),
         )

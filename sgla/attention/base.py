@@ -133,6 +133,15 @@ def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) ->
     return tiles[np.argsort(-start - count, kind="stable")]
 
 
+def beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """k and v ``[T, Hkv, hd]`` that follow q in each row of the projection's output."""
+    width = shape.kv_heads * shape.head_dim
+    assert q.stride(0) == q.shape[1] + 2 * width
+    at, size = q.storage_offset() + q.shape[1], (q.shape[0], shape.kv_heads, shape.head_dim)
+    strides = (q.stride(0), shape.head_dim, 1)
+    return q.as_strided(size, strides, at), q.as_strided(size, strides, at + width)
+
+
 @dataclass(slots=True)
 class Attention:
     """A backend: its parts may come from different libraries (a hybrid)."""

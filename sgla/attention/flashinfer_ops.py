@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Int32s, Shape
+from sgla.attention.base import DeviceBatch, Int32s, Shape, beside
 from sgla.kernels.ops import KVLayer
 
 WORKSPACE = 256 << 20
@@ -112,18 +112,9 @@ class FlashInferExtend:
             # [pages, Hkv, page_size, hd], as they lie in memory
             self._paged[0].run(heads[:n], (kv.k.transpose(1, 2), kv.v.transpose(1, 2)), out=y[:n])
         if self.ragged:
-            k, v = _beside(q[n:], shape)
+            k, v = beside(q[n:], shape)
             self._whole[0].run(heads[n:], k, v, out=y[n:])
 
 
 def _cumulative(counts: Int32s) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32))
-
-
-def _beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """k and v ``[T, Hkv, hd]`` that follow q in each row of the projection's output."""
-    width = shape.kv_heads * shape.head_dim
-    assert q.stride(0) == q.shape[1] + 2 * width
-    at, size = q.storage_offset() + q.shape[1], (q.shape[0], shape.kv_heads, shape.head_dim)
-    strides = (q.stride(0), shape.head_dim, 1)
-    return q.as_strided(size, strides, at), q.as_strided(size, strides, at + width)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sgla.attention import cascade
-from sgla.attention.base import DeviceBatch, Shape
+from sgla.attention.base import DeviceBatch, Shape, beside, cut
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
+from sgla.kernels.cuda.prompt_attention import Beside, Pages
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton.cascade import attend_prefixes
 
@@ -65,13 +67,9 @@ class NativePrompts:
     @staticmethod
     def refuses(shape: Shape) -> str | None:
         """Why this kernel cannot be used, or None."""
-        if shape.windows != {0}:
-            return "layers have a sliding window"
-        if shape.softcap:
-            return "scores have a soft cap"
         if shape.fp8_kv:
             return "the KV cache has 8 bits"
-        return prompt_attention.supported(shape.dtype, shape.head_dim, shape.group, shape.page_size)
+        return NativeExtend.refuses(shape)
 
     def forward(
         self,
@@ -84,4 +82,48 @@ class NativePrompts:
         softcap: float,
         out: Tensor,
     ) -> None:
-        prompt_attention.attend(q, kv.k, kv.v, page_table, tiles, scale, out)
+        prompt_attention.attend(q, Pages(kv.k, kv.v, page_table), None, tiles, scale, out)
+
+
+class NativeExtend:
+    """Reads whole prompts as the projection left them, and others from the pages."""
+
+    name = "native"
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape, self._tile = shape, prompt_attention.tile_tokens(shape.group)
+        self.ragged = False  # whether some rows are whole prompts
+        self._paged = False  # whether some are not
+        self._tiles = torch.empty(0)
+
+    @staticmethod
+    def refuses(shape: Shape) -> str | None:
+        """Why this kernel cannot be used, or None."""
+        if shape.windows != {0}:
+            return "layers have a sliding window"
+        if shape.softcap:
+            return "scores have a soft cap"
+        return prompt_attention.supported(shape.dtype, shape.head_dim, shape.group, shape.page_size)
+
+    def plan(self, batch: DeviceBatch) -> None:
+        rows = batch.extend
+        assert rows is not None
+        starts = rows.kv_lens - rows.q_lens
+        whole = starts == 0
+        self.ragged, self._paged = bool(whole.any()), not whole.all()
+        tiles = torch.from_numpy(cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile))
+        self._tiles = tiles.pin_memory().to("cuda", non_blocking=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: Tensor,
+    ) -> None:
+        pages = Pages(kv.k, kv.v, batch.page_table) if self._paged else None
+        rows = Beside(*beside(q, self._shape)) if self.ragged else None
+        prompt_attention.attend(q, pages, rows, self._tiles, scale, out)

@@ -186,10 +186,10 @@ def test_a_graph_replays_other_lengths() -> None:
 def beside(
     q: torch.Tensor, kv: KVLayer, batch: DeviceBatch, q_lens: list[int], heads: int, kv_heads: int, dim: int
 ) -> torch.Tensor:
-    """q with k and v of the last two rows beside it, as ``Attention.in_place`` wants it."""
+    """q with k and v of whole prompts beside it, as ``Attention.in_place`` wants it."""
     qkv = torch.full((batch.tokens, (heads + 2 * kv_heads) * dim), float("nan"), dtype=BF16, device="cuda")
     qkv[:, : heads * dim] = q
-    for row in range(batch.rows - 2, batch.rows):
+    for row in (torch.tensor(q_lens) == batch.kv_len.cpu()).nonzero()[:, 0].tolist():
         first, n = sum(q_lens[:row]), q_lens[row]
         pages = batch.page_table[int(batch.slots[row])].long()[: -(-n // kv.k.shape[1])]
         for tensor, head in ((kv.k, heads), (kv.v, heads + kv_heads)):
@@ -214,6 +214,31 @@ def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, soft
             q = beside(q, kv, batch, q_lens, heads, kv_heads, dim)
         out = attend(q, kv, batch, dim**-0.5, window, softcap)
         assert relative(out, expected) < 1e-2
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+def test_long_prompts(group: int, dim: int) -> None:
+    """More tiles than a GPU has blocks, keys in many stages; tiles over two blocks of keys; ends that fill no tile."""
+    kv_heads = 8 if group < 4 else 2
+    for q_lens, kv_lens in (
+        ([2500, 129, 1023, 64], [2500, 130, 1023, 64]),
+        ([999, 300], [3333, 512]),
+        ([2048], [2048]),
+    ):
+        q, kv, batch = paged(q_lens, kv_lens, kv_heads * group, kv_heads, dim)
+        expected = oracle(q, kv, batch, dim**-0.5, 0, 0.0)
+        attend = backend("auto", batch, kv, kv_heads * group, (0,), 0.0, dim**-0.5)
+        attend.plan(batch)
+        if attend.in_place:
+            q = beside(q, kv, batch, q_lens, kv_heads * group, kv_heads, dim)
+        for _ in range(2):
+            out = attend(q, kv, batch, dim**-0.5, 0, 0.0)
+            assert relative(out, expected) < 5e-3
+            first = 0
+            for n in q_lens:  # no row is wrong that the others hide
+                assert relative(out[first : first + n], expected[first : first + n]) < 5e-3
+                first += n
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])
