@@ -7,15 +7,12 @@
 // A block stays and takes every so manieth tile. One thread feeds the ring; two groups of warps multiply 64 tokens each with 256
 // rows of the weights. Two blocks, a cluster, work on the same weights; each fetches a half for both.
 //
-// ADD and PARTS: an add into the residual and an RMSNorm between two linear layers, as in batch_gemm.cu.
+// ADD: an add into the residual and an RMSNorm between two linear layers, as in batch_gemm.cu.
 // HEADS: the layer is q, k and v. The RMSNorm of each head, the rotation, and the way of k and v to their pages are done here too.
 #include "wgmma.cuh"
 
 #ifndef EPILOGUE  // 0: as it is; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads
 #define EPILOGUE 0
-#endif
-#ifndef PARTS  // of the sums of a row's squares that the kernel before left, by whose rms rows are divided; 0: by nothing
-#define PARTS 0
 #endif
 #ifndef HD  // HEADS: of q, k and v, 64 or 128
 #define HD 128
@@ -30,22 +27,21 @@
 #define BAND 8
 #endif
 
-constexpr bool ADD = EPILOGUE == 1, GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPILOGUE == 5;
+constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int BM = 128, BN = 256, BK = 64, BOX = 128;  // tokens and weight rows of a tile; columns of a stage; weight rows of a copy
 constexpr int X_BYTES = BM * BK * 2, BOX_BYTES = BOX * BK * 2, STAGE_BYTES = X_BYTES + 2 * BOX_BYTES;
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
 constexpr int COLS = GATED ? BN / 2 : BN;  // of the result, in a tile
 constexpr int BLOCKS = BN / 32;            // of a thread's columns: eight of each 32
-constexpr int MINE = (PARTS + 3) / 4;      // parts that a lane adds up
 
 struct Params {
-  TensorMap w, x;
+  TensorMap w, x, r;         // r: ADD: the residual
   const float* bias;         // [n] or null
   bf16* out;                 // [m, out_stride]
   bf16* residual;            // ADD: [m, n]
   const float* norm;         // ADD: [n]
   float* squares;            // ADD: [tiles][row_stride], what the columns of a tile add to a row's sum
-  const float* row_squares;  // [PARTS][row_stride]
+  const float* row_squares;  // [parts][row_stride]: rows are divided by their rms, of whose squares the kernel before left the sums
   const int* positions;      // HEADS: [m], as out_loc
   const int* out_loc;
   const float* cos_sin;      // [positions, HD]
@@ -53,7 +49,7 @@ struct Params {
   bf16 *k_pages, *v_pages;
   long long page_stride;
   int token_stride, head_stride, page_size, q_heads, kv_heads, beside;  // beside: k and v are wanted in `out` too
-  int m, n, k, out_stride, row_stride, tiles, row_tiles;  // row_tiles: of a cluster
+  int m, n, k, parts, out_stride, row_stride, tiles, row_tiles;  // row_tiles: of a cluster
   float eps, head_eps;
 };
 
@@ -89,6 +85,13 @@ __device__ __forceinline__ void load_w(const Params& p, u32 stage, u32 bar, int 
       copy_w(stage + X_BYTES + box * BOX_BYTES, p.w, bar, k, GATED ? box * p.n + tile.w * BOX : tile.w * BN + box * BOX);
 }
 
+// The residual of a tile comes to the L2 cache while its products run.
+__device__ __forceinline__ void prefetch_residual(const Params& p, const Tile& tile) {
+  if (EPILOGUE == 1)
+    for (int n = tile.w * BN; n < min((tile.w + 1) * BN, p.n); n += 64)
+      asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&p.r), "r"(n), "r"(tile.row) : "memory");
+}
+
 __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty) {
   const int steps = p.k / BK, total = p.tiles * p.row_tiles;
   const Tile one(p, blockIdx.x / CLUSTER);
@@ -99,10 +102,12 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   pdl_wait();
   pdl_launch();
   for (int i = 0; i < STAGES; ++i) copy_2d(ring + i * STAGE_BYTES, p.x, full + i * 8, i * BK, one.row);
+  prefetch_residual(p, one);
   Slot<STAGES> slot;
   slot.parity = 1;
   for (int at = blockIdx.x / CLUSTER, i = STAGES; at < total; at += gridDim.x / CLUSTER, i = 0) {
     const Tile tile(p, at);
+    if (i == 0) prefetch_residual(p, tile);
     for (; i < steps; ++i, slot.next()) {
       const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
@@ -127,208 +132,274 @@ __device__ __forceinline__ float sum4(float x) {  // of the lanes that share a t
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The two tokens of a thread, and what they are multiplied by.
-struct Rows {
-  int at[2];
-  bool here[2];
-  float parts[2][MINE ? MINE : 1], scale[2];
-  __device__ __forceinline__ Rows(const Params& p, const Tile& tile) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      at[r] = tile.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + r * 8, here[r] = at[r] < p.m;
-#pragma unroll
-      for (int i = 0; i < MINE; ++i) {
-        const int part = i * 4 + threadIdx.x % 4;
-        parts[r][i] = here[r] && part < PARTS ? __ldcg(p.row_squares + (long long)part * p.row_stride + at[r]) : 0.f;
-      }
-    }
+// Finished sums of a tile, as bf16: of a thread's tokens `row` and `row` + 8 eight columns of every 32. What follows them is done in
+// SLICES while the products of the next tile run.
+constexpr int SLICES = 8;
+struct Sums {
+  u32 pair[2][BLOCKS][4];
+  float scale[2];
+  int row, w;
+  __device__ __forceinline__ int token(int r) const { return row + r * 8; }
+  // Two columns side by side.
+  __device__ __forceinline__ float2 at(int r, int j, int i) const { return {lo2f(pair[r][j][i]) * scale[r], hi2f(pair[r][j][i]) * scale[r]}; }
+};
+
+struct Store {
+  template <int S = 0>
+  __device__ __forceinline__ void all(const Params& p, const Sums& sums) {
+    slice<S>(p, sums);
+    if constexpr (S + 1 < SLICES) all<S + 1>(p, sums);
   }
-  __device__ __forceinline__ void find_scale(const Params& p) {
+  template <int S>
+  __device__ __forceinline__ void slice(const Params& p, const Sums& sums) {
+    constexpr int J = GATED ? S / 2 : S;
+    const int n = sums.w * COLS + J * 32 + threadIdx.x % 4 * 8;
+    if (n >= p.n) return;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = 0.f;
+    for (int r = GATED ? S % 2 : 0; r < (GATED ? S % 2 + 1 : 2); ++r) {
+      u32 y[4];
 #pragma unroll
-      for (int i = 0; i < MINE; ++i) sum += parts[r][i];
-      scale[r] = PARTS ? rsqrtf(sum4(sum) / p.k + p.eps) : 1.f;
+      for (int i = 0; i < 4; ++i) {
+        const float2 a = sums.at(r, J, i);
+        if (GATED) {
+          const float2 up = sums.at(r, (J + BLOCKS / 2) % BLOCKS, i);
+          y[i] = pack2(gate<GELU>(a.x, up.x), gate<GELU>(a.y, up.y));
+        } else {
+          y[i] = pack2(a.x, a.y);
+        }
+      }
+      if (sums.token(r) < p.m) *reinterpret_cast<uint4*>(p.out + (long long)sums.token(r) * p.out_stride + n) = make_uint4(y[0], y[1], y[2], y[3]);
     }
   }
 };
 
-__device__ __forceinline__ void store(const Params& p, const float (&acc)[BN / 2], const Tile& tile, const Rows& rows) {
-  const int n = tile.w * COLS + threadIdx.x % 4 * 8;
-#pragma unroll
-  for (int j = 0; j < COLS / 32; ++j)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float y[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        y[i] = acc[place(j, i, r)] * rows.scale[r];
-        if (GATED) y[i] = gate<GELU>(y[i], acc[place(j + BLOCKS / 2, i, r)] * rows.scale[r]);
-      }
-      if (rows.here[r] && n + j * 32 < p.n) write8(p.out + (long long)rows.at[r] * p.out_stride + n + j * 32, y);
-    }
-}
-
-struct Residual {
-  uint4 old[2][BLOCKS];
-  __device__ __forceinline__ Residual(const Params& p, const Tile& tile, const Rows& rows) {
-    const int n = tile.w * BN + threadIdx.x % 4 * 8;
+// Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
+struct Add {
+  uint4 next[2];  // what the residual is in the next slice
+  float squares[2];
+  __device__ __forceinline__ static void ask(const Params& p, const Sums& sums, int j, uint4 (&old)[2]) {
+    const int n = sums.w * BN + j * 32 + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-#pragma unroll
-      for (int j = 0; j < BLOCKS; ++j)
-        old[r][j] = rows.here[r] && n + j * 32 < p.n ? __ldcg(reinterpret_cast<const uint4*>(p.residual + (long long)rows.at[r] * p.n + n + j * 32)) : uint4{};
+      if (sums.token(r) < p.m && n < p.n) old[r] = __ldcg(reinterpret_cast<const uint4*>(p.residual + (long long)sums.token(r) * p.n + n));
   }
-  // Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
-  __device__ __forceinline__ void add(const Params& p, const float (&acc)[BN / 2], const Tile& tile, const Rows& rows) const {
-    const int n = tile.w * BN + threadIdx.x % 4 * 8;
-    float squares[2] = {};
+  template <int S>
+  __device__ __forceinline__ void slice(const Params& p, const Sums& sums) {
+    if (S == 0) ask(p, sums, 0, next);
+    const uint4 old[2] = {next[0], next[1]};
+    if (S + 1 < SLICES) ask(p, sums, S + 1, next);
+    add<S>(p, sums, old);
+  }
+  __device__ __forceinline__ void all(const Params& p, const Sums& sums) {
+    uint4 old[SLICES][2];
 #pragma unroll
-    for (int j = 0; j < BLOCKS; ++j) {
-      if (tile.w * BN + j * 32 >= p.n) break;
+    for (int j = 0; j < SLICES; ++j) ask(p, sums, j, old[j]);
+    add_from<0>(p, sums, old);
+  }
+  template <int S>
+  __device__ __forceinline__ void add_from(const Params& p, const Sums& sums, const uint4 (&old)[SLICES][2]) {
+    add<S>(p, sums, old[S]);
+    if constexpr (S + 1 < SLICES) add_from<S + 1>(p, sums, old);
+  }
+  template <int S>
+  __device__ __forceinline__ void add(const Params& p, const Sums& sums, const uint4 (&old)[2]) {
+    const int n = sums.w * BN + S * 32 + threadIdx.x % 4 * 8;
+    if (S == 0) squares[0] = squares[1] = 0.f;
+    if (n < p.n) {
       float norm[8];
-      read8(norm, p.norm + n + j * 32);
+      read8(norm, p.norm + n);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const u32 kept[4] = {old[r][j].x, old[r][j].y, old[r][j].z, old[r][j].w};
+        const u32 before[4] = {old[r].x, old[r].y, old[r].z, old[r].w};
         u32 h[4], y[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          h[i] = pack2(acc[place(j, 2 * i, r)] * rows.scale[r] + lo2f(kept[i]), acc[place(j, 2 * i + 1, r)] * rows.scale[r] + hi2f(kept[i]));
+          const float2 more = sums.at(r, S, i);
+          h[i] = pack2(more.x + lo2f(before[i]), more.y + hi2f(before[i]));
           const float a = lo2f(h[i]), b = hi2f(h[i]);
           squares[r] += a * a + b * b;
           y[i] = pack2(a * norm[2 * i], b * norm[2 * i + 1]);
         }
-        if (!rows.here[r]) continue;
-        const long long to = (long long)rows.at[r] * p.n + n + j * 32;
+        if (sums.token(r) >= p.m) continue;
+        const long long to = (long long)sums.token(r) * p.n + n;
         *reinterpret_cast<uint4*>(p.residual + to) = make_uint4(h[0], h[1], h[2], h[3]);
         *reinterpret_cast<uint4*>(p.out + to) = make_uint4(y[0], y[1], y[2], y[3]);
       }
     }
+    if constexpr (S + 1 == SLICES) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      squares[r] = sum4(squares[r]);
-      if (threadIdx.x % 4 == 0 && rows.here[r]) p.squares[(long long)tile.w * p.row_stride + rows.at[r]] = squares[r];
+      for (int r = 0; r < 2; ++r) {
+        const float sum = sum4(squares[r]);
+        if (threadIdx.x % 4 == 0 && sums.token(r) < p.m) p.squares[(long long)sums.w * p.row_stride + sums.token(r)] = sum;
+      }
     }
   }
 };
 
 struct Heads {
   static constexpr int COUNT = BN / HD, HALF = HD / 64;  // in a tile; blocks of 32 columns in half a head
+  float factor[COUNT][2];
   int position[2], loc[2];
-  float cos[2][8], sin[2][8];
-  __device__ __forceinline__ Heads(const Params& p, const Rows& rows) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = min(rows.at[r], p.m - 1);
-      position[r] = __ldg(p.positions + row), loc[r] = __ldg(p.out_loc + row);
-    }
+  template <int S = 0>
+  __device__ __forceinline__ void all(const Params& p, const Sums& sums) {
+    slice<S>(p, sums);
+    if constexpr (S + 1 < SLICES) all<S + 1>(p, sums);
   }
-  // The angles of block j of each half.
-  __device__ __forceinline__ void ask(const Params& p, const Tile& tile, int j) {
-    if (tile.w * COUNT >= p.q_heads + p.kv_heads) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float* from = p.cos_sin + (long long)position[r] * HD + j * 32 + threadIdx.x % 4 * 8;
-      read8(cos[r], from);
-      read8(sin[r], from + HD / 2);
-    }
+  __device__ __forceinline__ static int kind(const Params& p, int head) { return head < p.q_heads ? 0 : head < p.q_heads + p.kv_heads ? 1 : 2; }
+  __device__ __forceinline__ static const float* norm(const Params& p, int head) {
+    const int which = kind(p, head);
+    return which == 0 ? p.q_norm : which == 1 ? p.k_norm : nullptr;
   }
-  __device__ __forceinline__ void store(const Params& p, const float (&acc)[BN / 2], const Tile& tile, const Rows& rows) {
-    const int first = tile.w * COUNT, t = threadIdx.x % 4;
-    float factor[COUNT][2];
-#pragma unroll
-    for (int h = 0; h < COUNT; ++h) {
-      const float* norm = first + h < p.q_heads ? p.q_norm : first + h < p.q_heads + p.kv_heads ? p.k_norm : nullptr;
+  template <int S>
+  __device__ __forceinline__ void slice(const Params& p, const Sums& sums) {
+    if (S == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        factor[h][r] = rows.scale[r];
-        if (!norm) continue;
-        float sum = 0.f;
-#pragma unroll
-        for (int j = 0; j < HD / 32; ++j)
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sum += acc[place(h * (HD / 32) + j, i, r)] * acc[place(h * (HD / 32) + j, i, r)];
-        factor[h][r] *= rsqrtf(sum4(sum) * (rows.scale[r] * rows.scale[r] / HD) + p.head_eps);
+        const int token = min(sums.token(r), p.m - 1);
+        position[r] = __ldg(p.positions + token), loc[r] = __ldg(p.out_loc + token);
       }
     }
-    long long page[2];
+    if constexpr (S < COUNT) scale<S>(p, sums);
+    else if constexpr (S < COUNT + 2 * HALF) rotate<(S - COUNT) / 2, (S - COUNT) % 2>(p, sums);
+  }
+  // What a head is multiplied by.
+  template <int H>
+  __device__ __forceinline__ void scale(const Params& p, const Sums& sums) {
+    factor[H][0] = factor[H][1] = 1.f;
+    if (!norm(p, sums.w * COUNT + H)) return;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) page[r] = loc[r] / p.page_size * p.page_stride + loc[r] % p.page_size * p.token_stride;
+    for (int r = 0; r < 2; ++r) {
+      float squares = 0.f;
 #pragma unroll
-    for (int j = 0; j < HALF; ++j) {
-      if (j > 0) ask(p, tile, j);
-      const int column = j * 32 + t * 8;
+      for (int j = 0; j < HD / 32; ++j)
 #pragma unroll
-      for (int h = 0; h < COUNT; ++h) {
-        const int head = first + h, kind = head < p.q_heads ? 0 : head < p.q_heads + p.kv_heads ? 1 : 2;
-        if (head >= p.q_heads + 2 * p.kv_heads) break;
-        const float* norm = kind == 0 ? p.q_norm : kind == 1 ? p.k_norm : nullptr;
-        float na[8], nb[8];
-        if (norm) read8(na, norm + column), read8(nb, norm + HD / 2 + column);
-        bf16* pages = (kind == 1 ? p.k_pages : p.v_pages) + (head - p.q_heads - (kind == 2 ? p.kv_heads : 0)) * p.head_stride + column;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float a[8], b[8];
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            a[i] = acc[place(h * (HD / 32) + j, i, r)] * factor[h][r], b[i] = acc[place(h * (HD / 32) + j + HALF, i, r)] * factor[h][r];
-            if (norm) a[i] *= na[i], b[i] *= nb[i];
-            if (kind < 2) {
-              const float x = a[i] * cos[r][i] - b[i] * sin[r][i];
-              b[i] = b[i] * cos[r][i] + a[i] * sin[r][i], a[i] = x;
-            }
-          }
-          if (!rows.here[r]) continue;
-          if (kind == 0 || p.beside) {
-            bf16* to = p.out + (long long)rows.at[r] * p.out_stride + head * HD + column;
-            write8(to, a), write8(to + HD / 2, b);
-          }
-          if (kind > 0) write8(pages + page[r], a), write8(pages + page[r] + HD / 2, b);
+        for (int i = 0; i < 4; ++i) {
+          const float2 v = sums.at(r, H * (HD / 32) + j, i);
+          squares += v.x * v.x + v.y * v.y;
         }
+      factor[H][r] = rsqrtf(sum4(squares) / HD + p.head_eps);
+    }
+  }
+  // Block J of both halves of the heads of token R.
+  template <int J, int R>
+  __device__ __forceinline__ void rotate(const Params& p, const Sums& sums) {
+    const int first = sums.w * COUNT, column = J * 32 + threadIdx.x % 4 * 8;
+    const bool here = sums.token(R) < p.m;
+    float cos[8], sin[8];
+    if (kind(p, first) < 2) {
+      const float* from = p.cos_sin + (long long)position[R] * HD + column;
+      read8(cos, from), read8(sin, from + HD / 2);
+    }
+    const long long page = loc[R] / p.page_size * p.page_stride + loc[R] % p.page_size * p.token_stride;
+#pragma unroll
+    for (int h = 0; h < COUNT; ++h) {
+      const int head = first + h, which = kind(p, head);
+      if (head >= p.q_heads + 2 * p.kv_heads) break;
+      const float* weight = norm(p, head);
+      u32 y[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 a = sums.at(R, h * (HD / 32) + J, i), b = sums.at(R, h * (HD / 32) + J + HALF, i);
+        if (weight) {
+          const float2 wa = __ldg(reinterpret_cast<const float2*>(weight + column) + i), wb = __ldg(reinterpret_cast<const float2*>(weight + HD / 2 + column) + i);
+          a.x *= factor[h][R] * wa.x, a.y *= factor[h][R] * wa.y, b.x *= factor[h][R] * wb.x, b.y *= factor[h][R] * wb.y;
+        }
+        if (which < 2) {
+          const float x = a.x * cos[2 * i] - b.x * sin[2 * i], z = a.y * cos[2 * i + 1] - b.y * sin[2 * i + 1];
+          b.x = b.x * cos[2 * i] + a.x * sin[2 * i], b.y = b.y * cos[2 * i + 1] + a.y * sin[2 * i + 1], a.x = x, a.y = z;
+        }
+        y[0][i] = pack2(a.x, a.y), y[1][i] = pack2(b.x, b.y);
       }
+      if (!here) continue;
+      const auto write = [&](bf16* to) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(y[0][0], y[0][1], y[0][2], y[0][3]);
+        *reinterpret_cast<uint4*>(to + HD / 2) = make_uint4(y[1][0], y[1][1], y[1][2], y[1][3]);
+      };
+      if (which == 0 || p.beside) write(p.out + (long long)sums.token(R) * p.out_stride + head * HD + column);
+      if (which == 1) write(p.k_pages + page + (head - p.q_heads) * p.head_stride + column);
+      if (which == 2) write(p.v_pages + page + (head - p.q_heads - p.kv_heads) * p.head_stride + column);
     }
   }
 };
 
-__device__ __forceinline__ void add_bias(const Params& p, float (&acc)[BN / 2], const Tile& tile, Rows& rows) {
+template <int E> struct Choice { using type = Store; };
+template <> struct Choice<1> { using type = Add; };
+template <> struct Choice<5> { using type = Heads; };
+using Epilogue = Choice<EPILOGUE>::type;
+
+__device__ __forceinline__ void add_bias(const Params& p, float (&acc)[BN / 2], Sums& sums) {
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
-    if (tile.w * BN + j * 32 >= p.n) break;
+    if (sums.w * BN + j * 32 >= p.n) break;
     float bias[8];
-    read8(bias, p.bias + tile.w * BN + j * 32 + threadIdx.x % 4 * 8);
+    read8(bias, p.bias + sums.w * BN + j * 32 + threadIdx.x % 4 * 8);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) acc[place(j, i, r)] = acc[place(j, i, r)] * rows.scale[r] + bias[i];
+      for (int i = 0; i < 8; ++i) acc[place(j, i, r)] = acc[place(j, i, r)] * sums.scale[r] + bias[i];
   }
-  rows.scale[0] = rows.scale[1] = 1.f;
+  sums.scale[0] = sums.scale[1] = 1.f;
 }
 
-// acc = x w^T of 64 tokens. `late` runs while the last products do.
-template <typename Late>
-__device__ __forceinline__ void multiply(float (&acc)[BN / 2], int steps, u32 ring, u32 full, u32 empty, Slot<STAGES>& slot, const Late& late) {
-  const int group = threadIdx.x / 128;
-  u32 used = 0;  // the barrier of the stage before
-  for (int i = 0; i < steps; ++i, slot.next()) {
+// A group of warps multiplies its 64 tokens of tile after tile.
+struct Group {
+  u32 ring, full, empty, used = 0;  // used: the barrier of the stage before
+  Slot<STAGES> slot;
+  Sums sums;
+  Epilogue epilogue;
+
+  // The products of a stage; those of the stage before are done then. `between` runs beside them.
+  template <bool FIRST, typename Between>
+  __device__ __forceinline__ void step(float (&acc)[BN / 2], const Between& between) {
     const u32 stage = ring + slot.stage * STAGE_BYTES;
     barrier_wait(full + slot.stage * 8, slot.parity);
-    const u64 x = tile_at(stage + group * (64 * BK * 2)), w = tile_at(stage + X_BYTES);
+    const u64 x = tile_at(stage + threadIdx.x / 128 * (64 * BK * 2)), w = tile_at(stage + X_BYTES);
     wgmma_fence();
+    if constexpr (FIRST) wgmma_first(acc, x, w);
+    else wgmma(acc, x, w);
 #pragma unroll
-    for (int k = 0; k < BK / 16; ++k) wgmma(acc, x + k * 2, w + k * 2);
+    for (int k = 1; k < BK / 16; ++k) wgmma(acc, x + k * 2, w + k * 2);
     wgmma_commit();
-    if (i > 0) {
+    if constexpr (!FIRST) {
       wgmma_wait<1>(acc);
       release(used);
     }
+    between();
     used = empty + slot.stage * 8;
+    slot.next();
   }
-  late();
-  wgmma_wait<0>(acc);
-  release(used);
-}
+  template <int S = 0>
+  __device__ __forceinline__ void first_steps(const Params& p, float (&acc)[BN / 2], bool behind) {
+    step<S == 0>(acc, [&] { if (behind) epilogue.template slice<S>(p, sums); });
+    if constexpr (S + 1 < SLICES) first_steps<S + 1>(p, acc, behind);
+  }
+  // `behind`: a tile was finished before, whose epilogue is still to be done.
+  __device__ __forceinline__ void multiply(const Params& p, const Tile& tile, bool behind) {
+    float acc[BN / 2];
+    first_steps(p, acc, behind);
+    for (int i = SLICES; i < p.k / BK; ++i) step<false>(acc, [] {});
+    sums.w = tile.w, sums.row = tile.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    float squares[2] = {};
+#pragma unroll 4
+    for (int part = threadIdx.x % 4; part < p.parts; part += 4) {
+      const float* from = p.row_squares + (long long)part * p.row_stride + sums.row;
+      if (sums.token(0) < p.m) squares[0] += __ldcg(from);
+      if (sums.token(1) < p.m) squares[1] += __ldcg(from + 8);
+    }
+    wgmma_wait<0>(acc);
+    release(used);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sums.scale[r] = p.parts ? rsqrtf(sum4(squares[r]) / p.k + p.eps) : 1.f;
+    if constexpr (!GATED)
+      if (p.bias) add_bias(p, acc, sums);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int j = 0; j < BLOCKS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums.pair[r][j][i] = pack2(acc[place(j, 2 * i, r)], acc[place(j, 2 * i + 1, r)]);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
@@ -348,31 +419,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __gri
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     pdl_wait();
-    Slot<STAGES> slot;
-    for (int at = blockIdx.x / CLUSTER; at < p.tiles * p.row_tiles; at += gridDim.x / CLUSTER) {
-      const Tile tile(p, at);
-      Rows rows(p, tile);
-      float acc[BN / 2] = {};
-      if constexpr (ADD) {
-        const Residual residual(p, tile, rows);
-        multiply(acc, p.k / BK, ring, full, empty, slot, [] {});
-        rows.find_scale(p);
-        if (p.bias) add_bias(p, acc, tile, rows);
-        residual.add(p, acc, tile, rows);
-      } else if constexpr (HEADS) {
-        Heads heads(p, rows);
-        multiply(acc, p.k / BK, ring, full, empty, slot, [&] { heads.ask(p, tile, 0); });
-        rows.find_scale(p);
-        if (p.bias) add_bias(p, acc, tile, rows);
-        heads.store(p, acc, tile, rows);
-      } else {
-        multiply(acc, p.k / BK, ring, full, empty, slot, [] {});
-        rows.find_scale(p);
-        if constexpr (!GATED)
-          if (p.bias) add_bias(p, acc, tile, rows);
-        store(p, acc, tile, rows);
-      }
-    }
+    Group group{ring, full, empty};
+    const int first = blockIdx.x / CLUSTER;
+    for (int at = first; at < p.tiles * p.row_tiles; at += gridDim.x / CLUSTER) group.multiply(p, Tile(p, at), at != first);
+    group.epilogue.all(p, group.sums);
   }
   if (CLUSTER > 1) {  // the other block may still write here, and tell that it is done
     __syncwarp();

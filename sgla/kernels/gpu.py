@@ -158,8 +158,6 @@ class LazyBatch:
 
     def add(self, norm: Norm) -> LazyScale | None:
         """The norm, whose residual is added to in place. None: the kernel does not gain."""
-        if self._fills() and self.weight.shape[0] >= prompt_gemm.MIN_ADD:
-            return LazyScale(prompt_gemm.linear_add(self._rows, self.weight, norm, self.bias), norm)
         config = self._choose()
         if config is None:
             return None

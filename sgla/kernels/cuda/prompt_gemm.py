@@ -18,7 +18,6 @@ HEADS = 5  # EPILOGUE, beside those of batch_gemm
 TOKENS, COLUMNS = 128, 256  # of a tile
 CLUSTER, STAGES = 2, 4
 THREADS = 384
-MIN_ADD = 2048  # output columns from which ``linear_add`` is faster than cuBLAS and the add and norm in a kernel of their own
 SHARED = STAGES * (128 * (TOKENS + COLUMNS) + 16) + 1024
 
 
@@ -26,6 +25,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("w", TensorMap),
         ("x", TensorMap),
+        ("r", TensorMap),
         *(
             (name, ctypes.c_void_p)
             for name in (
@@ -37,19 +37,19 @@ class _Params(ctypes.Structure):
         *(
             (name, ctypes.c_int)
             for name in (
-                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k", "out_stride",
+                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k", "parts", "out_stride",
                 "row_stride", "tiles", "row_tiles",
             )
         ),
         ("eps", ctypes.c_float),
         ("head_eps", ctypes.c_float),
-        ("pad", ctypes.c_int * 5),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 4),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
 
 
 def supported(m: int, n: int, k: int, gated: bool = False) -> bool:
     """Whether a weight ``[n, k]`` has the alignment that is needed, and ``m`` rows fill the GPU."""
-    if m <= MAX_ROWS or n % (64 if gated else 32) or k % 64 or k < 64 * STAGES:
+    if m <= MAX_ROWS or n % (64 if gated else 32) or k % 64 or k < 512:
         return False
     clusters = processors() // CLUSTER
     rows, tiles = -(-m // (TOKENS * CLUSTER)), -(-n // COLUMNS)
@@ -64,8 +64,8 @@ def holds_heads(projection: Projection, kv: KVLayer) -> bool:
 
 
 @cache
-def _kernel(epilogue: int, parts: int, dim: int) -> Kernel:
-    defines = {"EPILOGUE": epilogue, "PARTS": parts, "HD": dim, "CLUSTER": CLUSTER, "STAGES": STAGES}
+def _kernel(epilogue: int, dim: int) -> Kernel:
+    defines = {"EPILOGUE": epilogue, "HD": dim, "CLUSTER": CLUSTER, "STAGES": STAGES}
     return Kernel("prompt_gemm.cu", "prompt_gemm", defines, SHARED, CLUSTER)
 
 
@@ -89,7 +89,11 @@ def linear_add(x: Tensor | Unscaled, weight: Tensor, norm: Norm, bias: Tensor | 
     m, n = norm.residual.shape
     squares = torch.empty(-(-n // COLUMNS), _row_stride(m), device="cuda")
     result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
-    _launch(x, weight, ADD, result.x, bias=bias, residual=norm.residual, norm=norm.weight, squares=squares)
+    assert norm.residual.is_contiguous()
+    _launch(
+        x, weight, ADD, result.x, bias=bias, residual=norm.residual, norm=norm.weight, squares=squares,
+        r=tensor_map(norm.residual.data_ptr(), (n, m), (2 * n,), (64, TOKENS)),
+    )  # fmt: skip
     return result
 
 
@@ -127,7 +131,7 @@ def _launch(
     epilogue: int,
     out: Tensor,
     dim: int = 128,
-    **fields: Tensor | float | None,
+    **fields: Tensor | ctypes.Array[ctypes.c_uint64] | float | None,
 ) -> None:
     """``fields``: of the parameters; what is not named is zero."""
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
@@ -137,14 +141,14 @@ def _launch(
     params = _Params(
         w=_weight_map(weight.data_ptr(), n, k),
         x=tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
-        m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k, eps=eps,
+        m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k,
+        parts=0 if row_squares is None else row_squares.shape[0], eps=eps,
         out_stride=out.stride(0), row_stride=_row_stride(m), tiles=tiles, row_tiles=row_tiles,
     )  # fmt: skip
     for name, value in {"out": out, "row_squares": row_squares, **fields}.items():
         setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
     clusters = min(tiles * row_tiles, processors() // CLUSTER)
-    parts = 0 if row_squares is None else row_squares.shape[0]
-    _kernel(epilogue, parts, dim).launch(clusters * CLUSTER, THREADS, params)
+    _kernel(epilogue, dim).launch(clusters * CLUSTER, THREADS, params)
 
 
 def _row_stride(m: int) -> int:
