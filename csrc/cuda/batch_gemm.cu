@@ -2,7 +2,7 @@
 //
 // Weights are the wide side (M) of the tensor-core instruction and the batch the narrow one (N), so a small batch wastes
 // little. One thread feeds the ring with the copy engine; the first stages of weights are requested before the wait for the
-// kernel before. Blocks that split k exchange their sums, through each other's shared memory as a cluster or, GLOBAL, through
+// kernel before. Blocks that split k give each other their sums, as a cluster into each other's shared memory or, GLOBAL, through
 // the L2 cache (then all blocks must fit on the GPU at once), and each finishes a share of the rows.
 // GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a thread has both.
 //
@@ -15,7 +15,7 @@
 #ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
 #define BM 128
 #endif
-#ifndef BN  // rows of x in a tile: 32, 64, 128, 192 or 256
+#ifndef BN  // rows of x in a tile: 32, 64, 96, 128, 160, 192 or 256
 #define BN 64
 #endif
 #ifndef SPLIT  // blocks that share a sum over k; at most BN / 8
@@ -49,6 +49,8 @@ constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, RACE = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr int COLS = GATED ? BM / 2 : BM;  // output columns of a tile
+constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
+constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;  // sums that a block gets from its cluster
 
 struct Params {
   TensorMap w, x;
@@ -94,7 +96,8 @@ struct Work {
   }
 };
 
-__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
+// Asks for the first stages of weights.
+__device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, const Work& work) {
   const u64 policy = policy_once();
   const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * (BK * 2);
   const Tile one(p, work.begin);
@@ -102,6 +105,13 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
     barrier_expect(full + i * 8, bytes);
     copy_w(ring + i * STAGE_BYTES, p.w, full + i * 8, (work.first + i) * BK, one.w, policy);
   }
+}
+
+// And for all else.
+__device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
+  const u64 policy = policy_once();
+  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * (BK * 2);
+  const Tile one(p, work.begin);
   pdl_wait();
   pdl_launch();
   for (int i = 0; i < ahead; ++i) copy_2d(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
@@ -121,7 +131,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
 
 // The factors of the rows from `row` on, by a warp of its own while weights come.
 __device__ __forceinline__ void find_scales(const Params& p, float* scales, int row) {
-  constexpr int QUADS = BN / 4, LANES = QUADS < 32 ? QUADS : 32, SHARERS = 32 / LANES;  // lanes that share four rows' parts
+  constexpr int QUADS = BN / 4, LANES = QUADS < 24 ? QUADS : 32, SHARERS = 32 / LANES;  // lanes that share four rows' parts
   const int lane = threadIdx.x % 32;
   pdl_wait();
   for (int quad = lane % LANES; quad < QUADS; quad += LANES) {
@@ -181,6 +191,21 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
   }
 }
 
+// The factors and the bias of a thread's two columns.
+struct Columns {
+  float norm[2] = {}, bias[2] = {};
+  __device__ __forceinline__ Columns(const Params& p, int tile) {
+    if (!ADD) return;
+    const int n = tile * COLS + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (n + i * 8 < p.n) {
+        norm[i] = p.norm[n + i * 8 + g];
+        if (p.bias) bias[i] = p.bias[n + i * 8 + g];
+      }
+  }
+};
+
 // The residual where ``store_add`` wants it: in its order of lanes.
 template <int N>
 __device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2], int tile, int row) {
@@ -196,15 +221,8 @@ __device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2
 
 // Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
 template <int N>
-__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2], int tile, int row, float* warp_squares) {
+__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2], const Columns& columns, int tile, int row, float* warp_squares) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, n = tile * COLS + warp * 16;
-  float bias[2] = {}, norm[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (n + i * 8 < p.n) {
-      norm[i] = p.norm[n + i * 8 + g];
-      if (p.bias) bias[i] = p.bias[n + i * 8 + g];
-    }
   consumers_sync();  // those before have been read
 #pragma unroll
   for (int j = 0; j < N; j += 4) {
@@ -214,10 +232,10 @@ __device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 old = movmatrix(kept[j / 2 + i]);
-      const u32 total = pack2(sum[j + i * 2] + bias[i] + lo2f(old), sum[j + i * 2 + 1] + bias[i] + hi2f(old));
+      const u32 total = pack2(sum[j + i * 2] + columns.bias[i] + lo2f(old), sum[j + i * 2 + 1] + columns.bias[i] + hi2f(old));
       const float y0 = lo2f(total), y1 = hi2f(total);
       squares[0] += y0 * y0, squares[1] += y1 * y1;
-      const u32 h = movmatrix(total), x = movmatrix(pack2(y0 * norm[i], y1 * norm[i]));
+      const u32 h = movmatrix(total), x = movmatrix(pack2(y0 * columns.norm[i], y1 * columns.norm[i]));
       if (at < p.m && n + i * 8 < p.n) {
         reinterpret_cast<u32*>(p.residual)[to + i * 4] = h;
         static_cast<u32*>(p.out)[to + i * 4] = x;
@@ -238,12 +256,19 @@ __device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N]
   }
 }
 
-// Blocks that split k: each gives the others the sums of their rows and finishes its own, adding in a fixed order.
-__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], float (&sum)[SHARE], const Tile& tile, const Work& work, u32 ring) {
-  const int index = tile.w * p.row_tiles + tile.row / BN;
-  float4* sums = p.sums + (long long)index * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
-  const u32 mine = ring + threadIdx.x * 16;
-  if (!GLOBAL) consumers_sync();  // the ring is free
+// Where blocks that split k leave what is another's, and how they know that it is there.
+struct Exchange {
+  u32 inbox, delivered;  // CLUSTER: of this block, [from][SHARE / 4][CONSUMERS] float4; and a barrier
+  int index;             // GLOBAL: of the tile
+};
+
+// Each gives the others the sums of their rows and finishes its own, adding in a fixed order.
+__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], float (&sum)[SHARE], const Work& work, const Exchange& e) {
+  float4* sums = p.sums + (long long)e.index * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
+  const u32 inbox = e.inbox + threadIdx.x * 16;
+  auto place = [&](int to, int from, int j) { return sums + ((to * SPLIT + from) * (SHARE / 4) + j / 4) * CONSUMERS; };
+  auto from = [&](int i, int j) { return inbox + ((i - 1) * (SHARE / 4) + j / 4) * (CONSUMERS * 16); };
+  if (CLUSTER) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all have set up their barriers
 #pragma unroll
   for (int to = 0; to < SPLIT; ++to)
 #pragma unroll
@@ -252,41 +277,37 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       if (to == work.rank) {
         sum[j] = d[0], sum[j + 1] = d[1], sum[j + 2] = d[2], sum[j + 3] = d[3];
       } else if (GLOBAL) {
-        __stcg(sums + ((to * SPLIT + work.rank) * (SHARE / 4) + j / 4) * CONSUMERS, make_float4(d[0], d[1], d[2], d[3]));
+        __stcg(place(to, work.rank, j), make_float4(d[0], d[1], d[2], d[3]));
       } else {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + (to * SHARE + j) * (CONSUMERS * 4)), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]) : "memory");
+        asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
+                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar];\n}"
+                     ::"r"(from((work.rank - to + SPLIT) % SPLIT, j)), "r"(e.delivered), "r"(to), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]) : "memory");
       }
     }
   if (GLOBAL) {
     consumers_sync();
     if (threadIdx.x == 0) {
       u32 old, now;
-      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counts + index) : "memory");
+      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counts + e.index) : "memory");
       const u32 goal = (old / SPLIT + 1) * SPLIT;
-      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + index) : "memory");
+      do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + e.index) : "memory");
       while (int(now - goal) < 0);
     }
     consumers_sync();
   } else {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    barrier_wait(e.delivered, 0);
   }
 #pragma unroll
-  for (int i = 1; i < SPLIT; ++i) {
-    const int from = (work.rank + i) % SPLIT;
+  for (int i = 1; i < SPLIT; ++i)
 #pragma unroll
     for (int j = 0; j < SHARE; j += 4) {
       float4 v;
-      if (GLOBAL) {
-        v = __ldcg(sums + ((work.rank * SPLIT + from) * (SHARE / 4) + j / 4) * CONSUMERS);
-      } else {
-        u32 theirs;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(mine + (work.rank * SHARE + j) * (CONSUMERS * 4)), "r"(from));
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(theirs) : "memory");
-      }
+      if (GLOBAL)
+        v = __ldcg(place(work.rank, (work.rank + i) % SPLIT, j));
+      else
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from(i, j)) : "memory");
       sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
     }
-  }
-  if (!GLOBAL) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // the others' memory has been read
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
@@ -294,17 +315,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   __shared__ __align__(16) float scales[SCALED ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
   __shared__ __align__(16) Runners<RACE ? BN : 1> runners;
-  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
+  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, inbox = ring + STAGES * STAGE_BYTES;
+  const u32 full = inbox + INBOX_BYTES, empty = full + STAGES * 8, delivered = empty + STAGES * 8;
   const Work work(p);
+  if (threadIdx.x == CONSUMERS) {
+    for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    load_first(p, ring, full, work);
+  }
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, GROUPS);
-    }
+    for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, GROUPS);
     if (SCALED) barrier_init(smem_addr(&scaled), 32);
+    if (CLUSTER) barrier_init(delivered, 1), barrier_expect(delivered, INBOX_BYTES);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int group = threadIdx.x / 128;  // of consumers; the last one loads
   if (SCALED && threadIdx.x >= CONSUMERS + 32) {
     find_scales(p, scales, Tile(p, work.begin).row);
@@ -330,11 +356,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
     const int row = tile.row + work.rank * DONE_ROWS;
+    const Exchange e{inbox, delivered, tile.w * p.row_tiles + tile.row / BN};
+    const Columns columns(p, tile.w);
+    pdl_wait();
     u32 kept[SHARE / 2];
-    if constexpr (ADD) {
-      pdl_wait();
-      load_residual<SHARE>(p, kept, tile.w, row);
-    }
+    if constexpr (ADD) load_residual<SHARE>(p, kept, tile.w, row);
     if (RACE && races && threadIdx.x < p.m) known = __ldcg(p.race.keys + threadIdx.x);
     float acc[ACC] = {};
     u32 used = 0;  // the barrier of the stage before
@@ -357,17 +383,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     }
     wgmma_wait<0>(acc);
     if (leads) barrier_arrive(used);
-    pdl_wait();
     float sum[SHARE];
     if constexpr (SPLIT == 1) {
 #pragma unroll
       for (int j = 0; j < ACC; ++j) sum[j] = acc[j];
     } else {
-      exchange(p, acc, sum, tile, work, ring);
+      exchange(p, acc, sum, work, e);
     }
     if (SCALED) barrier_wait(smem_addr(&scaled), 0);
     if constexpr (ADD) {
-      store_add(p, sum, kept, tile.w, row, warp_squares);
+      store_add(p, sum, kept, columns, tile.w, row, warp_squares);
     } else if (RACE && races) {
       if (threadIdx.x < p.m && known > runners.best[threadIdx.x]) {
         const float least = least_of(score_of(known), runners.one[threadIdx.x]);
@@ -384,5 +409,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
       store(p, sum, tile.w, row, scales + work.rank * DONE_ROWS);
     }
   }
-  if (SPLIT > 1 && !GLOBAL) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // others may still read from this block
 }

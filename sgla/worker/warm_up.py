@@ -6,7 +6,7 @@ time. Once its graphs are there it runs requests with all that a request can ask
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from sgla.kernels.cuda.batch_gemm import ROWS
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import step
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
@@ -61,7 +62,8 @@ def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
         if not runner.deterministic:
             PromptGraphs(runner).rehearse()
         sizes = _sizes(runner)
-        for decodes, size in (*((0, size) for size in sizes), (1, sizes[0]), (runner.slots, sizes[0])):
+        alone = (*sizes, *_sizes(runner, ROWS))
+        for decodes, size in (*((0, size) for size in alone), (1, sizes[0]), (runner.slots, sizes[0])):
             for prefix in (0, size // 2):
                 runner.run_eagerly(_behind(decodes, size, prefix, runner.slots))
         runner.activations()
@@ -84,8 +86,8 @@ def layers_of_all_kinds(spec: ModelSpec) -> int:
     return min(spec.layers, max(2, *(1 + kinds.index(kind) for kind in kinds)))
 
 
-def _sizes(runner: CudaRunner) -> list[int]:
-    return [n for n in SIZES if n <= min(runner.step_tokens, runner.context_len - 1)]
+def _sizes(runner: CudaRunner, sizes: Sequence[int] = SIZES) -> list[int]:
+    return [n for n in sizes if n <= min(runner.step_tokens, runner.context_len - 1)]
 
 
 def _behind(decodes: int, size: int, prefix: int, slots: int) -> StepPlan:

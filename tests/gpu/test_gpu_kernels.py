@@ -296,14 +296,15 @@ CUTS = {  # of batch_gemm: its Config, and rows
     (64, 1, 2, False): (1, 16, 33, 64),
     (64, 2, 2, False): (16, 17, 64),
     (64, 8, 2, False): (9, 64),
-    (128, 4, 1, True): (16, 40, 64, 192),
+    (128, 4, 1, True): (16, 40, 64, 96),
     (128, 8, 1, True): (100, 128),
     (64, 1, 1, False): (100, 128, 200, 256),
-    (64, 2, 1, False): (100, 192),
-    (64, 4, 1, False): (65, 128),
+    (64, 2, 1, False): (80, 150, 192),
+    (128, 2, 1, False): (90, 128),
+    (64, 4, 1, False): (65, 128, 160),
     (256, 1, 1, False): (64, 128),
-    (192, 1, 1, False): (16, 64, 100, 192, 250, 600),
-    (128, 1, 1, False): (129, 256),
+    (192, 1, 1, False): (16, 64, 96, 100, 160, 192, 250, 600),
+    (128, 1, 1, False): (60, 129, 256),
     (64, 1, 1, False, 64): (100, 128),
     (128, 1, 1, False, 64): (136, 250),
     (64, 4, 1, True, 64): (65, 128),
@@ -343,7 +344,7 @@ WIDTHS = [(1024, 3072), (1088, 3072), (2048, 4096), (4096, 3072)]
 @pytest.mark.parametrize(
     ("m", "width", "inner"),
     [(200, 1024, 2048), (256, 1024, 3072)]
-    + [(m, *widths) for m in (9, 16, 40, 64, 100, 128, 192) for widths in WIDTHS],
+    + [(m, *widths) for m in (9, 16, 40, 64, 96, 128, 150, 192) for widths in WIDTHS],
 )
 def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
     """The first adds to the residual and leaves squares, the second divides by the rms."""

@@ -14,7 +14,7 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import Norm
 
 MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
-ROWS = 32, 64, 128, 192, 256  # of x in a tile
+ROWS = 32, 64, 96, 128, 160, 192, 256  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
 RACE = 6  # 5 is that of ``prompt_gemm``
@@ -96,7 +96,7 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
         full = busy(192, row_tiles) * m / (row_tiles * MAX_ROWS) > 0.9
         return Config(192, 1, 1) if gated and full else None
     if n >= VOCABULARY:
-        return Config(64, 1) if m <= 64 else None
+        return Config(128, 1, 1) if m <= 64 or (m <= 192 and k <= 1024) else None
     if m > 64 and not gated and n * k <= SMALL:
         return _cut_rows(m, n, k)
     wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
@@ -108,8 +108,10 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
         if apart and split == 4 and k >= 4096:
             return apart
         return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
-    if m <= 192 and apart and (k >= 4096 if split == 8 else k >= 8192 and m > 128):
+    if m <= 192 and apart and split == 8 and k >= 4096:
         return apart
+    if m <= 128 and 4096 < n <= 64 * count and k >= 4096:
+        return Config(128, 2, 1)
     if n <= 64 * count and (m <= 192 or (gated and k <= 3072)):
         return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
     return None
@@ -133,16 +135,16 @@ def _cut_rows(m: int, n: int, k: int) -> Config:
 
 @cache
 def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
-    stage = (config.tile + rows) * 128
+    stage, cluster = (config.tile + rows) * 128, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's race needs.
     kept = (
         4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == RACE))
     )
-    stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept) // stage)
+    inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
+    stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "STAGES": stages, "EPILOGUE": epilogue, "SCALED": int(scaled)}
-    cluster = 1 if config.apart else config.split
-    return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + 1024, cluster)
+    return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
 
 @cache
@@ -201,7 +203,7 @@ def _launch(
     n = weight.shape[0]
     gated, scaled = epilogue in (SILU, GELU), row_squares is not None
     assert x.is_contiguous(), "the tensor map knows no padding"
-    rows = next(size for size in ROWS if size >= min(m, config.rows) and size >= 8 * config.split)
+    rows = next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
     tiles, row_tiles = -(-n // config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
     blocks = tiles * row_tiles * config.split
