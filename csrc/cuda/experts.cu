@@ -1,12 +1,12 @@
 // Both products of a mixture of experts for a decode batch: bound by reading once the weights of all experts that are wanted.
 //
 // One block a multiprocessor. Each sorts the pairs of token and expert by expert for itself, in the
-// same way, into places of one expert and at most BN pairs; then it takes its share of the tiles of all gate and up
-// products, then of all down products, so that the stream of weights does not pause between the two: a place's down tiles
-// wait for its gate and up tiles, which were done long ago. One warp feeds the weights, one the activations; each of
-// the others multiplies 16 rows of the weights, the wide side, with all pairs of the place. While the kernel before runs,
-// the first weights are fetched on the guess that all experts are wanted. The tensor map interleaves 8 gate rows with the
-// 8 up rows that belong to them.
+// same way, into places of one expert and at most BN pairs; then all take tiles from a counter, so that they end together: first
+// those of all gate and up products, then those of all down products, so that the stream of weights does not pause between the
+// two: a place's down tiles wait for its gate and up tiles, which were done long ago. One warp feeds the weights, one the
+// activations; each of the others multiplies 16 rows of the weights, the wide side, with all pairs of the place. While the
+// kernel before runs, the first weights are fetched on the guess that all experts are wanted. The tensor map interleaves 8 gate
+// rows with the 8 up rows that belong to them.
 #include "common.cuh"
 
 #ifndef EXPERTS
@@ -21,11 +21,12 @@ constexpr int PAIRS = 2048;  // at most
 constexpr int BM = 128, BN = 32, BK = 64, W_BYTES = BM * BK * 2, STAGES = 8;  // a chunk of a tile, and how many fit
 // Chunks that are asked for together, since they lie side by side; those beyond the ring that are fetched to the L2 cache on
 // a guess.
-constexpr int BURST = 2, FORESIGHT = 16;
+constexpr int BURST = 2, FORESIGHT = 24;
 // Rows of x come in longer pieces: the copy engine takes its time for each. The pitch avoids bank conflicts.
 constexpr int PIECE = 4, PITCH = PIECE * BK * 2 + 16, X_BYTES = BN * PITCH, X_STAGES = 3;
 constexpr int WARPS = BM / 16, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 64;
 constexpr int PLACES = EXPERTS + PAIRS / BN, EACH = (EXPERTS + 31) / 32;
+constexpr int TAKEN = 2 * STAGES;  // tiles that are remembered: as many as may be under way, since each has a chunk at least
 
 struct Params {
   TensorMap gate_up, down;
@@ -33,7 +34,7 @@ struct Params {
   const int* ids;  // [pairs]
   bf16* inner;     // [pairs, f]
   bf16* y;         // [pairs, d]
-  int* done;       // [PLACES], zeros: warps that have finished their part of a place's gate and up tiles
+  int* done;       // [PLACES + 1], zeros: warps that have finished their part of a place's gate and up tiles; tiles taken
   int pairs, top_k, f, d, guess;
 };
 
@@ -168,15 +169,26 @@ __device__ __forceinline__ void multiply(Rings& r, int chunks, float (&acc)[BN /
   }
 }
 
-// The tiles of this block: every so manieth of the first kind, then of the second; who has one less of the first kind begins
-// with the second.
-struct Share {
+// The tiles of this block, in the order in which it takes them; -1 after the last one.
+struct Tiles {
+  u32 known;  // barriers: a tile has been taken
+  volatile int* taken;
   int count1, count2, tiles1, tiles2;
+  __device__ __forceinline__ void tell(int i, int tile) const {
+    taken[i % TAKEN] = tile < count1 + count2 ? tile : -1;
+    barrier_arrive(known + i % TAKEN * 8);
+  }
   template <class Item>
   __device__ __forceinline__ void each(Item item) const {
-    const int block = blockIdx.x, blocks = gridDim.x;
-    for (int i = block; i < count1; i += blocks) item(false, i / tiles1, i % tiles1);
-    for (int i = (block - count1 % blocks + blocks) % blocks; i < count2; i += blocks) item(true, i / tiles2, i % tiles2);
+    for (int i = 0;; ++i) {
+      barrier_wait(known + i % TAKEN * 8, i / TAKEN & 1);
+      const int tile = taken[i % TAKEN];
+      if (tile < 0) break;
+      if (tile < count1)
+        item(false, tile / tiles1, tile % tiles1);
+      else
+        item(true, (tile - count1) / tiles2, (tile - count1) % tiles2);
+    }
   }
 };
 
@@ -184,8 +196,10 @@ struct Share {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
   __shared__ Sorted sorted;
+  __shared__ int taken[TAKEN];
   const u32 base = smem_addr(smem), ring = (base + 1023) & ~1023u, xs = ring + STAGES * W_BYTES;
   const u32 full = xs + X_STAGES * X_BYTES, empty = full + STAGES * 8, x_full = empty + STAGES * 8, x_empty = x_full + X_STAGES * 8;
+  const u32 known = x_empty + X_STAGES * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
@@ -196,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
       barrier_init(x_full + s * 8, 1);
       barrier_init(x_empty + s * 8, WARPS);
     }
+    for (int i = 0; i < TAKEN; ++i) barrier_init(known + i * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -237,20 +252,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
   const int count1 = sorted.count * tiles1, count2 = sorted.count * tiles2;
   // What was fetched on a wrong guess is thrown away.
   const bool right = ahead > 0 && block < count1 && int(sorted.place[guessed] & 0xff) == guessed;
-  const Share share = {count1, count2, tiles1, tiles2};
+  const Tiles tiles = {known, taken, count1, count2, tiles1, tiles2};
 
   if (warp == WARPS) {
     if (lane == 0) {
       int from = right ? ahead : 0;
-      share.each([&](bool down, int place, int tile) {
-        const int expert = sorted.place[place] & 0xff, chunks = down ? chunks2 : chunks1;
-        for (int c = from; c < chunks; ++c) load_w(down, expert, tile, c);
-        from = 0;
-      });
+      int tile = block, next = block + gridDim.x;  // each is told a tile early, for the sake of the activations
+      tiles.tell(0, tile);
+      for (int i = 1; tile < count1 + count2; ++i) {
+        tiles.tell(i, next);
+        const int later = 2 * gridDim.x + atomicAdd(p.done + PLACES, 1);
+        const bool down = tile >= count1;
+        const int at = down ? tile - count1 : tile, each = down ? tiles2 : tiles1, chunks = down ? chunks2 : chunks1;
+        const int expert = sorted.place[at / each] & 0xff;
+        for (int c = from; c < chunks; ++c) load_w(down, expert, at % each, c);
+        from = 0, tile = next, next = later;
+      }
     }
   } else if (warp == WARPS + 1) {
     int m = 0;  // pieces so far
-    share.each([&](bool down, int place, int tile) {
+    tiles.each([&](bool down, int place, int tile) {
       const u32 found = sorted.place[place];
       const int rows = found >> 20, first = found >> 8 & 0xfff, k = down ? p.f : p.d;
       const int pair = lane < rows ? sorted.order[first + lane] : 0;
@@ -277,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
       }
     const int g = lane / 4, t = lane % 4;
     Rings rings = {full, empty, x_full, x_empty, ring + (warp * 16 + lane % 16) * 128, xs + lane % 8 * PITCH + lane / 8 * 16, n, 0};
-    share.each([&](bool down, int place, int tile) {
+    tiles.each([&](bool down, int place, int tile) {
       const u32 found = sorted.place[place];
       const int rows = found >> 20, first = found >> 8 & 0xfff, chunks = down ? chunks2 : chunks1;
       float acc[BN / 8][4] = {};

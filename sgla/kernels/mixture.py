@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ROUTED = 16  # tokens up to which norm and router are one kernel
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
+OURS = 64  # tokens up to which the linear layer before the router is our kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
 
 

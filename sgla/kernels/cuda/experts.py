@@ -34,13 +34,13 @@ def supported(pairs: int, f: int, d: int, experts: int) -> bool:
 
 
 def places(experts: int) -> int:
-    """How many zeros ``Choice.done`` must have."""
-    return experts + MAX_PAIRS // PAIRS
+    """How many zeros ``Choice.done`` must have: a count for each place, and one of the tiles that are taken."""
+    return experts + MAX_PAIRS // PAIRS + 1
 
 
 @cache
 def _kernel(experts: int, gelu: bool) -> Kernel:
-    shared = STAGES * (TILE * 128 + 16) + X_STAGES * (PAIRS * X_PITCH + 16) + 1024
+    shared = STAGES * (TILE * 128 + 32) + X_STAGES * (PAIRS * X_PITCH + 16) + 1024
     return Kernel("experts.cu", "experts", {"EXPERTS": experts, "GELU": int(gelu)}, shared)
 
 

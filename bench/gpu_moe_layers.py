@@ -1,0 +1,115 @@
+"""Whole layers of a mixture of experts as a decode step has them, one after another in a graph: one JSON line a batch size.
+
+    python bench/gpu_moe_layers.py [--model bench/models/qwen3-30b-a3b] [--batches 16,64,128,256]
+
+``us``: of a layer, median of replays. ``floor_us``: its weights (of the experts that some row wants, on average) and the KV of
+the rows, which have 100 to 1472 tokens, at 4.34 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_kernels import time_us
+
+from sgla import attention
+from sgla.attention import DeviceBatch
+from sgla.kernels import gpu
+from sgla.kernels.ops import KVLayer
+from sgla.model.spec import ModelSpec
+from sgla.quant import Weight, pack
+
+BF16 = torch.bfloat16
+LAYERS, SHORTEST, LONGEST, PAGE, MOST = 6, 100, 1472, 16, 256  # MOST rows
+
+
+def weight(n: int, k: int) -> Weight:
+    return pack(torch.empty(n, k, dtype=BF16, device="cuda").normal_(0, k**-0.5), "bf16")
+
+
+class Layer:
+    """Random weights and keys of one layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        assert spec.moe is not None
+        d, f, hd, experts = spec.hidden, spec.moe.intermediate, spec.head_dim, spec.moe.experts
+        self.qkv, self.o = weight((spec.heads + 2 * spec.kv_heads) * hd, d), weight(d, spec.heads * hd)
+        self.router, self.gate_up = weight(experts, d), weight(experts * 2 * f, d)
+        self.down = weight(experts * d, f)
+        self.norm, self.head_norm = torch.ones(d, device="cuda"), torch.ones(hd, device="cuda")
+        pages = MOST * LONGEST // PAGE + 1
+        pool = torch.zeros(2, pages, spec.kv_heads, PAGE, hd, dtype=BF16, device="cuda").transpose(2, 3)
+        self.kv = KVLayer(pool[0], pool[1])
+
+
+def mixed(rows: int) -> DeviceBatch:
+    """Decode rows of lengths from SHORTEST to LONGEST over shuffled pages."""
+    lens = torch.linspace(SHORTEST, LONGEST, rows).int()[torch.randperm(rows)]
+    tiles = -(-lens // attention.TILE)
+    table = 1 + torch.randperm(MOST * LONGEST // PAGE)[: rows * (LONGEST // PAGE)].view(rows, -1).int()
+    slots, last = torch.arange(rows), (lens - 1).long()
+    empty = torch.zeros(0, dtype=torch.int32, device="cuda")
+    return DeviceBatch(
+        rows=rows, tokens=rows, ids=empty, positions=(lens - 1).cuda(), slots=slots.int().cuda(), q_start=empty,
+        kv_len=lens.cuda(), out_loc=(table[slots, last // PAGE] * PAGE + last % PAGE).int().cuda(), page_table=table.cuda(),
+        page_size=PAGE, sample_rows=empty, decode_rows=rows,
+        cum={0: torch.cat([torch.zeros(1), tiles.cumsum(0)]).int().cuda()},
+    )  # fmt: skip
+
+
+def floor_us(spec: ModelSpec, layer: Layer, batch: DeviceBatch) -> float:
+    assert spec.moe is not None
+    wanted = 1 - (1 - spec.moe.top_k / spec.moe.experts) ** batch.rows
+    experts = wanted * (layer.gate_up.data.nbytes + layer.down.data.nbytes)
+    kv = int(batch.kv_len.sum()) * 4 * spec.kv_heads * spec.head_dim
+    return (layer.qkv.data.nbytes + layer.o.data.nbytes + experts + kv) / 4.34e6
+
+
+def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
+    assert spec.moe is not None
+    shape = attention.Shape(spec.heads, spec.kv_heads, spec.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST)
+    attend = attention.choose("auto", shape, spec.attention_scale)[0]
+    ops, decode, top_k = gpu.install(attend, mixtures=True), attend.decode, spec.moe.top_k
+    batch, cos_sin = mixed(rows), torch.randn(LONGEST, spec.head_dim, device="cuda")
+    first, residual = torch.randn(2, rows, spec.hidden, dtype=BF16, device="cuda")
+
+    def body() -> None:
+        x: Any = first
+        h: Any = residual
+        with ops.fused(rows, decode):  # type: ignore[arg-type]
+            for layer in layers:
+                norms = layer.head_norm, layer.head_norm
+                qkv = ops.linear(x, layer.qkv)
+                q = ops.qk_norm_rope_store(
+                    qkv, batch.positions, cos_sin, *norms, 1e-6, layer.kv, batch.out_loc
+                )
+                y = ops.linear(ops.attention(q, layer.kv, batch, spec.attention_scale, 0, 0.0), layer.o)
+                x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
+                y = ops.moe(x, layer.router, layer.gate_up, layer.down, top_k, True, "silu")
+                x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
+
+    us, floor = time_us(body, len(layers)), floor_us(spec, layers[0], batch)
+    line = {"bench": "moe_layers", "rows": rows, "us": round(us, 1), "floor_us": round(floor, 1)}
+    print("JSON " + json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
+    parser.add_argument("--batches", default="16,32,64,96,128,160,208,256")
+    args = parser.parse_args()
+    spec = ModelSpec.from_config(json.loads((Path(args.model) / "config.json").read_text()))
+    with torch.inference_mode():
+        layers = [Layer(spec) for _ in range(LAYERS)]
+        for rows in map(int, args.batches.split(",")):
+            measure(spec, layers, rows)
+
+
+if __name__ == "__main__":
+    main()
