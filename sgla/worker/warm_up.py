@@ -58,14 +58,14 @@ def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
         if runner.kv_dtype != runner.dtype:
             runner.measure_scales()
         runner.kv = runner.allocate(1, runner.tables.page_size, runner.kv_dtype)[:layers]
-        DecodeGraphs(runner).rehearse()
-        if not runner.deterministic:
-            PromptGraphs(runner).rehearse()
         sizes = _sizes(runner)
-        alone = (*sizes, *_sizes(runner, ROWS))
+        alone = (*sizes, *_sizes(runner, ROWS))  # of large products, which take longest to compile: first
         for decodes, size in (*((0, size) for size in alone), (1, sizes[0]), (runner.slots, sizes[0])):
             for prefix in (0, size // 2):
                 runner.run_eagerly(_behind(decodes, size, prefix, runner.slots))
+        DecodeGraphs(runner).rehearse()
+        if not runner.deterministic:
+            PromptGraphs(runner).rehearse()
         runner.activations()
         for plan in _plans(runner):
             runner.tables.apply(plan, runner.sampler)
