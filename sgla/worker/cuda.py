@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,7 @@ class CudaRunner:
         self.ops = gpu.install(self.attention, config.deterministic, e4m3, spec.moe is not None)
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         self.windows = sorted(set(spec.windows))
-        self._page_size = config.page_size
-        self._before = torch.cuda.memory_allocated()
+        begin = partial(self._begin, config.page_size, torch.cuda.memory_allocated())
         with torch.device("cuda"):
             self.model = load_model(
                 source,
@@ -159,16 +159,16 @@ class CudaRunner:
                 self.context_len,
                 report,
                 config.random_seed or 0,
-                self._have,
+                begin,
             )
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def _have(self, model: CausalLM) -> None:
-        """Begin to work with a model whose weights are still to come."""
+    def _begin(self, page_size: int, before: int, model: CausalLM) -> None:
+        """Work with a model whose weights are still to come. ``before``: bytes that were allocated before it was made."""
         self.model = model
-        self.ledger = {"weights": torch.cuda.memory_allocated() - self._before}
-        self.tables = DeviceTables(self.slots, self.context_len, self._page_size)
+        self.ledger = {"weights": torch.cuda.memory_allocated() - before}
+        self.tables = DeviceTables(self.slots, self.context_len, page_size)
         self.sampler = DeviceSampler(self.tables.tokens, model.spec.vocab, self.shard)
         self._scales = [(1.0, 1.0)] * model.spec.layers
         pool = ThreadPoolExecutor(1, "rehearse")
