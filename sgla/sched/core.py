@@ -224,9 +224,12 @@ class Core:
         )
 
     def _unhurried(self) -> bool:
-        """Nobody watches, none of those that wait is in the way of another, and all end before one that runs."""
-        watched, seated = self.limits.itl_target is not None, len(self._waiting) <= len(self._memory.slots)
-        return not watched and seated and can_wait(self._running, self._waiting)
+        """Nobody watches, all that wait have a place, so that none is in the way of another, and end before one that runs."""
+        if self.limits.itl_target is not None or len(self._waiting) > len(self._memory.slots):
+            return False
+        if not can_wait(self._running, self._waiting):
+            return False
+        return sum(map(self._lacking, self._running + self._waiting)) <= self._memory.available
 
     def _plan_prefills(self, step: Step, prefills: list[Request], budget: Budget) -> None:
         for i, request in enumerate(prefills):
