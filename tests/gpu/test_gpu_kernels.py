@@ -296,14 +296,14 @@ CUTS = {  # of batch_gemm: its Config, and rows
     (64, 1, 2, False): (1, 16, 33, 64),
     (64, 2, 2, False): (16, 17, 64),
     (64, 8, 2, False): (9, 64),
-    (128, 4, 1, True): (16, 40, 64, 96, 205),
+    (128, 4, 1, True): (16, 40, 64, 96),
     (128, 8, 1, True): (100, 128),
     (64, 1, 1, False): (100, 128, 200, 256),
-    (64, 2, 1, False): (80, 150, 192, 240),
+    (64, 2, 1, False): (80, 150, 192),
     (128, 2, 1, False): (90, 128),
     (64, 4, 1, False): (65, 128, 160),
     (256, 1, 1, False): (64, 128),
-    (192, 1, 1, False): (16, 64, 96, 100, 137, 160, 192, 201, 250, 600),
+    (192, 1, 1, False): (16, 64, 96, 100, 160, 192, 250, 600),
     (128, 1, 1, False): (60, 129, 256),
     (64, 1, 1, False, 64): (100, 128),
     (128, 1, 1, False, 64): (136, 250),
@@ -343,7 +343,7 @@ WIDTHS = [(1024, 3072), (1088, 3072), (2048, 4096), (4096, 3072)]
 
 @pytest.mark.parametrize(
     ("m", "width", "inner"),
-    [(200, 1024, 2048), (256, 1024, 3072), (200, 4096, 4096), (224, 4096, 12288)]
+    [(200, 1024, 2048), (256, 1024, 3072)]
     + [(m, *widths) for m in (9, 16, 40, 64, 96, 128, 150, 192) for widths in WIDTHS],
 )
 def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
@@ -424,7 +424,7 @@ def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float)
     assert (apart <= full_p.gather(1, few.clamp(max=vocab - 1))[:, 0] + 2e-5).all(), (kept, expected, apart)
 
 
-@pytest.mark.parametrize("m", [9, 33, 64, 137, 192])
+@pytest.mark.parametrize("m", [9, 33, 64, 100, 192])
 @pytest.mark.parametrize(("n", "first"), [(151936, 0), (10008, 4000)])
 def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, first: int) -> None:
     from sgla.kernels.cuda import batch_gemm
