@@ -424,7 +424,7 @@ def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float)
     assert (apart <= full_p.gather(1, few.clamp(max=vocab - 1))[:, 0] + 2e-5).all(), (kept, expected, apart)
 
 
-@pytest.mark.parametrize("m", [9, 33, 64, 100, 192])
+@pytest.mark.parametrize("m", [9, 33, 64, 90, 100, 137, 192])
 @pytest.mark.parametrize(("n", "first"), [(151936, 0), (10008, 4000)])
 def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, first: int) -> None:
     from sgla.kernels.cuda import batch_gemm
