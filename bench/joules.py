@@ -1,6 +1,6 @@
 """Joules of kernels that run for a second, as they do under load, where the power limits the clock: one JSON line a measurement.
 
-    python bench/joules.py [--rows 208,256] [--chains chosen,library] [--alone] [--seconds 0.5]
+    python bench/joules.py [--rows 208,256] [--chains chosen,ours,library] [--alone] [--seconds 0.5]
 
 Decode layers of Qwen3-8B with weights and KV of their own (100 to 1424 tokens a row) in one graph; ``mj`` and ``us`` are of a layer
 or a call, ``w`` and ``mhz`` the averages meanwhile. The energy counter moves ten times a second, so ``w`` is good to a few percent;
@@ -218,15 +218,17 @@ choose = batch_gemm.choose
 
 
 def use(chain: str) -> None:
-    """Take what is ``chosen`` for the rows, or cuBLAS (``library``)."""
-    batch_gemm.choose = choose if chain == "chosen" else lambda *_: None  # type: ignore[assignment]
+    """Take ``ours``, or cuBLAS (``library``), or what is ``chosen`` for the rows."""
+    names = {shape: name for name, shape in SHAPES.items()}
+    fixed = {"ours": lambda m, n, k, gated=False: OURS[names[n, k]], "library": lambda *_: None}
+    batch_gemm.choose = fixed.get(chain, choose)  # type: ignore[assignment]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="208,256")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--chains", default="chosen,library")
+    parser.add_argument("--chains", default="chosen,ours,library")
     parser.add_argument("--alone", action="store_true", help="each kernel by itself too")
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=2)

@@ -15,7 +15,7 @@
 #ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
 #define BM 128
 #endif
-#ifndef BN  // rows of x in a tile: 32, 64, 96, 128, 160, 192 or 256
+#ifndef BN  // rows of x in a tile: 32, 64, 96, or a multiple of 16 from 128 to 256; of 8 SPLIT, too
 #define BN 64
 #endif
 #ifndef SPLIT  // blocks that share a sum over k; at most BN / 8
@@ -41,10 +41,10 @@ constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
 constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
 constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128;
-constexpr bool TIGHT = GROUPS == 3 && BN == 256;  // 160 registers a consumer, for which the loading group gives up its own
-constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32) + SCALED * 32;
-static_assert(!(TIGHT && SCALED), "the loading group gives up registers as a whole");
-constexpr int WIDTH = TIGHT ? 128 : BN, ACC = BN / 2, SHARE = ACC / SPLIT;  // of an instruction; sums of a thread
+constexpr bool TIGHT = GROUPS == 3 && BN > 192;  // 160 registers a consumer, for which the loading group gives up its own
+constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + SCALED * 32);
+constexpr int FIRST = TIGHT ? (BN / 2 + 15) & ~15 : BN, REST = TIGHT ? BN - FIRST : BN;  // columns of an instruction; TIGHT: of two
+constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, RACE = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
@@ -137,7 +137,7 @@ __device__ __forceinline__ void find_scales(const Params& p, float* scales, int 
   for (int quad = lane % LANES; quad < QUADS; quad += LANES) {
     const int parts = row + quad * 4 < p.m ? p.parts : 0;
     float4 sum = {};
-#pragma unroll 16
+#pragma unroll TIGHT ? 2 : 16  // by the registers that are left
     for (int part = lane / LANES; part < parts; part += SHARERS) {
       const float4 v = __ldcg(reinterpret_cast<const float4*>(p.row_squares + part * p.row_stride + row) + quad);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
@@ -332,14 +332,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   __syncthreads();
   if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   const int group = threadIdx.x / 128;  // of consumers; the last one loads
-  if (SCALED && threadIdx.x >= CONSUMERS + 32) {
-    find_scales(p, scales, Tile(p, work.begin).row);
-    barrier_arrive(smem_addr(&scaled));
-    return;
-  }
-  if (group == GROUPS) {
+  if (threadIdx.x >= CONSUMERS) {
     if (TIGHT) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
+    if (SCALED && (threadIdx.x - CONSUMERS) / 32 == 1) {
+      find_scales(p, scales, Tile(p, work.begin).row);
+      barrier_arrive(smem_addr(&scaled));
+    }
     return;
   }
   if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
@@ -370,10 +369,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
       const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < BK / 16; ++k)
-#pragma unroll
-        for (int part = 0; part < BN; part += WIDTH)
-          wgmma(*reinterpret_cast<float(*)[WIDTH / 2]>(acc + part / 2), w + k * 2, x + part * (BK * 2 / 16) + k * 2);
+      for (int k = 0; k < BK / 16; ++k) {
+        wgmma(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
+        if (TIGHT) wgmma(*reinterpret_cast<float(*)[REST / 2]>(acc + FIRST / 2), w + k * 2, x + FIRST * (BK * 2 / 16) + k * 2);
+      }
       wgmma_commit();
       if (i > 0) {
         wgmma_wait<1>(acc);

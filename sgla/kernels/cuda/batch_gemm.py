@@ -14,11 +14,12 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 from sgla.kernels.ops import Norm
 
 MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
-ROWS = 32, 64, 96, 128, 160, 192, 256  # of x in a tile
+ROWS = 32, 64, 96, *range(128, 257, 16)  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
 RACE = 6  # 5 is that of ``prompt_gemm``
 SMALL = 4 << 20  # elements of a weight that gains from tiles of few rows
+LARGE = 16 << 20  # that gains from these kernels with more than 192 rows
 VOCABULARY = 100_000  # rows of a weight that is an output layer
 
 
@@ -108,11 +109,12 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
         if apart and split == 4 and k >= 4096:
             return apart
         return Config(64, 2 if n > 2048 else 4 if n > 1024 else 8)
-    if m <= 192 and apart and split == 8 and k >= 4096:
+    ours = m <= (224 if n * k >= LARGE else 192)
+    if ours and apart and (k >= 8192 if m > 192 else k >= 4096 and split == 8):
         return apart
     if m <= 128 and 4096 < n <= 64 * count and k >= 4096:
         return Config(128, 2, 1)
-    if n <= 64 * count and (m <= 192 or (gated and k <= 3072)):
+    if n <= 64 * count and (ours or (gated and k <= 3072)):
         return Config(64, 1 if n > 4096 or k <= 1024 else 2 if n > 2048 else 4, 1)
     return None
 
@@ -225,8 +227,8 @@ def _launch(
         0 if row_squares is None else row_squares.shape[0], _row_stride(m), 0 if race is None else race.first, eps,
     )  # fmt: skip
     kernel = _kernel(config, rows, epilogue, scaled)
-    loaders = 128 if config.tile == 192 and rows == 256 else 32
-    kernel.launch(blocks, 2 * config.tile + loaders + 32 * scaled, params)
+    helpers = 128 if config.tile == 192 and rows > 192 else 32 + 32 * scaled
+    kernel.launch(blocks, 2 * config.tile + helpers, params)
 
 
 def _row_stride(m: int) -> int:
