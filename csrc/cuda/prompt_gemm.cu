@@ -7,41 +7,31 @@
 // A block stays and takes every so manieth tile. One thread feeds the ring; two groups of warps multiply 64 tokens each with 256
 // rows of the weights. Two blocks, a cluster, work on the same weights; each fetches a half for both.
 //
-// ADD: an add into the residual and an RMSNorm between two linear layers, as in batch_gemm.cu.
 // HEADS: the layer is q, k and v. The RMSNorm of each head, the rotation, and the way of k and v to their pages are done here too.
 #include "wgmma.cuh"
 
-#ifndef EPILOGUE  // 0: as it is; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads
+#ifndef EPILOGUE  // 0: as it is; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads
 #define EPILOGUE 0
 #endif
 #ifndef HD  // HEADS: of q, k and v, 64 or 128
 #define HD 128
 #endif
-#ifndef CLUSTER  // 1 or 2 blocks
-#define CLUSTER 2
-#endif
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef BAND  // tiles of tokens that are worked on together
-#define BAND 8
-#endif
 
-constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
+constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPILOGUE == 5;
 constexpr int BM = 128, BN = 256, BK = 64, BOX = 128;  // tokens and weight rows of a tile; columns of a stage; weight rows of a copy
 constexpr int X_BYTES = BM * BK * 2, BOX_BYTES = BOX * BK * 2, STAGE_BYTES = X_BYTES + 2 * BOX_BYTES;
+constexpr int CLUSTER = 2, BAND = 8;  // blocks; tiles of a cluster's tokens that are worked on together
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
 constexpr int COLS = GATED ? BN / 2 : BN;  // of the result, in a tile
 constexpr int BLOCKS = BN / 32;            // of a thread's columns: eight of each 32
 
 struct Params {
-  TensorMap w, x, r;         // r: ADD: the residual
+  TensorMap w, x;
   const float* bias;         // [n] or null
   bf16* out;                 // [m, out_stride]
-  bf16* residual;            // ADD: [m, n]
-  const float* norm;         // ADD: [n]
-  float* squares;            // ADD: [tiles][row_stride], what the columns of a tile add to a row's sum
-  const float* row_squares;  // [parts][row_stride]: rows are divided by their rms, of whose squares the kernel before left the sums
   const int* positions;      // HEADS: [m], as out_loc
   const int* out_loc;
   const float* cos_sin;      // [positions, HD]
@@ -49,17 +39,15 @@ struct Params {
   bf16 *k_pages, *v_pages;
   long long page_stride;
   int token_stride, head_stride, page_size, q_heads, kv_heads, beside;  // beside: k and v are wanted in `out` too
-  int m, n, k, parts, out_stride, row_stride, tiles, row_tiles;  // row_tiles: of a cluster
-  float eps, head_eps;
+  int m, n, k, out_stride, tiles, row_tiles;  // row_tiles: of a cluster
+  float eps;
 };
 
-__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row) {
-  if (CLUSTER == 1)  // dims: k, then of a row's number: bit 0, bits 3 and 4, bits 1 and 2, the rest
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], [%2];"
-                 ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 32) : "memory");
-  else
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %4, %5}], [%2], %6;"
-                 ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 32), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
+// 128 rows of weights, from the `w`th 32 on, to both blocks.
+__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int w) {
+  // dims: k, then of a row's number: bit 0, bits 3 and 4, bits 1 and 2, the rest
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %4, %5}], [%2], %6;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(w), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
 }
 __device__ __forceinline__ void cluster_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 // A stage is free, as the first threads of a group tell every block that writes there.
@@ -78,42 +66,30 @@ struct Tile {
   }
 };
 
-__device__ __forceinline__ void load_w(const Params& p, u32 stage, u32 bar, int k, const Tile& tile) {
-#pragma unroll
-  for (int box = 0; box < 2; ++box)
-    if (CLUSTER == 1 || box == blockIdx.x % CLUSTER)
-      copy_w(stage + X_BYTES + box * BOX_BYTES, p.w, bar, k, GATED ? box * p.n + tile.w * BOX : tile.w * BN + box * BOX);
-}
-
-// The residual of a tile comes to the L2 cache while its products run.
-__device__ __forceinline__ void prefetch_residual(const Params& p, const Tile& tile) {
-  if (EPILOGUE == 1)
-    for (int n = tile.w * BN; n < min((tile.w + 1) * BN, p.n); n += 64)
-      asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&p.r), "r"(n), "r"(tile.row) : "memory");
-}
-
+// Of the weights of a tile this block fetches a half, for both.
 __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty) {
-  const int steps = p.k / BK, total = p.tiles * p.row_tiles;
+  const int steps = p.k / BK, total = p.tiles * p.row_tiles, half = blockIdx.x % CLUSTER;
+  const auto weights = [&](const Tile& tile) { return (GATED ? half * p.n + tile.w * BOX : tile.w * BN + half * BOX) / 32; };
+  const u32 to = ring + X_BYTES + half * BOX_BYTES;
   const Tile one(p, blockIdx.x / CLUSTER);
   for (int i = 0; i < STAGES; ++i) {
     barrier_expect(full + i * 8, STAGE_BYTES);
-    load_w(p, ring + i * STAGE_BYTES, full + i * 8, i * BK, one);
+    copy_w(to + i * STAGE_BYTES, p.w, full + i * 8, i * BK, weights(one));
   }
   pdl_wait();
   pdl_launch();
   for (int i = 0; i < STAGES; ++i) copy_2d(ring + i * STAGE_BYTES, p.x, full + i * 8, i * BK, one.row);
-  prefetch_residual(p, one);
   Slot<STAGES> slot;
   slot.parity = 1;
   for (int at = blockIdx.x / CLUSTER, i = STAGES; at < total; at += gridDim.x / CLUSTER, i = 0) {
     const Tile tile(p, at);
-    if (i == 0) prefetch_residual(p, tile);
+    const int w = weights(tile);
     for (; i < steps; ++i, slot.next()) {
-      const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
+      const u32 bar = full + slot.stage * 8;
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
       barrier_expect(bar, STAGE_BYTES);
-      load_w(p, stage, bar, i * BK, tile);
-      copy_2d(stage, p.x, bar, i * BK, tile.row);
+      copy_w(to + slot.stage * STAGE_BYTES, p.w, bar, i * BK, w);
+      copy_2d(ring + slot.stage * STAGE_BYTES, p.x, bar, i * BK, tile.row);
     }
   }
 }
@@ -124,32 +100,23 @@ __device__ __forceinline__ void read8(float (&v)[8], const float* from) {
   const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from) + 1);
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
-__device__ __forceinline__ void write8(bf16* to, const float (&v)[8]) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
-}
 __device__ __forceinline__ float sum4(float x) {  // of the lanes that share a token
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Finished sums of a tile, as bf16: of a thread's tokens `row` and `row` + 8 eight columns of every 32. What follows them is done in
-// SLICES while the products of the next tile run.
+// Finished sums of a tile, as bf16: of a thread's tokens `row` and `row` + 8 eight columns of every 32. What becomes of them is done
+// in slices while the products of the next tile run.
 constexpr int SLICES = 8;
 struct Sums {
   u32 pair[2][BLOCKS][4];
-  float scale[2];
   int row, w;
   __device__ __forceinline__ int token(int r) const { return row + r * 8; }
   // Two columns side by side.
-  __device__ __forceinline__ float2 at(int r, int j, int i) const { return {lo2f(pair[r][j][i]) * scale[r], hi2f(pair[r][j][i]) * scale[r]}; }
+  __device__ __forceinline__ float2 at(int r, int j, int i) const { return {lo2f(pair[r][j][i]), hi2f(pair[r][j][i])}; }
 };
 
 struct Store {
-  template <int S = 0>
-  __device__ __forceinline__ void all(const Params& p, const Sums& sums) {
-    slice<S>(p, sums);
-    if constexpr (S + 1 < SLICES) all<S + 1>(p, sums);
-  }
   template <int S>
   __device__ __forceinline__ void slice(const Params& p, const Sums& sums) {
     constexpr int J = GATED ? S / 2 : S;
@@ -160,78 +127,13 @@ struct Store {
       u32 y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 a = sums.at(r, J, i);
+        y[i] = sums.pair[r][J][i];
         if (GATED) {
-          const float2 up = sums.at(r, (J + BLOCKS / 2) % BLOCKS, i);
-          y[i] = pack2(gate<GELU>(a.x, up.x), gate<GELU>(a.y, up.y));
-        } else {
-          y[i] = pack2(a.x, a.y);
+          const float2 x = sums.at(r, J, i), up = sums.at(r, (J + BLOCKS / 2) % BLOCKS, i);
+          y[i] = pack2(gate<GELU>(x.x, up.x), gate<GELU>(x.y, up.y));
         }
       }
       if (sums.token(r) < p.m) *reinterpret_cast<uint4*>(p.out + (long long)sums.token(r) * p.out_stride + n) = make_uint4(y[0], y[1], y[2], y[3]);
-    }
-  }
-};
-
-// Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
-struct Add {
-  uint4 next[2];  // what the residual is in the next slice
-  float squares[2];
-  __device__ __forceinline__ static void ask(const Params& p, const Sums& sums, int j, uint4 (&old)[2]) {
-    const int n = sums.w * BN + j * 32 + threadIdx.x % 4 * 8;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (sums.token(r) < p.m && n < p.n) old[r] = __ldcg(reinterpret_cast<const uint4*>(p.residual + (long long)sums.token(r) * p.n + n));
-  }
-  template <int S>
-  __device__ __forceinline__ void slice(const Params& p, const Sums& sums) {
-    if (S == 0) ask(p, sums, 0, next);
-    const uint4 old[2] = {next[0], next[1]};
-    if (S + 1 < SLICES) ask(p, sums, S + 1, next);
-    add<S>(p, sums, old);
-  }
-  __device__ __forceinline__ void all(const Params& p, const Sums& sums) {
-    uint4 old[SLICES][2];
-#pragma unroll
-    for (int j = 0; j < SLICES; ++j) ask(p, sums, j, old[j]);
-    add_from<0>(p, sums, old);
-  }
-  template <int S>
-  __device__ __forceinline__ void add_from(const Params& p, const Sums& sums, const uint4 (&old)[SLICES][2]) {
-    add<S>(p, sums, old[S]);
-    if constexpr (S + 1 < SLICES) add_from<S + 1>(p, sums, old);
-  }
-  template <int S>
-  __device__ __forceinline__ void add(const Params& p, const Sums& sums, const uint4 (&old)[2]) {
-    const int n = sums.w * BN + S * 32 + threadIdx.x % 4 * 8;
-    if (S == 0) squares[0] = squares[1] = 0.f;
-    if (n < p.n) {
-      float norm[8];
-      read8(norm, p.norm + n);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const u32 before[4] = {old[r].x, old[r].y, old[r].z, old[r].w};
-        u32 h[4], y[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 more = sums.at(r, S, i);
-          h[i] = pack2(more.x + lo2f(before[i]), more.y + hi2f(before[i]));
-          const float a = lo2f(h[i]), b = hi2f(h[i]);
-          squares[r] += a * a + b * b;
-          y[i] = pack2(a * norm[2 * i], b * norm[2 * i + 1]);
-        }
-        if (sums.token(r) >= p.m) continue;
-        const long long to = (long long)sums.token(r) * p.n + n;
-        *reinterpret_cast<uint4*>(p.residual + to) = make_uint4(h[0], h[1], h[2], h[3]);
-        *reinterpret_cast<uint4*>(p.out + to) = make_uint4(y[0], y[1], y[2], y[3]);
-      }
-    }
-    if constexpr (S + 1 == SLICES) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float sum = sum4(squares[r]);
-        if (threadIdx.x % 4 == 0 && sums.token(r) < p.m) p.squares[(long long)sums.w * p.row_stride + sums.token(r)] = sum;
-      }
     }
   }
 };
@@ -240,11 +142,6 @@ struct Heads {
   static constexpr int COUNT = BN / HD, HALF = HD / 64;  // in a tile; blocks of 32 columns in half a head
   float factor[COUNT][2];
   int position[2], loc[2];
-  template <int S = 0>
-  __device__ __forceinline__ void all(const Params& p, const Sums& sums) {
-    slice<S>(p, sums);
-    if constexpr (S + 1 < SLICES) all<S + 1>(p, sums);
-  }
   __device__ __forceinline__ static int kind(const Params& p, int head) { return head < p.q_heads ? 0 : head < p.q_heads + p.kv_heads ? 1 : 2; }
   __device__ __forceinline__ static const float* norm(const Params& p, int head) {
     const int which = kind(p, head);
@@ -277,7 +174,7 @@ struct Heads {
           const float2 v = sums.at(r, H * (HD / 32) + j, i);
           squares += v.x * v.x + v.y * v.y;
         }
-      factor[H][r] = rsqrtf(sum4(squares) / HD + p.head_eps);
+      factor[H][r] = rsqrtf(sum4(squares) / HD + p.eps);
     }
   }
   // Block J of both halves of the heads of token R.
@@ -322,12 +219,13 @@ struct Heads {
   }
 };
 
-template <int E> struct Choice { using type = Store; };
-template <> struct Choice<1> { using type = Add; };
-template <> struct Choice<5> { using type = Heads; };
-using Epilogue = Choice<EPILOGUE>::type;
+template <bool>
+struct Choice { using Epilogue = Store; };
+template <>
+struct Choice<true> { using Epilogue = Heads; };
+using Epilogue = Choice<HEADS>::Epilogue;
 
-__device__ __forceinline__ void add_bias(const Params& p, float (&acc)[BN / 2], Sums& sums) {
+__device__ __forceinline__ void add_bias(const Params& p, float (&acc)[BN / 2], const Sums& sums) {
 #pragma unroll
   for (int j = 0; j < BLOCKS; ++j) {
     if (sums.w * BN + j * 32 >= p.n) break;
@@ -336,9 +234,8 @@ __device__ __forceinline__ void add_bias(const Params& p, float (&acc)[BN / 2], 
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) acc[place(j, i, r)] = acc[place(j, i, r)] * sums.scale[r] + bias[i];
+      for (int i = 0; i < 8; ++i) acc[place(j, i, r)] += bias[i];
   }
-  sums.scale[0] = sums.scale[1] = 1.f;
 }
 
 // A group of warps multiplies its 64 tokens of tile after tile.
@@ -379,17 +276,8 @@ struct Group {
     first_steps(p, acc, behind);
     for (int i = SLICES; i < p.k / BK; ++i) step<false>(acc, [] {});
     sums.w = tile.w, sums.row = tile.row + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    float squares[2] = {};
-#pragma unroll 4
-    for (int part = threadIdx.x % 4; part < p.parts; part += 4) {
-      const float* from = p.row_squares + (long long)part * p.row_stride + sums.row;
-      if (sums.token(0) < p.m) squares[0] += __ldcg(from);
-      if (sums.token(1) < p.m) squares[1] += __ldcg(from + 8);
-    }
     wgmma_wait<0>(acc);
     release(used);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sums.scale[r] = p.parts ? rsqrtf(sum4(squares[r]) / p.k + p.eps) : 1.f;
     if constexpr (!GATED)
       if (p.bias) add_bias(p, acc, sums);
 #pragma unroll
@@ -398,6 +286,12 @@ struct Group {
       for (int j = 0; j < BLOCKS; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums.pair[r][j][i] = pack2(acc[place(j, 2 * i, r)], acc[place(j, 2 * i + 1, r)]);
+  }
+  // What is left of the last tile.
+  template <int S = 0>
+  __device__ __forceinline__ void finish(const Params& p) {
+    epilogue.template slice<S>(p, sums);
+    if constexpr (S + 1 < SLICES) finish<S + 1>(p);
   }
 };
 
@@ -411,21 +305,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __gri
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (CLUSTER > 1) cluster_sync();
-  else __syncthreads();
+  cluster_sync();
   if (threadIdx.x >= CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HEADS ? 24 : 40));
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(HEADS ? 240 : 232));
     pdl_wait();
     Group group{ring, full, empty};
     const int first = blockIdx.x / CLUSTER;
     for (int at = first; at < p.tiles * p.row_tiles; at += gridDim.x / CLUSTER) group.multiply(p, Tile(p, at), at != first);
-    group.epilogue.all(p, group.sums);
+    group.finish(p);
   }
-  if (CLUSTER > 1) {  // the other block may still write here, and tell that it is done
-    __syncwarp();
-    cluster_sync();
-  }
+  __syncwarp();
+  cluster_sync();  // the other block may still write here, and tell that a stage is free
 }

@@ -137,9 +137,8 @@ class LazyBatch:
     def run(self, epilogue: int, out: Tensor | None = None) -> Tensor | None:
         """None: the kernel does not gain."""
         gated = epilogue in (batch_gemm.SILU, batch_gemm.GELU)
-        more = gated or (epilogue == batch_gemm.STORE and isinstance(self.x, LazyScale))
-        if more and self._fills(gated):
-            return prompt_gemm.linear(self._rows, self.weight, bias=self.bias, epilogue=epilogue)
+        if epilogue != batch_gemm.FLOAT32 and self._long(gated):
+            return prompt_gemm.linear(force(self.x), self.weight, bias=self.bias, epilogue=epilogue)
         config = self._choose(gated)
         if config is None:
             return None
@@ -167,10 +166,10 @@ class LazyBatch:
         self, positions: Tensor, projection: Projection, kv: KVLayer, out_loc: Tensor, in_place: bool
     ) -> Tensor | None:
         """See ``ops.qk_norm_rope_store``. None: no kernel does it on the way."""
-        if not (self._fills() and prompt_gemm.holds_heads(projection, kv)):
+        if not (self._long() and prompt_gemm.holds_heads(projection, kv)):
             return None
         return prompt_gemm.linear_heads(
-            self._rows, self.weight, positions, projection, kv, out_loc, in_place, self.bias
+            force(self.x), self.weight, positions, projection, kv, out_loc, in_place, self.bias
         )
 
     @property
@@ -182,7 +181,7 @@ class LazyBatch:
         x = self.x.rows.x if isinstance(self.x, LazyScale) else self.x
         return x.shape[0], *self.weight.shape
 
-    def _fills(self, gated: bool = False) -> bool:
+    def _long(self, gated: bool = False) -> bool:
         return prompt_gemm.supported(*self._shape, gated)
 
     def _choose(self, gated: bool = False) -> batch_gemm.Config | None:

@@ -8,11 +8,11 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.batch_gemm import ADD, GELU, MAX_ROWS, SILU, STORE, Unscaled
+from sgla.kernels.cuda.batch_gemm import GELU, MAX_ROWS, SILU, STORE
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
-from sgla.kernels.ops import KVLayer, Norm
+from sgla.kernels.ops import KVLayer
 
 HEADS = 5  # EPILOGUE, beside those of batch_gemm
 TOKENS, COLUMNS = 128, 256  # of a tile
@@ -25,25 +25,22 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("w", TensorMap),
         ("x", TensorMap),
-        ("r", TensorMap),
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "bias", "out", "residual", "norm", "squares", "row_squares", "positions", "out_loc", "cos_sin", "q_norm",
-                "k_norm", "k_pages", "v_pages",
+                "bias", "out", "positions", "out_loc", "cos_sin", "q_norm", "k_norm", "k_pages", "v_pages",
             )
         ),
         ("page_stride", ctypes.c_longlong),
         *(
             (name, ctypes.c_int)
             for name in (
-                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k", "parts", "out_stride",
-                "row_stride", "tiles", "row_tiles",
+                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k", "out_stride",
+                "tiles", "row_tiles",
             )
         ),
         ("eps", ctypes.c_float),
-        ("head_eps", ctypes.c_float),
-        ("pad", ctypes.c_int * 4),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 15),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
 
 
@@ -65,40 +62,24 @@ def holds_heads(projection: Projection, kv: KVLayer) -> bool:
 
 @cache
 def _kernel(epilogue: int, dim: int) -> Kernel:
-    defines = {"EPILOGUE": epilogue, "HD": dim, "CLUSTER": CLUSTER, "STAGES": STAGES}
+    defines = {"EPILOGUE": epilogue, "HD": dim, "STAGES": STAGES}
     return Kernel("prompt_gemm.cu", "prompt_gemm", defines, SHARED, CLUSTER)
 
 
-def linear(
-    x: Tensor | Unscaled, weight: Tensor, *, bias: Tensor | None = None, epilogue: int = STORE
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, epilogue: int = STORE) -> Tensor:
     """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, bias float32.
 
     STORE; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``, and there is no bias.
     """
-    rows = x.x if isinstance(x, Unscaled) else x
     gated = epilogue in (SILU, GELU)
     assert not (gated and bias is not None)
-    out = rows.new_empty(rows.shape[0], weight.shape[0] // (2 if gated else 1))
+    out = x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
     _launch(x, weight, epilogue, out, bias=bias)
     return out
 
 
-def linear_add(x: Tensor | Unscaled, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Unscaled:
-    """See ``batch_gemm.linear_add``."""
-    m, n = norm.residual.shape
-    squares = torch.empty(-(-n // COLUMNS), _row_stride(m), device="cuda")
-    result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
-    assert norm.residual.is_contiguous()
-    _launch(
-        x, weight, ADD, result.x, bias=bias, residual=norm.residual, norm=norm.weight, squares=squares,
-        r=tensor_map(norm.residual.data_ptr(), (n, m), (2 * n,), (64, TOKENS)),
-    )  # fmt: skip
-    return result
-
-
 def linear_heads(
-    x: Tensor | Unscaled,
+    x: Tensor,
     weight: Tensor,
     positions: Tensor,
     projection: Projection,
@@ -109,16 +90,15 @@ def linear_heads(
 ) -> Tensor:
     """``ops.qk_norm_rope_store(x @ weight.T + bias, ...)``. ``in_place``: q is the first columns of what the projection would be,
     with k and v beside it."""
-    rows = x.x if isinstance(x, Unscaled) else x
     page_size, kv_heads, dim = kv.k.shape[1:]
     q_heads = weight.shape[0] // dim - 2 * kv_heads
     page_stride, token_stride, head_stride, _ = kv.k.stride()
     assert kv.k.stride() == kv.v.stride()
     assert positions.dtype == out_loc.dtype == torch.int32
-    out = rows.new_empty(rows.shape[0], (q_heads + 2 * kv_heads * in_place) * dim)
+    out = x.new_empty(x.shape[0], (q_heads + 2 * kv_heads * in_place) * dim)
     _launch(
         x, weight, HEADS, out, dim, bias=bias, positions=positions, out_loc=out_loc, cos_sin=projection.cos_sin,
-        q_norm=projection.q_norm, k_norm=projection.k_norm, head_eps=projection.eps, k_pages=kv.k, v_pages=kv.v,
+        q_norm=projection.q_norm, k_norm=projection.k_norm, eps=projection.eps, k_pages=kv.k, v_pages=kv.v,
         page_stride=page_stride, token_stride=token_stride, head_stride=head_stride, page_size=page_size,
         q_heads=q_heads, kv_heads=kv_heads, beside=int(in_place),
     )  # fmt: skip
@@ -126,15 +106,14 @@ def linear_heads(
 
 
 def _launch(
-    x: Tensor | Unscaled,
+    x: Tensor,
     weight: Tensor,
     epilogue: int,
     out: Tensor,
     dim: int = 128,
-    **fields: Tensor | ctypes.Array[ctypes.c_uint64] | float | None,
+    **fields: Tensor | float | None,
 ) -> None:
     """``fields``: of the parameters; what is not named is zero."""
-    x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     (m, k), n = x.shape, weight.shape[0]
     assert x.is_contiguous(), "the tensor map knows no padding"
     tiles, row_tiles = -(-n // COLUMNS), -(-m // (TOKENS * CLUSTER))
@@ -142,17 +121,12 @@ def _launch(
         w=_weight_map(weight.data_ptr(), n, k),
         x=tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, TOKENS)),
         m=m, n=n // 2 if epilogue in (SILU, GELU) else n, k=k,
-        parts=0 if row_squares is None else row_squares.shape[0], eps=eps,
-        out_stride=out.stride(0), row_stride=_row_stride(m), tiles=tiles, row_tiles=row_tiles,
+        out_stride=out.stride(0), tiles=tiles, row_tiles=row_tiles,
     )  # fmt: skip
-    for name, value in {"out": out, "row_squares": row_squares, **fields}.items():
+    for name, value in {"out": out, **fields}.items():
         setattr(params, name, value.data_ptr() if isinstance(value, Tensor) else value)
     clusters = min(tiles * row_tiles, processors() // CLUSTER)
     _kernel(epilogue, dim).launch(clusters * CLUSTER, THREADS, params)
-
-
-def _row_stride(m: int) -> int:
-    return -(-m // 32) * 32
 
 
 @lru_cache(1 << 14)
