@@ -112,12 +112,13 @@ __device__ __noinline__ void run_close(float a0, float b0, float a1, float b1, i
   }
 }
 
-// A warp's 16 tokens from `token` on, of which `count` exist, in N * 2 rows: lane (g, t) has tokens g and g + 8 of rows 2t and
-// 2t + 1 of every 8.
+// A warp's 16 tokens from `token` on, of which `count` exist (none or fewer behind the vocabulary's end), in N * 2 rows: lane (g, t)
+// has tokens g and g + 8 of rows 2t and 2t + 1 of every 8.
 template <int N, int ROWS>
 __device__ __forceinline__ void run(float (&x)[N], Runners<ROWS>& runners, int token, int count) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const u32 start = (token + g) * STRIDE;
+  if (count <= 0) return;
   if (count < 16) {
 #pragma unroll
     for (int j = 0; j < N; j += 4) {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgla.kernels.cuda import decode_attention
+from sgla.kernels.cuda import batch_gemm, decode_attention
 from sgla.kernels.cuda.decode_step import Shape
 
 KIB = 1 << 10
@@ -40,3 +40,19 @@ def test_a_step_in_one_kernel_needs_room_for_all_blocks(
 ) -> None:
     pretend(monkeypatch, major, processors, 228 * KIB)
     assert QWEN3.pays(28, 151936) is pays
+
+
+@pytest.mark.parametrize("processors", [32, 46, 64, 66, 78, 114, 132, 144])
+def test_blocks_keep_to_the_rows_whose_scales_they_have(
+    monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    monkeypatch.setattr(batch_gemm, "processors", lambda: processors)
+    for n, k in [(4096, 1024), (6144, 1024), (1024, 2048), (2048, 1536), (960, 2560), (6144, 4096)]:
+        for m in range(9, batch_gemm.MAX_ROWS + 1):
+            config = batch_gemm.choose(m, n, k)
+            if config is None:
+                continue
+            tiles, row_tiles = -(-n // config.tile), -(-m // config.rows)
+            blocks = batch_gemm._blocks(config, tiles, row_tiles, scaled=True)
+            assert blocks > 0
+            assert blocks % row_tiles == 0

@@ -455,6 +455,10 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
         assert not untouched.any()
         assert torch.equal(outs[0], outs[1])
         assert torch.equal(tables[0], tables[1])
+    x[3] = float("nan")  # of a broken model: the next step must find an embedding all the same
+    batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+    sampling.follow(keys, slots, positions, tables[1], outs[1])
+    assert 0 <= int(outs[1][3]) < first + n
 
 
 def test_sampling_at_full_vocabulary() -> None:

@@ -207,14 +207,10 @@ def _launch(
     rows = next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
     tiles, row_tiles = -(-n // config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
-    blocks = tiles * row_tiles * config.split
+    blocks = _blocks(config, tiles, row_tiles, scaled)
     sums = counts = None
-    if config.split == 1:
-        blocks = min(blocks, processors() * config.per_sm)
-    elif config.apart:
-        assert blocks <= processors() * config.per_sm, "blocks wait for each other"
+    if config.apart:
         sums, counts = _exchange(tiles * row_tiles, config, rows)
-    assert not scaled or blocks % row_tiles == 0, "the scales of one tile's rows are kept"
     residual, factors = (norm.residual, norm.weight) if norm is not None else (None, None)
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     racing = (None,) * 6 if race is None else race[:6]
@@ -228,6 +224,15 @@ def _launch(
     kernel = _kernel(config, rows, epilogue, scaled)
     helpers = 128 if config.tile == 192 and rows > 192 else 32 + 32 * scaled
     kernel.launch(blocks, 2 * config.tile + helpers, params)
+
+
+def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
+    """Those of a launch. ``scaled``: a block keeps the scales of one tile's rows, so all its tiles are of these."""
+    blocks, most = tiles * row_tiles * config.split, processors() * config.per_sm
+    if config.split == 1:
+        blocks = min(blocks, most // row_tiles * row_tiles if scaled else most)
+    assert blocks <= most or not config.apart, "blocks wait for each other"
+    return blocks
 
 
 def _row_stride(m: int) -> int:
