@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +66,7 @@ class Ingress:
         self._children = 0
         self._bytes = 0
         self._capacity = 0
+        self._freed = asyncio.Event()  # set when a choice ends or a request is forgotten
         self._tokenize: Tokenize | None = None
         self._stats: Callable[[], Stats] | None = None
         self._control: Callable[[Control], Awaitable[Any]] | None = None
@@ -124,16 +126,31 @@ class Ingress:
         check_task(job, self.facts)
         n = job.sampling.n
         cost = job_bytes(job)
-        if self._open and (self._children + n > self._capacity or self._bytes + cost > OPEN_BYTES):
-            raise Overloaded(
-                f"{self._children} requests are open, which is the limit; retry later or raise --max-queued-requests",
-                retry_after=self._retry_after(),
-            )
+        full = self._full(n, cost, self._capacity)
+        if full:
+            raise Overloaded(full, retry_after=self._retry_after())
         job.arrival = clock.now()
         self._open[job.rid] = _Open(sink, n, cost)
         self._children += n
         self._bytes += cost
         self._tokenize.post(job)
+
+    async def room(self, job: Job) -> None:
+        """Wait until ``open`` would refuse ``job`` no longer for want of room. Then not more are open than may wait, since before the
+        next step all of them do."""
+        while self._full(job.sampling.n, job_bytes(job), self.config.max_queued_requests):
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _full(self, n: int, cost: int, most: int) -> str:
+        """Why ``n`` more choices of a prompt of ``cost`` bytes are too much where ``most`` may be open; "" if they are not."""
+        if not self._open:
+            return ""
+        if self._children + n > most:
+            return f"{self._children} requests are open, which is the limit; retry later or raise --max-queued-requests"
+        if self._bytes + cost > OPEN_BYTES:
+            return f"the prompts of the open requests fill the {OPEN_BYTES >> 20} MiB there are for them; retry later"
+        return ""
 
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; False if it is not open. Nothing more reaches its sink."""
@@ -157,6 +174,7 @@ class Ingress:
             if entry.children == 0:
                 del self._open[event.rid]
                 self._bytes -= entry.cost
+            self._freed.set()
         entry.sink.push(event)
 
     def reject(self, rejected: Rejected) -> None:
@@ -180,6 +198,7 @@ class Ingress:
         if entry is not None:
             self._children -= entry.children
             self._bytes -= entry.cost
+            self._freed.set()
         return entry
 
     def _retry_after(self) -> float:

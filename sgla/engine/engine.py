@@ -57,18 +57,21 @@ class Output(msgspec.Struct, kw_only=True):
 
 
 class _Collector:
-    """A sink on the engine's loop; ``done`` brings the request's choices in index order, or raises what it ended with."""
+    """A sink on the engine's loop; ``done`` brings the request's choices in index order, or raises what it ended with, which sets
+    ``failed``."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, failed: asyncio.Event) -> None:
         self.done: asyncio.Future[list[Output]] = asyncio.get_running_loop().create_future()
         self._choices = [Output(index=index) for index in range(n)]
         self._left = n
+        self._failed = failed
 
     def push(self, message: Event | Rejected) -> None:
         if self.done.done():  # nobody waits for it any more
             return
         if isinstance(message, Rejected):
             self.done.set_exception(SglaError.from_rejected(message))
+            self._failed.set()
             return
         self._choices[message.index].add(message)
         self._left -= message.finish is not None
@@ -269,13 +272,17 @@ class Engine(VectorCalls):
 
     async def _collect(self, jobs: Iterable[Job]) -> list[list[Output]]:
         """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part at a time: the first
-        steps are computed while the rest is prepared."""
+        steps are computed while the rest is prepared, or waits for room."""
         ingress = self._ready().ingress
         sinks: dict[str, _Collector] = {}
+        failed = asyncio.Event()
         opened, part = 0, FIRST_PART
         try:
             for job in jobs:
-                sinks[job.rid] = _Collector(job.sampling.n)
+                await ingress.room(job)
+                if failed.is_set():
+                    break
+                sinks[job.rid] = _Collector(job.sampling.n, failed)
                 ingress.open(job, sinks[job.rid])
                 opened += job_bytes(job)
                 if opened >= part:

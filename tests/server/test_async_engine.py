@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sgla import Engine, SamplingParams
 from sgla.actors.ingress import Ingress, Sink
-from sgla.errors import SglaError
+from sgla.errors import Overloaded, SglaError
 from sgla.messages import Job
 
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -80,6 +81,64 @@ def test_a_batch_is_opened_longest_first_and_answered_in_its_order(
     assert [output.prompt_tokens for output in outputs] == prompts
     alone = [engine.generate(prompt, each).tokens for prompt, each in zip(prompts, sampling)]
     assert [output.tokens for output in outputs] == alone
+
+
+@pytest.mark.parametrize(("prompt_bytes", "queued"), [(200, 1 << 20), (1 << 20, 6)])
+def test_a_batch_larger_than_there_is_room_for_waits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, prompt_bytes: int, queued: int
+) -> None:
+    ingress = engine._ready().ingress
+    most: list[int] = []
+
+    def open_(job: Job, sink: Sink) -> None:
+        Ingress.open(ingress, job, sink)
+        most.append(ingress.open_requests)
+
+    prompts = [[1 + i % 7] * (3 + i % 4) for i in range(40)]
+    sampling = [SamplingParams(max_tokens=1 + i % 5, n=1 + i % 2, ignore_eos=True) for i in range(40)]
+    monkeypatch.setattr(ingress, "open", open_)
+    monkeypatch.setattr("sgla.actors.ingress.OPEN_BYTES", prompt_bytes)
+    monkeypatch.setattr(ingress, "config", replace(ingress.config, max_queued_requests=queued))
+    outputs = engine.generate(prompts, sampling)
+    assert max(most) < 10
+    found = [output if isinstance(output, list) else [output] for output in outputs]
+    assert [each[0].prompt_tokens for each in found] == prompts
+    assert [len(choice.tokens) for each in found for choice in each] == [
+        each.max_tokens for each in sampling for _ in range(each.n)
+    ]
+    assert ingress.open_requests == 0
+
+
+def test_a_batch_one_of_which_was_refused_waits_for_no_room(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingress = engine._ready().ingress
+    opened: list[str] = []
+
+    def open_(job: Job, sink: Sink) -> None:
+        opened.append(job.rid)
+        Ingress.open(ingress, job, sink)
+
+    monkeypatch.setattr(ingress, "open", open_)
+    monkeypatch.setattr("sgla.actors.ingress.OPEN_BYTES", 20)
+    with pytest.raises(SglaError, match="vocabulary"):
+        engine.generate([[1], [-1], [1], [1], [1]], ENDLESS)
+    assert len(opened) == 2
+    assert ingress.open_requests == 0
+
+
+def test_who_is_refused_hears_what_is_full(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = engine.stream([1, 2, 3], ENDLESS)
+    next(first)
+    with monkeypatch.context() as patch:
+        patch.setattr("sgla.actors.ingress.OPEN_BYTES", 5 << 20)
+        with pytest.raises(Overloaded, match="prompts of the open requests fill the 5 MiB"):
+            next(engine.stream([1] * (5 << 17), ENDLESS))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._ready().ingress, "_capacity", 1)
+        with pytest.raises(Overloaded, match="1 requests are open.*--max-queued-requests"):
+            next(engine.stream([1], ENDLESS))
+    first.close()  # type: ignore[attr-defined]
 
 
 def test_a_request_that_is_refused_ends_its_batch(engine: Engine) -> None:
