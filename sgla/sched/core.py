@@ -327,6 +327,7 @@ class Core:
             self.limits.policy, self._waiting, self._memory.cache, self._now, self.limits.patience
         )
         flying = sum(flight.brought for flight in self._flights)
+        last = len(self._waiting) - 1
         for i, request in enumerate(ordered):
             brought = step.brought + request.weight
             if budget.tokens <= 0 or (step.brought and brought > BROUGHT):
@@ -343,7 +344,7 @@ class Core:
                     return
                 if not self._memory.slots:
                     continue
-            if not self._seat(step, request, budget, others=i + 1 < len(ordered)):
+            if not self._seat(step, request, budget, others=i < last):
                 return
 
     def _displace(self, request: Request) -> bool:

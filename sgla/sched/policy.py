@@ -7,21 +7,24 @@ three from SGLang). ``priority``: larger ``priority`` first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from heapq import nsmallest
+from itertools import chain
+from typing import Any
 
 from sgla.cache.radix import Node, RadixCache
 from sgla.sched.request import Request
 
 WINDOW = 128  # matching every waiting request against the tree each step must stay cheap: only the oldest are
 
-Order = Callable[[list[Request], RadixCache], list[Request]]
+Order = Callable[[list[Request], RadixCache], Iterable[Request]]
 
 
 def order(
     policy: str, waiting: list[Request], cache: RadixCache, now: float, patience: float
-) -> list[Request]:
-    """``waiting`` (sorted by arrival) as it should be served. A request that has waited longer than ``patience`` goes
-    before all that have not, in arrival order, so nobody starves."""
+) -> Iterable[Request]:
+    """``waiting`` (sorted by arrival) as it should be served, sorted as far as it is read. A request that has waited longer than
+    ``patience`` goes before all that have not, in arrival order, so nobody starves."""
     if policy == "fcfs" or len(waiting) < 2:
         return list(waiting)
     aged = 0
@@ -31,11 +34,11 @@ def order(
         aged += 1
         if policy == "priority":
             request.boost()
-    return waiting[:aged] + _ORDERS[policy](waiting[aged:], cache)
+    return chain(waiting[:aged], _ORDERS[policy](waiting[aged:], cache))
 
 
-def _by_rank(waiting: list[Request], cache: RadixCache) -> list[Request]:
-    return sorted(waiting, key=lambda request: request.rank)
+def _by_rank(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
+    return _smallest_first(waiting, lambda request: request.rank)
 
 
 def _by_prefix(waiting: list[Request], cache: RadixCache) -> list[Request]:
@@ -67,8 +70,16 @@ def _by_branch(waiting: list[Request], cache: RadixCache) -> list[Request]:
     return backwards[::-1] + waiting[WINDOW:]
 
 
-def _by_outputs(waiting: list[Request], cache: RadixCache) -> list[Request]:
-    return sorted(waiting, key=lambda request: request.known - request.limit)
+def _by_outputs(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
+    return _smallest_first(waiting, lambda request: request.known - request.limit)
+
+
+def _smallest_first(waiting: list[Request], key: Callable[[Request], Any]) -> Iterator[Request]:
+    """As ``sorted``; but few steps take more than the first of many, so the others are sorted only when their turn comes."""
+    first = nsmallest(WINDOW, waiting, key)
+    yield from first
+    taken = set(first)
+    yield from sorted((request for request in waiting if request not in taken), key=key)
 
 
 def _probe(request: Request, cache: RadixCache) -> tuple[Node, int]:

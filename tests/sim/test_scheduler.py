@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_submits
 
+from sgla.cache.pages import PagePool
+from sgla.cache.radix import RadixCache
 from sgla.errors import ContextTooLong, InvalidField, Overloaded
 from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
 from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult
 from sgla.sched.core import Core
 from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits
+from sgla.sched.policy import WINDOW, order
+from sgla.sched.request import Request
 
 PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
 
@@ -395,6 +399,26 @@ def test_lof_takes_the_longest_output_first_and_among_equals_the_oldest() -> Non
     simulation.run()
     assert list(first_steps(simulation)) == ["r5", "r1", "r3", "r2", "r0", "r4"]
     simulation.verify()
+
+
+@pytest.mark.parametrize("policy", ["lof", "priority"])
+def test_what_is_served_first_is_the_same_however_many_are_looked_at(policy: str) -> None:
+    random = Random(1)
+    waiting = [
+        Request(make_submit(f"r{i}", PROMPT), random.randint(1, 90), i, float(i), random.randint(0, 5))
+        for i in range(WINDOW + 100)
+    ]
+
+    def key(request: Request) -> tuple[float, ...]:
+        return request.rank if policy == "priority" else (-request.limit, request.arrival)
+
+    expected = sorted(waiting[2:], key=key)
+    cache = RadixCache(4, PagePool(2))
+    served = []
+    for request in order(policy, waiting, cache, 11.5, 10.0):
+        served.append(request)
+        request.known += 50  # it runs
+    assert served == waiting[:2] + expected
 
 
 def test_lpm_sees_what_others_cached_meanwhile() -> None:
