@@ -9,7 +9,7 @@ import pytest
 from simulation import Simulation, make_submit
 
 from sgla.executor.fake import ints
-from sgla.messages import Submit
+from sgla.messages import RowSampling, Submit
 from sgla.sched.limits import Limits
 
 MIXED, PROMPTS = 32, 3
@@ -73,11 +73,12 @@ def test_prompts_that_can_wait_are_read_in_small_steps() -> None:
         {"pages": 300},  # or for pages
         {"shortest": 150},  # all outputs are equally long
         {"stop_ids": frozenset({77})},  # nobody knows which will be
+        {"sampling": RowSampling(prompt_logprobs=0)},  # small steps are no cheaper
     ],
 )
 def test_other_prompts_do_not_wait(changes: dict[str, Any]) -> None:
-    shortest, stop_ids = changes.pop("shortest", 1), changes.pop("stop_ids", frozenset())
-    submits = batch(Random(2), 40, shortest, 150, stop_ids=stop_ids)
+    wanted = {name: changes.pop(name) for name in ("stop_ids", "sampling") if name in changes}
+    submits = batch(Random(2), 40, changes.pop("shortest", 1), 150, **wanted)
     small, full = (
         play(submits, **changes, **more) for more in ({"mixed_tokens": MIXED, "mixed_prompts": PROMPTS}, {})
     )
