@@ -7,7 +7,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from msgspec.structs import replace
@@ -216,6 +216,10 @@ class Preparer:
         try:
             low, high = extremes(ids)
         except struct.error:
+            for token in ids:
+                if not isinstance(token, SupportsIndex):
+                    message = f"the {param} has {token!r}, which is no token id"
+                    raise InvalidField(message, param=param) from None
             low, high = min(ids), max(ids)
         if low < 0 or high >= self.limits.vocab_size:
             wrong = low if low < 0 else high

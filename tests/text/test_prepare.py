@@ -151,6 +151,15 @@ def test_reasoning_whose_tags_are_no_tokens_cannot_be_limited(byte_level: Tokeni
         small(job(token_ids=[1], sampling={"thinking": beyond}))
 
 
+@pytest.mark.parametrize("wrong", [1.5, "a", None])
+def test_what_is_no_token_id_is_refused(byte_level: Tokenizer, wrong: Any) -> None:
+    for ids in ([1, wrong], [1 << 40, wrong]):
+        with pytest.raises(InvalidField, match=f"{wrong!r}, which is no token id"):
+            preparer(byte_level)(Job(rid="r", token_ids=ids, sampling=SamplingParams()))
+    with pytest.raises(InvalidField, match=f"token id {1 << 40}"):
+        preparer(byte_level)(Job(rid="r", token_ids=[1, 1 << 40], sampling=SamplingParams()))
+
+
 def test_empty_prompt_is_bos_where_the_tokenizer_adds_one(llama2_like: Tokenizer) -> None:
     assert preparer(llama2_like)(job(text=""))[0].tokens == [llama2_like.bos_id]
     with pytest.raises(InvalidField):
