@@ -341,5 +341,9 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def stop(system: System) -> None:
+    """End all requests and the workers; the calls that wait for requests raise what these ended with."""
     await system.drain(0.0)
     await system.close()
+    calls = asyncio.all_tasks() - {asyncio.current_task()}
+    if calls:
+        await asyncio.wait(calls, timeout=1.0)

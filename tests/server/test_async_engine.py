@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,19 @@ def test_a_batch_one_of_which_was_refused_waits_for_no_room(
         engine.generate([[1], [-1], [1], [1], [1]], ENDLESS)
     assert len(opened) == 2
     assert ingress.open_requests == 0
+
+
+def test_a_batch_that_waits_for_room_ends_with_the_engine(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgla.actors.ingress.OPEN_BYTES", 20)
+    with ThreadPoolExecutor(1) as pool:
+        with Engine(str(tiny_model), executor="fake", device="cpu") as engine:
+            batch = pool.submit(engine.generate, [[1], [1], [1], [1]], ENDLESS)
+            while not engine._ready().ingress.open_requests:
+                time.sleep(0.001)
+        with pytest.raises(SglaError, match="shut down"):
+            batch.result(5)
 
 
 def test_who_is_refused_hears_what_is_full(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
