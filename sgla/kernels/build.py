@@ -17,12 +17,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
+SCRATCH, DAY = "tmp", 86400  # how scratch folders' names begin; seconds
 
 
 class Level(NamedTuple):
@@ -148,13 +151,23 @@ def build(target: Level) -> Path:
 
 def make_once(path: Path, make: Callable[[Path], Path]) -> None:
     """Have ``make`` write the file in a scratch folder, unless it is there. Several processes and threads may ask at once: one makes
-    it, the others wait."""
+    it, the others wait. Where files cannot be locked, as in some homes on a network, each makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            _remove_left(path.parent)
+            with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=path.parent) as scratch:
                 make(Path(scratch)).rename(path)
+
+
+def _remove_left(folder: Path) -> None:
+    """Scratch folders of processes that were killed."""
+    for left in folder.glob(f"{SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another one removed it
+            if time.time() - left.stat().st_mtime > DAY:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _compile(compiler: str, target: Level, scratch: Path) -> Path:

@@ -283,6 +283,19 @@ class GpuOps:
         self._fuse, self._batched = False, False
         self._decode: FusedDecode | None = None
         self._output: Output | None = None  # the next linear is the output layer
+        self._shapes: set[tuple[int, int]] = set()  # n and k of the others that were ``LazyBatch``
+
+    def sizes(self, most: int) -> list[int]:
+        """Numbers of tokens up to ``most`` with which the linear layers that were called take every kernel that they take with
+        more than ``batch_gemm.MAX_ROWS``. Those come and go with how well tiles fill the GPU."""
+        first: dict[tuple[Any, ...], int] = {}
+        for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
+            for n, k in self._shapes:
+                ways = [
+                    (prompt_gemm.supported(m, n, k, g), batch_gemm.choose(m, n, k, g)) for g in (False, True)
+                ]
+                first.setdefault((n, k, *ways), m)
+        return sorted(set(first.values()))
 
     @contextmanager
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
@@ -363,6 +376,8 @@ class GpuOps:
         x = force(x) if isinstance(x, LazySum) else x
         output = self._output
         if self._batched and dense and batch_gemm.supported(w.n, w.k):
+            if output is None:
+                self._shapes.add((w.n, w.k))
             later = isinstance(x, LazyScale) and output is None
             batch = LazyBatch(x if later else force(x).contiguous(), w.data, bias)
             y = batch if output is None else batch.logits(output)

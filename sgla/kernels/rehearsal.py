@@ -22,8 +22,8 @@ _asked: ContextVar[list[Loads] | None] = ContextVar("asked", default=None)
 
 @cache
 def compilers() -> ThreadPoolExecutor:
-    """Threads for NVRTC, which runs without Python's lock."""
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile")
+    """Threads for NVRTC, which runs without Python's lock. A container may have far fewer cores than it sees."""
+    return ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))), "compile")
 
 
 def rehearsed(kernel: Loads) -> bool:

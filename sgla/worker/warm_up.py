@@ -58,11 +58,15 @@ def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
         if runner.kv_dtype != runner.dtype:
             runner.measure_scales()
         runner.kv = runner.allocate(1, runner.tables.page_size, runner.kv_dtype)[:layers]
-        sizes = _sizes(runner)
-        alone = (*sizes, *_sizes(runner, ROWS))  # of large products, which take longest to compile: first
-        for decodes, size in (*((0, size) for size in alone), (1, sizes[0]), (runner.slots, sizes[0])):
-            for prefix in (0, size // 2):
-                runner.run_eagerly(_behind(decodes, size, prefix, runner.slots))
+        longest = runner.context_len - 1
+        most = min(runner.step_tokens, runner.slots * longest)
+        sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first
+        alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
+        for decodes, size in (*alone, (1, sizes[0]), (runner.slots, sizes[0])):
+            for half in (0, 1):
+                runner.run_eagerly(_behind(decodes, size, half, runner.slots, longest))
+        for size in runner.ops.sizes(most):
+            runner.run_eagerly(_behind(0, size, 0, runner.slots, longest))
         DecodeGraphs(runner).rehearse()
         if not runner.deterministic:
             PromptGraphs(runner).rehearse()
@@ -86,18 +90,22 @@ def layers_of_all_kinds(spec: ModelSpec) -> int:
     return min(spec.layers, max(2, *(1 + kinds.index(kind) for kind in kinds)))
 
 
-def _sizes(runner: CudaRunner, sizes: Sequence[int] = SIZES) -> list[int]:
-    return [n for n in sizes if n <= min(runner.step_tokens, runner.context_len - 1)]
+def _below(most: int, sizes: Sequence[int]) -> list[int]:
+    return [n for n in sizes if n < most]
 
 
-def _behind(decodes: int, size: int, prefix: int, slots: int) -> StepPlan:
-    """A prompt of ``size`` tokens, the first ``prefix`` of which are there, behind decode rows with as many in common."""
-    return _step([(row % slots, prefix, 1 if row < decodes else size - prefix) for row in range(decodes + 1)])
+def _behind(decodes: int, size: int, half: int, slots: int, longest: int) -> StepPlan:
+    """Prompts of ``size`` tokens, none longer than ``longest``, behind decode rows. ``half`` is 1: the first half of each is there,
+    and of the first one in the decode rows, too; else 0."""
+    prompts = [min(longest, size - at) for at in range(0, size, longest)]
+    rows = [(row % slots, half * (prompts[0] // 2), 1) for row in range(decodes)]
+    rows += [((decodes + i) % slots, half * (n // 2), n - half * (n // 2)) for i, n in enumerate(prompts)]
+    return _step(rows)
 
 
 def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
     """Prompts as a whole and behind a prefix, then a decode step with a new page."""
-    for size in _sizes(runner):
+    for size in _below(min(runner.step_tokens + 1, runner.context_len), SIZES):
         for start in (0, size // 2):
             row = NewRow(
                 slot=0,

@@ -2,8 +2,8 @@
 that it was.
 
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
-``model``), sends it steps of every kind, and prints for each how many kernels its rehearsal asked for and what was launched besides.
-Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+``model``), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
+asked for and what was launched besides. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ class Launches:
         triton.JITFunction._do_compile, triton.JITFunction.run = compile_, run
 
 
-def steps(runner: cuda.CudaRunner) -> Iterator[StepPlan]:
-    """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind prefixes."""
+def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
+    """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind prefixes; and prompts of
+    ``sizes`` tokens together."""
     half = runner.context_len // 2
     for rows in range(1, runner.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
@@ -152,6 +153,9 @@ def steps(runner: cuda.CudaRunner) -> Iterator[StepPlan]:
                 *((slot, 0, 3) for slot in range(decodes, runner.slots)),
             ]
         )
+    for size in sizes:
+        lengths = [min(half, size - at) for at in range(0, size, half)]
+        yield plan([(slot, 0, length) for slot, length in enumerate(lengths)])
 
 
 def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
@@ -183,7 +187,7 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         runner = cuda.CudaRunner(
             config, ModelSource("dummy", Path("."), (), case["model"], {}), 0, 1, "", lambda p: None
         )
-        for step in steps(runner):
+        for step in steps(runner, case.get("sizes", [])):
             runner.execute(step)
     cuda.rehearse = rehearse
     return {"asked": len(asked), "late": sorted(launches.seen - asked)}

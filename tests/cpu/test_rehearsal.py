@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sgla.kernels.build import make_once
 from sgla.kernels.cuda import build
+from sgla.kernels.rehearsal import compilers
 
 HERE = Path(__file__).parent
 # With so many KV heads all graphs cut decode attention finely, so that only eager steps cut it coarsely.
 DENSE = {"num_hidden_layers": 2, "vocab_size": 3000, "num_attention_heads": 32, "num_key_value_heads": 32}
+# Longer than the context. Gate and up take a kernel with 1193 to 1200 tokens, another with 1201 to 1280,
+# and the projection to heads takes one from 1268 on.
+BANDS = {
+    "num_hidden_layers": 2,
+    "vocab_size": 3000,
+    "hidden_size": 512,
+    "head_dim": 128,
+    "intermediate_size": 4864,
+}
+SIZES = {"bands": [1196, 1240, 1275]}
 MIXTURE = {"num_hidden_layers": 2, "vocab_size": 3000, "moe_intermediate_size": 128}
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
+    "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
     "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
@@ -31,8 +47,12 @@ def test_nothing_is_launched_that_was_not_rehearsed() -> None:
     """In a process of its own: see ``fake_gpu.py``."""
     models = HERE.parents[1] / "bench/models"
     cases = [
-        {"model": json.loads((models / name / "config.json").read_text()) | changes, "config": config}
-        for name, changes, config in CASES.values()
+        {
+            "model": json.loads((models / name / "config.json").read_text()) | changes,
+            "config": config,
+            "sizes": SIZES.get(case, []),
+        }
+        for case, (name, changes, config) in CASES.items()
     ]
     done = subprocess.run(
         [sys.executable, "-c", "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')", json.dumps(cases)],
@@ -102,3 +122,30 @@ def test_make_once_leaves_nothing_half_made(tmp_path: Path) -> None:
     make_once(tmp_path / "x", make)
     make_once(tmp_path / "x", fail)
     assert (tmp_path / "x").read_text() == "whole"
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_make_once_removes_what_killed_processes_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    def flock(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def make(scratch: Path) -> Path:
+        (scratch / "x").write_text("whole")
+        return scratch / "x"
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", flock)
+    old, new = tmp_path / "tmpold", tmp_path / "tmpnew"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "half").touch()
+    os.utime(old, (0, 0))
+    make_once(tmp_path / "x", make)
+    assert {p.name for p in tmp_path.iterdir()} == {"tmpnew", "x", "x.lock"}
+
+
+def test_compilers_are_few_on_large_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(192))
+    assert compilers.__wrapped__()._max_workers == 16
