@@ -400,6 +400,7 @@ class Facts(msgspec.Struct, kw_only=True):
     # Up to so many tokens a step with decode rows reads a prompt more cheaply than a larger one, if it has so many prompts at most.
     mixed_tokens: int = 0
     mixed_prompts: int = 0  # 0: there are no such steps
+    mixed_longest: int = 1 << 20  # tokens of the longest prompt that such steps read
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why

@@ -254,6 +254,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         step_tile=facts.step_tile,
         mixed_tokens=facts.mixed_tokens,
         mixed_prompts=facts.mixed_prompts,
+        mixed_longest=facts.mixed_longest,
         depth=config.depth or 2,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
         max_queued=config.max_queued_requests,

@@ -112,12 +112,12 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     return solution
 
 
-def can_wait(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
+def can_wait(running: Iterable[Request], waiting: Iterable[Request], longest: int) -> bool:
     """Whether all prompts that are not read yet are of requests that will end before one which is being decoded, whatever tokens
     come. Then nothing is lost by reading them little by little in its steps, whose weights are read anyway.
 
     Not with shared prefixes: steps that read these once for all their rows pay for being many. Nor with prompts whose logprobs are
-    wanted: small steps compute these no faster. (Stop strings are not known here. A row that one of them ends makes prompts wait
+    wanted or that have more than ``longest`` tokens: small steps read these no faster. (Stop strings are not known here. A row that one of them ends makes prompts wait
     that should not have.)
     Source: A. Agrawal et al., "SARATHI: Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills", 2023.
     """
@@ -127,13 +127,14 @@ def can_wait(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
             return False
         left = request.limit - request.known
         if request.planned < request.prompt_len:
-            if request.prompt_logprobs is not None:
+            if request.prompt_logprobs is not None or request.known > longest:
                 return False
             unread = max(unread, left)
         elif not request.stop_ids:
             last = max(last, left)
     return unread < last and all(
-        request.limit - request.known < last and request.prompt_logprobs is None for request in waiting
+        request.limit - request.known < last and request.prompt_logprobs is None and request.known <= longest
+        for request in waiting
     )
 
 

@@ -227,7 +227,7 @@ class Core:
         """Nobody watches, all that wait have a place, so that none is in the way of another, and end before one that runs."""
         if self.limits.itl_target is not None or len(self._waiting) > len(self._memory.slots):
             return False
-        if not can_wait(self._running, self._waiting):
+        if not can_wait(self._running, self._waiting, self.limits.mixed_longest):
             return False
         return sum(map(self._lacking, self._running + self._waiting)) <= self._memory.available
 

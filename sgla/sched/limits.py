@@ -27,6 +27,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
     mixed_tokens: int = 0  # of steps with decode rows in which prompts that can wait are read
     mixed_prompts: int = 0  # in such a step; 0: they do not wait
+    mixed_longest: int = LONGEST  # tokens of the longest prompt that can wait
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     max_queued: int = 1024  # waiting requests before Overloaded

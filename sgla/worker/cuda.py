@@ -50,7 +50,7 @@ from sgla.worker.flights import Flight, Flights
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
-from sgla.worker.prompt_graphs import REAL, PromptGraphs
+from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.state import column
 from sgla.worker.warm_up import EVERYTHING, rehearse, wake_triton, warm_up
 
@@ -223,6 +223,7 @@ class CudaRunner:
             mixed_tokens=self.prompts.limit,
             # Mixtures read their prompts more cheaply in large steps; several ranks were not measured.
             mixed_prompts=0 if self.deterministic or self.model.spec.moe or self.shard.size > 1 else REAL,
+            mixed_longest=HISTORY,
             dtype=self._dtype_name,
             device=torch.cuda.get_device_name(),
             ledger=self.ledger,

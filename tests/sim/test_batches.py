@@ -74,6 +74,7 @@ def test_prompts_that_can_wait_are_read_in_small_steps() -> None:
         {"shortest": 150},  # all outputs are equally long
         {"stop_ids": frozenset({77})},  # nobody knows which will be
         {"sampling": RowSampling(prompt_logprobs=0)},  # small steps are no cheaper
+        {"mixed_longest": 5},  # nor for long prompts
     ],
 )
 def test_other_prompts_do_not_wait(changes: dict[str, Any]) -> None:
