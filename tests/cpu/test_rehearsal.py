@@ -37,6 +37,11 @@ MIXTURE = {"num_hidden_layers": 2, "vocab_size": 3000, "moe_intermediate_size": 
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
+    "portable": (
+        "llama-3.1-8b",
+        BANDS | {"head_dim": 16, "intermediate_size": 1024},
+        {},
+    ),  # attention in Triton
     "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),

@@ -24,7 +24,8 @@ def _score(s, scale, softcap, SOFTCAP: tl.constexpr):
     return s
 
 
-@triton.jit
+# Eager steps pass columns of one upload, which lie anywhere.
+@triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
     q, k, v, page_table, slots, kv_len, out, part, part_ml,
     s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
