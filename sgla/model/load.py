@@ -55,8 +55,9 @@ def load_model(
     """Build the model and load this rank's weights.
 
     ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8; with
-    int4 the embedding and the output layer are int8, with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed``
-    makes dummy weights. ``on_model`` gets the model before its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
+    int4 the embedding and the output layer are int8, with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU.
+    ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights. ``on_model`` gets the model before
+    its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
     check_architecture(spec.architecture)

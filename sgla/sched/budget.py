@@ -117,24 +117,21 @@ def can_wait(running: Iterable[Request], waiting: Iterable[Request], longest: in
     come. Then nothing is lost by reading them little by little in its steps, whose weights are read anyway.
 
     Not with shared prefixes: steps that read these once for all their rows pay for being many. Nor with prompts whose logprobs are
-    wanted or that have more than ``longest`` tokens: small steps read these no faster. (Stop strings are not known here. A row that one of them ends makes prompts wait
-    that should not have.)
+    wanted or that have more than ``longest`` tokens: small steps read these no faster. (Stop strings are not known here. A row that
+    one of them ends makes prompts wait that should not have.)
     Source: A. Agrawal et al., "SARATHI: Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills", 2023.
     """
-    last, unread = 0, 0  # outputs that the longest of them still have
+    last, unread = 0, list(waiting)  # outputs that the longest of the decoded ones still has
     for request in running:
         if request.borrowed:
             return False
-        left = request.limit - request.known
         if request.planned < request.prompt_len:
-            if request.prompt_logprobs is not None or request.known > longest:
-                return False
-            unread = max(unread, left)
+            unread.append(request)
         elif not request.stop_ids:
-            last = max(last, left)
-    return unread < last and all(
+            last = max(last, request.limit - request.known)
+    return last > 0 and all(
         request.limit - request.known < last and request.prompt_logprobs is None and request.known <= longest
-        for request in waiting
+        for request in unread
     )
 
 
