@@ -26,8 +26,7 @@ def emit(**fields: Any) -> None:
     print("JSON " + json.dumps(fields), flush=True)
 
 
-def time_us(body: Callable[[], Any], calls: int, repeats: int = 20) -> float:
-    """Median microseconds of one of ``calls`` launches made by ``body``, replayed from a graph."""
+def capture(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         body()
@@ -36,7 +35,12 @@ def time_us(body: Callable[[], Any], calls: int, repeats: int = 20) -> float:
         with torch.cuda.graph(graph, stream=stream):
             body()
     torch.cuda.synchronize()
-    times = []
+    return graph
+
+
+def time_us(body: Callable[[], Any], calls: int, repeats: int = 20) -> float:
+    """Median microseconds of one of ``calls`` launches made by ``body``, replayed from a graph."""
+    graph, times = capture(body), []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -47,28 +51,33 @@ def time_us(body: Callable[[], Any], calls: int, repeats: int = 20) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def decode_rows(lens: torch.Tensor) -> DeviceBatch:
+    """Decode rows of these lengths, int[R] on the CPU, over shuffled pages of 16 tokens. Page 0 is nobody's."""
+    size, rows = 16, len(lens)
+    counts, last, slots = -(-lens // size), lens.long() - 1, torch.arange(rows)
+    table = torch.zeros(rows, int(counts.max()), dtype=torch.int32)
+    table[torch.arange(table.shape[1]) < counts[:, None]] = 1 + torch.randperm(int(counts.sum())).int()
+    tiles = -(-lens // attention.TILE)
+    empty = torch.zeros(0, dtype=torch.int32, device="cuda")
+    return DeviceBatch(
+        rows=rows, tokens=rows, ids=empty, positions=last.int().cuda(), slots=slots.int().cuda(), q_start=empty,
+        kv_len=lens.int().cuda(), out_loc=(table[slots, last // size] * size + last % size).int().cuda(),
+        page_table=table.cuda(), page_size=size, sample_rows=empty, decode_rows=rows,
+        cum={0: torch.cat([torch.zeros(1), tiles.cumsum(0)]).int().cuda()},
+    )  # fmt: skip
+
+
 def decode_batch(
     rows: int, length: int, heads: int, kv_heads: int, dim: int
 ) -> tuple[Any, list[KVLayer], DeviceBatch]:
-    """Rows of equal length over shuffled pages, and enough copies of the KV to leave the L2."""
-    size = 16
-    count = -(-length // size)
-    table = (1 + torch.randperm(rows * count)).view(rows, count).int().cuda()
-    bytes_ = 2 * rows * count * size * kv_heads * dim * 2
-    copies = max(1, min(16, (400 << 20) // bytes_))
+    """Rows of equal length, and enough copies of the KV to leave the L2."""
+    batch = decode_rows(torch.full((rows,), length))
+    size, pages = batch.page_size, batch.page_table.numel() + 1
+    copies = max(1, min(16, (400 << 20) // (2 * pages * size * kv_heads * dim * 2)))
     layers = []
     for _ in range(copies):
-        pool = torch.randn(2, rows * count + 1, kv_heads, size, dim, dtype=BF16, device="cuda").transpose(
-            2, 3
-        )
+        pool = torch.randn(2, pages, kv_heads, size, dim, dtype=BF16, device="cuda").transpose(2, 3)
         layers.append(KVLayer(pool[0], pool[1]))
-    kv_len = torch.full((rows,), length, dtype=torch.int32, device="cuda")
-    empty = torch.zeros(0, dtype=torch.int32, device="cuda")
-    cum = torch.arange(rows + 1, device="cuda").int() * count
-    batch = DeviceBatch(
-        rows=rows, tokens=rows, ids=empty, positions=empty, slots=torch.arange(rows).int().cuda(), q_start=empty, kv_len=kv_len,
-        out_loc=empty, page_table=table, page_size=size, sample_rows=empty, decode_rows=rows, cum={0: cum},
-    )  # fmt: skip
     return torch.randn(rows, heads * dim, dtype=BF16, device="cuda"), layers, batch
 
 

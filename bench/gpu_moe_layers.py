@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_kernels import time_us
+from gpu_kernels import decode_rows, time_us
 
 from sgla import attention
 from sgla.attention import DeviceBatch
@@ -47,18 +47,8 @@ class Layer:
 
 
 def mixed(rows: int) -> DeviceBatch:
-    """Decode rows of lengths from SHORTEST to LONGEST over shuffled pages."""
-    lens = torch.linspace(SHORTEST, LONGEST, rows).int()[torch.randperm(rows)]
-    tiles = -(-lens // attention.TILE)
-    table = 1 + torch.randperm(MOST * LONGEST // PAGE)[: rows * (LONGEST // PAGE)].view(rows, -1).int()
-    slots, last = torch.arange(rows), (lens - 1).long()
-    empty = torch.zeros(0, dtype=torch.int32, device="cuda")
-    return DeviceBatch(
-        rows=rows, tokens=rows, ids=empty, positions=(lens - 1).cuda(), slots=slots.int().cuda(), q_start=empty,
-        kv_len=lens.cuda(), out_loc=(table[slots, last // PAGE] * PAGE + last % PAGE).int().cuda(), page_table=table.cuda(),
-        page_size=PAGE, sample_rows=empty, decode_rows=rows,
-        cum={0: torch.cat([torch.zeros(1), tiles.cumsum(0)]).int().cuda()},
-    )  # fmt: skip
+    """Decode rows of lengths from SHORTEST to LONGEST."""
+    return decode_rows(torch.linspace(SHORTEST, LONGEST, rows).int()[torch.randperm(rows)])
 
 
 def floor_us(spec: ModelSpec, layer: Layer, batch: DeviceBatch) -> float:

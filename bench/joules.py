@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from gpu_kernels import capture, decode_rows
 
 from sgla import attention
-from sgla.attention import DeviceBatch
 from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.gpu import FusedDecode, GpuOps
 from sgla.kernels.ops import KVLayer
@@ -122,17 +122,6 @@ class Watch(threading.Thread):
         return self._ticks
 
 
-def capture(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        body()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            body()
-    torch.cuda.synchronize()
-    return graph
-
-
 def emit(**fields: Any) -> None:
     print("JSON " + json.dumps({"bench": "joules"} | fields), flush=True)
 
@@ -150,23 +139,12 @@ class Model:
             }
             for _ in range(layers)
         ]
-        lens = torch.randint(100, 1425, (rows,)).int()
-        counts = (lens + PAGE - 1) // PAGE
-        cum = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
-        pages = int(cum[-1])
-        order, table = torch.randperm(pages).int(), torch.zeros(rows, 100).int()
-        for row in range(rows):
-            table[row, : counts[row]] = order[cum[row] : cum[row + 1]]
+        self.batch = decode_rows(torch.randint(100, 1425, (rows,)))
+        pages = int(self.batch.page_table.max()) + 1
         self.kv = []
         for _ in range(layers):
             pool = torch.randn(2, pages, KV_HEADS, PAGE, DIM, dtype=BF16, device="cuda").transpose(2, 3)
             self.kv.append(KVLayer(pool[0], pool[1]))
-        empty = torch.zeros(0, dtype=torch.int32, device="cuda")
-        self.batch = DeviceBatch(
-            rows=rows, tokens=rows, ids=empty, positions=empty, slots=torch.arange(rows).int().cuda(), q_start=empty,
-            kv_len=lens.cuda(), out_loc=empty, page_table=table.cuda(), page_size=PAGE, sample_rows=empty,
-            decode_rows=rows, cum={0: cum.cuda()},
-        )  # fmt: skip
         shape = attention.Shape(HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256)
         self.attend = attention.choose("auto", shape, 0.088)[0]
         self.gpu, self.decode = GpuOps(self.attend), cast(FusedDecode, self.attend.decode)
