@@ -320,14 +320,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   const Work work(p);
   if (threadIdx.x == CONSUMERS) {
     for (int s = 0; s < STAGES; ++s) barrier_init(full + s * 8, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
     load_first(p, ring, full, work);
   }
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, GROUPS);
     if (SCALED) barrier_init(smem_addr(&scaled), 32);
     if (CLUSTER) barrier_init(delivered, 1), barrier_expect(delivered, INBOX_BYTES);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   __syncthreads();
   if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

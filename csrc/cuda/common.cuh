@@ -56,6 +56,8 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 // The copy engine, and barriers in shared memory that count arrivals and bytes (Hopper).
 struct alignas(64) TensorMap { u64 opaque[16]; };
 __device__ __forceinline__ void barrier_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+// What has been set up is seen by the copy engine and by other blocks of the cluster.
+__device__ __forceinline__ void barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_expect(u32 bar, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory"); }
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {

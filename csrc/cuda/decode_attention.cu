@@ -728,7 +728,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
     const int kind = i < STAGES * 2 ? -1 : (i - STAGES * 2) / UNITS;
     barrier_init(memory.bars + i * 8, kind == ATTENDED ? WARPS : kind == MERGED ? MERGERS : 1);
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  barriers_visible();
   Shares shares(p, memory.cum);
   for (int i = threadIdx.x; i <= p.rows; i += THREADS) {
     const bool row = i < p.rows;  // all are asked for before one is stored

@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
       barrier_init(x_empty + s * 8, WARPS);
     }
     for (int i = 0; i < TAKEN; ++i) barrier_init(known + i * 8, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   __syncthreads();
   pdl_launch();

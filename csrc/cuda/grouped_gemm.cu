@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __gr
       barrier_init(full + s * 8, GATED ? 129 : 1);
       barrier_init(empty + s * 8, GROUPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   __syncthreads();
   const int group = threadIdx.x / 128;  // of consumers; the last one loads

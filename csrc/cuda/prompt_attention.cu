@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_attention(const 
       barrier_init(shared.k_empty + i * 8, CONSUMERS / 128);
       barrier_init(shared.v_empty + i * 8, CONSUMERS / 128);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   __syncthreads();
   if (threadIdx.x >= CONSUMERS) {

@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __gri
       barrier_init(full + s * 8, 1);
       barrier_init(empty + s * 8, CONSUMERS / 128 * CLUSTER);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_visible();
   }
   cluster_sync();
   if (threadIdx.x >= CONSUMERS) {

@@ -29,11 +29,10 @@ class _Params(ctypes.Structure):
         ("x", TensorMap),
         *(
             (name, ctypes.c_void_p)
-            for name in ("bias", "out", "residual", "norm", "squares", "row_squares", "sums", "counts")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("slots", "positions", "seeds", "temperatures", "keys", "plain")
+            for name in (
+                "bias", "out", "residual", "norm", "squares", "row_squares", "sums", "counts",
+                "slots", "positions", "seeds", "temperatures", "keys", "plain",
+            )
         ),
         *(
             (name, ctypes.c_int)
@@ -41,7 +40,7 @@ class _Params(ctypes.Structure):
         ),
         ("eps", ctypes.c_float),
         ("pad", ctypes.c_int * 10),  # tensor maps are aligned to 64 bytes
-    )
+    )  # fmt: skip
 
 
 class Config(NamedTuple):
