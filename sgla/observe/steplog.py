@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 # A snapshot takes a few ms of the loop, tens with a full cache. So a chapter goes on until the scheduler is idle, unless it
 # takes more memory than this.
-BYTES_KEPT = 32 << 20
+BYTES_KEPT = 4 << 20
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
 PLAN_BYTES = 800  # of a plan and its result, without the rows
 MAGIC = b"sgla steps 1\n"
