@@ -120,9 +120,7 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
 
 def choose_race(m: int) -> Config | None:
     """For the output layer where it draws. With more than 192 rows the products wait for the race: nothing is gained."""
-    if m > 192:
-        return None
-    return Config(64, 1) if m <= 64 else Config(192, 1, 1)
+    return Config(192, 1, 1) if m <= 192 else None
 
 
 def _cut_rows(m: int, n: int, k: int) -> Config:
@@ -131,7 +129,8 @@ def _cut_rows(m: int, n: int, k: int) -> Config:
     if blocks > count:
         return Config(128, 1, 1, rows=64)
     split = 4 if 2 * blocks <= count and k >= 1024 else 1
-    return Config(64, split, 1 if split * blocks <= count else 2, split > 1, 64)
+    alone = split * blocks <= count
+    return Config(64, split, 1 if alone else 2, split > 1 and (alone or m > 192), 64)
 
 
 @cache
