@@ -280,7 +280,7 @@ class GpuOps:
         self, attend: Attend, deterministic: bool = False, e4m3: bool = False, mixtures: bool = False
     ) -> None:
         self.attend, self._deterministic, self._e4m3, self._mixtures = attend, deterministic, e4m3, mixtures
-        self._fuse, self._batched = False, False
+        self._tokens: int | None = None  # fused: what the rest of the forward pass is for
         self._decode: FusedDecode | None = None
         self._output: Output | None = None  # the next linear is the output layer
         self._shapes: set[tuple[int, int]] = set()  # n and k of the others that were ``LazyBatch``
@@ -302,13 +302,19 @@ class GpuOps:
         """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
         takes q, k and v from the projection."""
         able = torch.cuda.get_device_capability()[0] >= 9 and not self._deterministic
-        self._fuse = able and tokens <= skinny_gemm.MAX_ROWS
-        self._batched = able and tokens >= batch_gemm.MIN_ROWS
-        self._decode = decode
+        self._tokens, self._decode = tokens if able else None, decode
         try:
             yield
         finally:
-            self._fuse, self._batched, self._decode = False, False, None
+            self._tokens, self._decode = None, None
+
+    @property
+    def _fuse(self) -> bool:
+        return self._tokens is not None and self._tokens <= skinny_gemm.MAX_ROWS
+
+    @property
+    def _batched(self) -> bool:
+        return self._tokens is not None and self._tokens >= batch_gemm.MIN_ROWS
 
     @contextmanager
     def attending(self, attend: Attend) -> Iterator[None]:
@@ -464,6 +470,8 @@ class GpuOps:
         )
 
     def gather(self, x: Any, rows: Tensor) -> Tensor:
+        if self._tokens is not None:
+            self._tokens = len(rows)
         return elementwise.take_rows(force(x), rows)
 
     def all_reduce(self, x: Any, ranks: Ranks) -> Any:

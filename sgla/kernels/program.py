@@ -1,6 +1,6 @@
 """Record a forward pass once, run it every step with one native call.
 
-    program = Program.record(lambda batch: model.logits(ops.gather(model.forward(batch, kv), batch.sample_rows)),
+    program = Program.record(lambda batch: model.logits(model.forward(batch, kv, batch.sample_rows)),
                              Limits(step_tokens, max_rows), threads)
     logits = program.run(batch)         # view of the program's memory, [S, V], valid until the next run
 

@@ -13,7 +13,8 @@ from sgla.layers.norm import RMSNorm
 
 
 class SelfAttention:
-    """Grouped-query attention with rotary positions: ``[T, d] -> [T, d]``, KV written to and read from the pages.
+    """Grouped-query attention with rotary positions: ``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to the width; KV is
+    written to and read from the pages.
 
     ``cos_sin`` float32 ``[positions, rot]``. ``qk_norm``: per-head RMSNorm of q and k before the rotation, with the
     weights' offset ``norm_offset``. ``window`` 0 is full attention.
@@ -52,4 +53,4 @@ class SelfAttention:
         q = ops.qk_norm_rope_store(
             self.qkv(x), batch.positions, self.cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
         )
-        return self.out(ops.attention(q, kv, batch, self.scale, self.window, self.softcap))
+        return ops.attention(q, kv, batch, self.scale, self.window, self.softcap)

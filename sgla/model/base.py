@@ -41,8 +41,9 @@ class CausalLM(ABC):
         self.spec, self.shard, self.positions = spec, build.shard, positions
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
-        """Final hidden states ``[T, d]`` of the batch's tokens; their KV is written to ``kv``, one entry a layer."""
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+        """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all. The KV of all is written to
+        ``kv``, one entry a layer."""
 
     def decode_step(self, kv: list[KVLayer]) -> DecodeStep | None:
         """The whole of a decode step of one row as one kernel, if there is one for this model and it pays."""

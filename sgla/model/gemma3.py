@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import SelfAttention
 from sgla.layers.batch import ForwardBatch
@@ -16,7 +17,8 @@ from sgla.model.spec import ModelSpec
 
 
 class Block:
-    """One layer: each sub-block's output is normalized before it joins the residual stream ``h``."""
+    """One layer: each sub-block's output is normalized before it joins the residual stream ``h``. The last layer goes on with
+    ``rows`` alone once every token has left its KV."""
 
     def __init__(self, build: Build, name: str, spec: ModelSpec, attention: SelfAttention) -> None:
         self.attention = attention
@@ -32,10 +34,13 @@ class Block:
         )
 
     def __call__(
-        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer
+        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         x, h = self.input_norm.add(x, h)
-        x = self.after_attention(self.attention(x, batch, kv))
+        x = self.attention(x, batch, kv)
+        if rows is not None:
+            x, h = ops.gather(x, rows), ops.gather(h, rows)
+        x = self.after_attention(self.attention.out(x))
         x, h = self.before_mlp.add(x, h)
         return self.after_mlp(self.mlp(x)), h
 
@@ -85,9 +90,9 @@ class Gemma3(CausalLM):
         )
         return Block(build, name, spec, attention)
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
         h: Tensor | None = None
         for block, layer in zip(self.blocks, kv):
-            x, h = block(x, h, batch, layer)
+            x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]

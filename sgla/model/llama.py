@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.ops import KVLayer
@@ -25,7 +26,8 @@ from sgla.model.spec import ModelSpec
 
 
 class Block:
-    """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm are one op."""
+    """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm are one op. The last
+    layer goes on with ``rows`` alone once every token has left its KV."""
 
     def __init__(
         self, build: Build, name: str, spec: ModelSpec, attention: SelfAttention, mlp: GatedMLP | MoE
@@ -36,11 +38,13 @@ class Block:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer
+        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         x, h = self.input_norm.add(x, h)
         x = self.attention(x, batch, kv)
-        x, h = self.mlp_norm.add(x, h)
+        if rows is not None:
+            x, h = ops.gather(x, rows), ops.gather(h, rows)
+        x, h = self.mlp_norm.add(self.attention.out(x), h)
         return self.mlp(x), h
 
     def weights(self) -> LayerWeights | MixtureWeights | None:
@@ -98,11 +102,11 @@ class Llama(CausalLM):
     def _mlp(self, build: Build, name: str, spec: ModelSpec, index: int) -> GatedMLP | MoE:
         return GatedMLP(build, f"{name}.mlp", spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer]) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
         h: Tensor | None = None
         for block, layer in zip(self.blocks, kv):
-            x, h = block(x, h, batch, layer)
+            x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]
 
     def decode_step(self, kv: list[KVLayer]) -> DecodeStep | None:

@@ -47,7 +47,7 @@ from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
 from sgla.worker import refused
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
 from sgla.worker.flights import Flight, Flights
-from sgla.worker.graphs import Capture, DecodeGraphs
+from sgla.worker.graphs import Capture, DecodeGraphs, sizes_up_to
 from sgla.worker.memory import mib
 from sgla.worker.profile import Profiler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
@@ -122,6 +122,7 @@ class CudaRunner:
         self._dtype_name = "bfloat16" if config.dtype == "auto" else config.dtype
         spec = ModelSpec.from_config(source.config)
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
+        self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
         self.context_len = config.context_length or spec.context_len
         heads, kv_heads = split_heads(spec.heads, spec.kv_heads, self.shard)
         shape = attention.Shape(
@@ -344,19 +345,22 @@ class CudaRunner:
         flags = np.frombuffer(plan.flags, np.uint8)
         order = np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable").astype(np.int32)
         slots, starts, q_lens = slots[order], starts[order], q_lens[order]
-        batch = self.extend_batch(slots, starts, q_lens)
-        with self.ops.fused(batch.tokens):
-            hidden = gpu.force(self.model.forward(batch, self.kv))
-        scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order)
         picked = np.flatnonzero(flags[order] & SAMPLE)
+        picked = picked[np.argsort(order[picked])]  # in the plan's row order
         count = len(picked)
+        # As many as a graph has, so that no kernel is new; a row that is not wanted is the first token's.
+        host = np.zeros((3, next(size for size in self._sampled if size >= count)), np.int32)
+        host[:, :count] = q_lens.cumsum()[picked] - 1, slots[picked], (starts + q_lens)[picked]
+        at, where, positions = upload(host)
+        batch = self.extend_batch(slots, starts, q_lens)
+        scores = bool((flags & PROMPT_LOGPROBS).any())
+        with self.ops.fused(batch.tokens):
+            hidden = gpu.force(self.model.forward(batch, self.kv, None if scores else at))
+        scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order) if scores else []
         if not count:
             return batch.ids, 0, scored, None
-        picked = picked[np.argsort(order[picked])]  # in the plan's row order
-        ends = np.cumsum(q_lens, dtype=np.int32)
-        host = np.stack([ends[picked] - 1, slots[picked], starts[picked] + q_lens[picked]]).astype(np.int32)
-        at, where, positions = upload(host)
-        logits = self._logits(hidden[at])
+        host, where, positions = host[:, :count], where[:count], positions[:count]
+        logits = self._logits(hidden[at[:count]] if scores else hidden[:count])
         out = torch.empty(count, dtype=torch.int32, device="cuda")
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)

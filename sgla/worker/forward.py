@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sgla.kernels import native, ops
+from sgla.kernels import native
 from sgla.kernels.build import BuildError
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.program import Limits, Program
@@ -25,8 +25,7 @@ def make_forward(
     """``use_native``: record a program, or fall back to torch where that is impossible (``native.note`` says why)."""
 
     def forward(batch: ForwardBatch) -> Tensor:
-        hidden = model.forward(batch, kv)
-        return model.logits(ops.gather(hidden, batch.sample_rows))
+        return model.logits(model.forward(batch, kv, batch.sample_rows))
 
     return compiled(forward, limits, threads, use_native)
 

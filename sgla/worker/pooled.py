@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.kernels import ops
 from sgla.kernels.program import Limits
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import Pooling, Progress, StepPlan, StepResult
@@ -67,8 +66,8 @@ class PooledRunner(Runner):
         """-> hidden states, of ``sample_rows`` where only the last ones matter."""
 
         def forward(batch: ForwardBatch) -> Tensor:
-            hidden = self.model.forward(batch, self.kv)
-            return ops.gather(hidden, batch.sample_rows) if self._pooling.kind == "last" else hidden
+            last = self._pooling.kind == "last"
+            return self.model.forward(batch, self.kv, batch.sample_rows if last else None)
 
         return compiled(forward, limits, self._threads, native)
 

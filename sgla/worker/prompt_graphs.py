@@ -15,7 +15,6 @@ from torch import Tensor
 from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import cut
-from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
@@ -44,14 +43,16 @@ class PromptGraphs:
         self.limit = self.tokens[-1] if self.tokens else 0
         self._tile = runner.attention.prompts.tile
         self._tiles = self.limit // self._tile + REAL
-        rows, size = runner.slots + ROWS, sum(self._lengths(runner.slots))
+        size = sum(self._lengths(runner.slots))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
         self._tokens = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
-        self._cum = {w: torch.zeros(rows, dtype=torch.int32, device="cuda") for w in runner.windows}
-        self._logits = torch.empty(rows, len(runner.model.lm_head.own), device="cuda")
-        self._out = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        self._cum = {
+            w: torch.zeros(runner.slots + 1, dtype=torch.int32, device="cuda") for w in runner.windows
+        }
+        self._logits = torch.empty(runner.slots, len(runner.model.lm_head.own), device="cuda")
+        self._out = torch.zeros(runner.slots, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
@@ -113,6 +114,9 @@ class PromptGraphs:
         lengths = self._lengths(n)
         tiles, slots, starts, kv_len, at, where, ends, q_start = self._columns[: sum(lengths)].split(lengths)
         ids, positions, out_loc = self._tokens[:, :size]
+        sampled = min(n + ROWS, runner.slots)
+        at, where, ends = at[:sampled], where[:sampled], ends[:sampled]
+        logits, out = self._logits[:sampled], self._out[:sampled]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
         window, *others = runner.windows
         if n:
@@ -146,11 +150,10 @@ class PromptGraphs:
             extend(q, kv, batch.page_table, tiles.view(-1, 4), scale, window, softcap, out)
             return out
 
-        logits, out = self._logits[: n + ROWS], self._out[: n + ROWS]
         with runner.ops.attending(attend), runner.ops.fused(size):
-            hidden = gpu.force(runner.model.forward(batch, runner.kv))
-        with runner.ops.fused(n + ROWS), runner.ops.float32_output(logits):
-            found = runner.model.logits_part(runner.ops.gather(hidden, at))
+            hidden = runner.model.forward(batch, runner.kv, at)
+            with runner.ops.float32_output(logits):
+                found = runner.model.logits_part(hidden)
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)
         runner.sampler.draw(logits, where, ends, out)

@@ -84,10 +84,10 @@ def warm_up(runner: CudaRunner) -> None:
 
 
 def layers_of_all_kinds(spec: ModelSpec) -> int:
-    """How many of the first layers it takes; two at least, since the first one has nothing to add to."""
+    """How many of the first layers it takes, and one more, since the last one goes on with few rows."""
     mixtures = spec.moe.layers if spec.moe is not None else ()
     kinds = [(window, index in mixtures) for index, window in enumerate(spec.windows)]
-    return min(spec.layers, max(2, *(1 + kinds.index(kind) for kind in kinds)))
+    return min(spec.layers, max(2 + kinds.index(kind) for kind in kinds))
 
 
 def _below(most: int, sizes: Sequence[int]) -> list[int]:
@@ -95,11 +95,12 @@ def _below(most: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _behind(decodes: int, size: int, half: int, slots: int, longest: int) -> StepPlan:
-    """Prompts of ``size`` tokens, none longer than ``longest``, behind decode rows. ``half`` is 1: the first half of each is there,
-    and of the first one in the decode rows, too; else 0."""
+    """Prompts of ``size`` tokens, none longer than ``longest``, behind decode rows, as far as there are slots. ``half`` is 1: the
+    first half of each is there, and of the first one in the decode rows, too; else 0."""
     prompts = [min(longest, size - at) for at in range(0, size, longest)]
-    rows = [(row % slots, half * (prompts[0] // 2), 1) for row in range(decodes)]
-    rows += [((decodes + i) % slots, half * (n // 2), n - half * (n // 2)) for i, n in enumerate(prompts)]
+    decodes = min(decodes, slots - len(prompts))
+    rows = [(row, half * (prompts[0] // 2), 1) for row in range(decodes)]
+    rows += [(decodes + i, half * (n // 2), n - half * (n // 2)) for i, n in enumerate(prompts)]
     return _step(rows)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Eager, check_against_hf, random_prompts, save_checkpoint
+import torch
+from checkpoints import Eager, Row, check_against_hf, random_prompts, save_checkpoint
 from torch import Tensor
 
 from sgla.hub.source import open_source
@@ -111,6 +112,23 @@ def test_chunked_equals_whole_equals_alone(layout: str, tmp_path: Path) -> None:
         assert [row.tokens for row in chunked] == [row.tokens for row in whole]
     alone = [Eager(model).generate([prompt], 16)[0] for prompt in prompts]
     assert [row.tokens for row in alone] == [row.tokens for row in whole]
+
+
+@pytest.mark.parametrize("layout", ["qwen3", "qwen3 mixture", "gemma3"])
+def test_rows_equal_those_of_all_tokens(layout: str, tmp_path: Path) -> None:
+    model_type, changes = LAYOUTS[layout]
+    save_checkpoint(tmp_path, model_type, **changes)
+    driver = Eager(load_model(open_source(tmp_path)))
+    prompts = random_prompts([30, 1, 7])
+    driver.prompt_logprobs(prompts)  # makes the pages
+    batch = driver.batch([Row(prompt) for prompt in prompts], [(i, 0, len(p)) for i, p in enumerate(prompts)])
+    hidden, kv = driver.model.forward(batch, driver.kv), [layer.k.clone() for layer in driver.kv]
+    for rows in ([29, 30, 37], [5], []):
+        for layer in driver.kv:
+            layer.k.zero_(), layer.v.zero_()
+        found = driver.model.forward(batch, driver.kv, torch.tensor(rows, dtype=torch.int32))
+        torch.testing.assert_close(found, hidden[rows], rtol=0, atol=1e-5)
+        torch.testing.assert_close([layer.k for layer in driver.kv], kv, rtol=0, atol=0)
 
 
 def test_old_and_new_style_configs_agree(tmp_path: Path) -> None:
