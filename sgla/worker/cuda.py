@@ -60,6 +60,8 @@ LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 EAGER = 3000.0  # microseconds that an eager step takes longer to launch
 CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
 E4M3_MAX = 448.0
+# Tokens of a step that reads prompts beside decode rows, if weights are of more bytes: then more steps have more to share.
+MIXED, HEAVY = 512, 4 << 30
 RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
@@ -221,7 +223,9 @@ class CudaRunner:
             vocab_size=self.model.spec.vocab,
             step_tokens=self.step_tokens,
             step_tile=STEP_TILE,
-            mixed_tokens=self.prompts.limit,
+            mixed_tokens=min(self.prompts.limit, MIXED)
+            if self.ledger["weights"] > HEAVY
+            else self.prompts.limit,
             # Mixtures read their prompts more cheaply in large steps; several ranks were not measured.
             mixed_prompts=0 if self.deterministic or self.model.spec.moe or self.shard.size > 1 else REAL,
             mixed_longest=HISTORY,
