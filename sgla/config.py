@@ -78,9 +78,20 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Doc(description="worker processes; in-process (debugging); no model (tests)"),
     ] = "procs"
     attention_backend: Annotated[
-        Literal["auto", "torch", "triton", "flashinfer"],
-        Doc(description="attention on a GPU; torch is the slow oracle"),
+        Literal["auto", "native", "triton", "flashinfer", "torch"],
+        Doc(
+            description="attention on a GPU: our CUDA kernels (native); Triton; flashinfer, which reads prompts alone, beside "
+            "the decode of auto; torch, the slow oracle; auto: the first that takes the model"
+        ),
     ] = "auto"
+    decode_attention_backend: Annotated[
+        Literal["auto", "native", "triton", "flashinfer", "torch"] | None,
+        Doc(description="another one for tokens that are generated, if not --attention-backend's"),
+    ] = None
+    prefill_attention_backend: Annotated[
+        Literal["auto", "native", "triton", "flashinfer", "torch"] | None,
+        Doc(description="another one for prompts, if not --attention-backend's"),
+    ] = None
     native_kernels: Annotated[
         bool, Doc(description="build and use the C++ CPU kernels (else torch operations)")
     ] = True

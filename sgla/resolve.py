@@ -88,11 +88,12 @@ def resolve(
     encoder = model is not None and is_encoder(architecture(model))
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
-    if config.attention_backend != "auto" and device == "cpu":
-        raise ConfigError(
-            f"--attention-backend {config.attention_backend} needs a GPU; leave it out on the CPU",
-            param="attention_backend",
-        )
+    for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        backend = getattr(config, name)
+        if backend not in (None, "auto") and device == "cpu":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {backend} needs a GPU; leave it out on the CPU", param=name
+            )
     if config.deterministic:
         check_deterministic(config, device)
     dtype = settle("dtype", choose_dtype(encoder))

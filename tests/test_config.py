@@ -69,7 +69,15 @@ def test_deterministic_refuses_what_it_cannot_have() -> None:
         resolve(Config(deterministic=True, native_kernels=False), LAPTOP)
 
 
-@pytest.mark.parametrize(("name", "value"), [("kv_cache_dtype", "fp8"), ("attention_backend", "triton")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_cache_dtype", "fp8"),
+        ("attention_backend", "triton"),
+        ("decode_attention_backend", "native"),
+        ("prefill_attention_backend", "flashinfer"),
+    ],
+)
 def test_a_cpu_refuses_what_only_a_gpu_has(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value} needs a") as caught:
         resolve(Config(**{name: value}), LAPTOP)

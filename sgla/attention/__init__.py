@@ -2,74 +2,137 @@
 
 from __future__ import annotations
 
-from sgla.attention.base import Attention, DeviceBatch, Extend, ExtendRows, Prompts, Shape
+from typing import NamedTuple
+
+from sgla.attention.base import Attention, Decode, DeviceBatch, Extend, ExtendRows, Prompts, Shape
 from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
 
-__all__ = ["BACKENDS", "TILE", "Attention", "DeviceBatch", "ExtendRows", "Shape", "choose"]
+__all__ = ["TILE", "Attention", "DeviceBatch", "ExtendRows", "Shape", "choose"]
 
-BACKENDS = ("auto", "torch", "triton", "flashinfer")
+NARROW = "it reads no 8-bit KV cache"
+NO_DECODE = "its decode is planned on the host for each step, and decode steps are graphs that read lengths on the device"
 
 
-def choose(name: str, shape: Shape, scale: float) -> tuple[Attention, list[str]]:
-    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why.
+class Asked(NamedTuple):
+    """A backend by name, for ``decode`` or ``prefill``, and the setting that names it."""
 
-    Raises ConfigError with the reason if ``name`` cannot run this model.
-    """
-    from sgla.attention import invariant
-    from sgla.attention.flashinfer_ops import FlashInferExtend
-    from sgla.attention.hybrid import WholeOrPaged
-    from sgla.attention.native import NativeDecode, NativeExtend, NativePrompts
-    from sgla.attention.torch_ops import TorchDecode, TorchExtend
-    from sgla.attention.triton_ops import TritonDecode, TritonExtend, TritonPrompts
+    name: str
+    phase: str
+    setting: str
 
-    if shape.deterministic:
-        why = invariant.refuses(shape) or (
-            None if name == "auto" else f"{name} attention depends on the batch"
+    @classmethod
+    def of(cls, phase: str, both: str, one: str | None) -> Asked:
+        return cls(one or both, phase, f"{phase}_attention_backend" if one else "attention_backend")
+
+    def refused(self, why: str) -> ConfigError:
+        flag = "--" + self.setting.replace("_", "-")
+        return ConfigError(
+            f"{flag} {self.name} cannot be used for {self.phase}: {why}; "
+            f"--{self.phase}-attention-backend auto picks one that can",
+            param=self.setting,
         )
-        if why is not None:
-            raise ConfigError(
-                f"--deterministic cannot be honoured: {why}; use --attention-backend auto, or leave it out",
-                param="deterministic",
-            )
-        invariants = invariant.InvariantDecode(shape), invariant.InvariantExtend(shape)
-        return Attention(*invariants, TritonPrompts()), [
+
+
+def choose(
+    name: str, shape: Shape, scale: float, *, decode: str | None = None, prefill: str | None = None
+) -> tuple[Attention, list[str]]:
+    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why. ``decode`` and
+    ``prefill``: another name for one of them.
+
+    Raises ConfigError with the reason if one of the names cannot run this model.
+    """
+    asked = Asked.of("decode", name, decode), Asked.of("prefill", name, prefill)
+    if shape.deterministic:
+        return _deterministic(asked, shape), [
             "attention and linear layers: batch-invariant kernels, as asked"
         ]
-    if name == "torch":
-        backend = Attention(TorchDecode(), TorchExtend(), TritonPrompts())
-        return backend, ["attention: torch operations, no graphs, as asked"]
-    no_flash, no_native = FlashInferExtend.refuses(shape), NativeDecode.refuses(shape)
-    if name == "triton":
-        return Attention(TritonDecode(shape), TritonExtend(), TritonPrompts()), [
-            "attention: triton, as asked"
-        ]
-    if name == "flashinfer" and shape.fp8_kv:
-        no_flash = no_flash or "it reads no 8-bit KV cache here"
-    if name == "flashinfer" and no_flash:
+    decoder, no_decode = _decode(asked[0], shape)
+    extend, no_extend = _extend(asked[1], shape, scale)
+    prompts, no_prompts = _prompts(asked[1], shape)
+    backend = Attention(decoder, extend, prompts, all(one.name != "torch" for one in asked))
+    wanted = ", as asked" if {one.name for one in asked} != {"auto"} else ""
+    slow = "" if backend.captures else ", no graphs"
+    return backend, [f"attention: {backend.name}{slow}{wanted}", *no_decode, *no_extend, *no_prompts]
+
+
+def _deterministic(asked: tuple[Asked, Asked], shape: Shape) -> Attention:
+    from sgla.attention import invariant
+    from sgla.attention.triton_ops import TritonPrompts
+
+    named = next((one.name for one in asked if one.name != "auto"), None)
+    why = invariant.refuses(shape) or (f"{named} attention depends on the batch" if named else None)
+    if why is not None:
         raise ConfigError(
-            f"--attention-backend flashinfer cannot be used: {no_flash}; auto picks one that can",
-            param="attention_backend",
+            f"--deterministic cannot be honoured: {why}; use --attention-backend auto, or leave it out",
+            param="deterministic",
         )
-    decode = TritonDecode(shape) if no_native else NativeDecode(shape)
-    no_extend, no_prompts = NativeExtend.refuses(shape), NativePrompts.refuses(shape)
-    extend: Extend = TritonExtend()
-    if name == "auto" and not no_extend:
-        extend = NativeExtend(shape)
-    elif not no_flash:
-        extend = FlashInferExtend(shape, scale)
-    if shape.fp8_kv and not isinstance(extend, TritonExtend):
-        extend = WholeOrPaged(extend, TritonExtend())
-    prompts: Prompts = TritonPrompts() if no_prompts else NativePrompts(shape)
-    backend = Attention(decode, extend, prompts)
-    reasons = [
-        f"{what} not used: {why}"
-        for what, why in (
-            ("native prefill", no_extend),
-            ("flashinfer", no_extend and no_flash),
-            ("native decode", no_native),
-            ("native prompts", no_prompts),
-        )
-        if why
-    ]
-    return backend, [f"attention: {backend.name}", *reasons]
+    return Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts())
+
+
+def _decode(asked: Asked, shape: Shape) -> tuple[Decode, list[str]]:
+    from sgla.attention.native import NativeDecode
+    from sgla.attention.torch_ops import TorchDecode
+    from sgla.attention.triton_ops import TritonDecode
+
+    if asked.name == "torch":
+        return TorchDecode(), []
+    if asked.name == "triton":
+        return TritonDecode(shape), []
+    notes = []
+    if asked.name == "flashinfer":
+        if asked.setting != "attention_backend":
+            raise asked.refused(NO_DECODE)
+        notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
+    why = NativeDecode.refuses(shape)
+    if why is None:
+        return NativeDecode(shape), notes
+    if asked.name == "native":
+        raise asked.refused(why)
+    return TritonDecode(shape), [*notes, f"native decode not used: {why}"]
+
+
+def _extend(asked: Asked, shape: Shape, scale: float) -> tuple[Extend, list[str]]:
+    from sgla.attention.flashinfer_ops import FlashInferExtend
+    from sgla.attention.hybrid import WholeOrPaged
+    from sgla.attention.native import NativeExtend
+    from sgla.attention.torch_ops import TorchExtend
+    from sgla.attention.triton_ops import TritonExtend
+
+    if asked.name == "torch":
+        return TorchExtend(), []
+    if asked.name == "triton":
+        return TritonExtend(), []
+    if asked.name != "auto" and shape.fp8_kv:
+        raise asked.refused(NARROW)
+    extend: Extend | None = None
+    notes = []
+    if asked.name != "flashinfer":
+        why = NativeExtend.refuses(shape)
+        extend = NativeExtend(shape) if why is None else None
+        if why is not None and asked.name == "native":
+            raise asked.refused(why)
+        notes += [f"native prefill not used: {why}"] if why else []
+    if extend is None:
+        found = FlashInferExtend.find(shape, scale)
+        if isinstance(found, FlashInferExtend):
+            extend = found
+        elif asked.name == "flashinfer":
+            raise asked.refused(found)
+        else:
+            notes.append(f"flashinfer not used: {found}")
+    if extend is None:
+        return TritonExtend(), notes
+    return WholeOrPaged(extend, TritonExtend()) if shape.fp8_kv else extend, notes
+
+
+def _prompts(asked: Asked, shape: Shape) -> tuple[Prompts, list[str]]:
+    from sgla.attention.native import NativePrompts
+    from sgla.attention.triton_ops import TritonPrompts
+
+    if asked.name in ("torch", "triton"):
+        return TritonPrompts(), []
+    why = NativePrompts.refuses(shape)
+    if why is None:
+        return NativePrompts(shape), []
+    return TritonPrompts(), [f"native attention of prompts in graphs not used: {why}"]

@@ -144,11 +144,13 @@ def beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class Attention:
-    """A backend: its parts may come from different libraries (a hybrid)."""
+    """A backend: its parts may come from different libraries (a hybrid). ``captures``: steps can be graphs, where ``prompts``
+    stands for ``extend``."""
 
     decode: Decode
     extend: Extend
     prompts: Prompts
+    captures: bool = True
 
     @property
     def in_place(self) -> bool:

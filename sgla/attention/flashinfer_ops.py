@@ -43,12 +43,28 @@ class FlashInferExtend:
         ]
         self._tokens = 0  # of the planned step's rows that read pages, which come first
         self.ragged = False  # whether others read what lies beside q
+        one = np.ones(1, np.int32)  # to compile both kernels, or to find out that it is impossible
+        self._plan_whole(one)
+        self._plan_paged(one - 1, one, one, one[None] - 1)
+
+    @classmethod
+    def find(cls, shape: Shape, scale: float) -> FlashInferExtend | str:
+        """The kernels for ``shape``, or why there are none."""
+        why = cls.refuses(shape)
+        if why is not None:
+            return why
+        try:
+            return cls(shape, scale)
+        except (
+            Exception
+        ) as error:  # of any kind: who imports it, and compiles, meets what is broken in its installation
+            return f"it does not work here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     @staticmethod
     def refuses(shape: Shape) -> str | None:
-        """Why flashinfer cannot be used, or None."""
+        """Why it cannot be used if its installation is whole, or None."""
         if importlib.util.find_spec("flashinfer") is None:
-            return "flashinfer is not installed"
+            return "it is not installed (pip install flashinfer-python)"
         if shape.windows != {0}:
             return "layers have a sliding window"
         if shape.softcap:

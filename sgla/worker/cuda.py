@@ -140,8 +140,14 @@ class CudaRunner:
             deterministic=config.deterministic,
             context_len=self.context_len + 1,
         )
-        self.attention, self.notes = attention.choose(config.attention_backend, shape, spec.attention_scale)
-        self._captures = config.attention_backend != "torch"
+        self.attention, self.notes = attention.choose(
+            config.attention_backend,
+            shape,
+            spec.attention_scale,
+            decode=config.decode_attention_backend,
+            prefill=config.prefill_attention_backend,
+        )
+        self._captures = self.attention.captures
         self.cascade = Cascade.of(shape, self.attention)
         refused.check(config, spec, self.dtype)
         self.deterministic = config.deterministic

@@ -1,0 +1,165 @@
+"""Which attention serves a model, asked without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from sgla import attention
+from sgla.attention import cascade, native
+from sgla.attention.flashinfer_ops import FlashInferExtend
+from sgla.errors import ConfigError
+from sgla.kernels.cuda import decode_attention
+
+pytest.importorskip("triton")
+SHAPE = attention.Shape(16, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, 64)
+NATIVE, TRITON = "NativePrompts", "TritonPrompts"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose memory nobody touches."""
+    monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: None)
+    monkeypatch.setattr(cascade, "workspace", lambda shape: ())
+    monkeypatch.setattr(native.NativeExtend, "__init__", lambda self, shape: None)
+    use_gpu(monkeypatch, 9)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed, and works."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(FlashInferExtend, "__init__", lambda self, shape, scale: None)
+
+
+def use_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    facts = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+
+
+def names(name: str = "auto", shape: attention.Shape = SHAPE, **parts: str) -> tuple[str, str, str]:
+    backend = attention.choose(name, shape, 0.1, **parts)[0]
+    return backend.decode.name, backend.extend.name, type(backend.prompts).__name__
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("name", "parts", "expected"),
+    [
+        ("auto", {}, ("native", "native", NATIVE)),
+        ("native", {}, ("native", "native", NATIVE)),
+        ("triton", {}, ("triton", "triton", TRITON)),
+        ("torch", {}, ("torch", "torch", TRITON)),
+        ("flashinfer", {}, ("native", "flashinfer", NATIVE)),
+        ("flashinfer", {"decode": "triton"}, ("triton", "flashinfer", NATIVE)),
+        ("auto", {"decode": "triton"}, ("triton", "native", NATIVE)),
+        ("auto", {"prefill": "triton"}, ("native", "triton", TRITON)),
+        ("triton", {"prefill": "native"}, ("triton", "native", NATIVE)),
+        ("torch", {"decode": "auto", "prefill": "auto"}, ("native", "native", NATIVE)),
+    ],
+)
+def test_names(name: str, parts: dict[str, str], expected: tuple[str, str, str]) -> None:
+    assert names(name, **parts) == expected
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = SHAPE._replace(windows=frozenset({0, 512}))
+    assert names(shape=windows) == ("native", "triton", TRITON)
+    assert names(shape=SHAPE._replace(fp8_kv=True)) == ("native", "native and triton", TRITON)
+    use_gpu(monkeypatch, 8)
+    assert names() == ("triton", "flashinfer", TRITON)
+    assert names(shape=windows) == ("triton", "triton", TRITON)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
+    assert attention.choose("auto", SHAPE, 0.1)[1] == ["attention: native decode, native prefill"]
+    (note,) = attention.choose("auto", SHAPE, 0.1, decode="torch")[1]
+    assert note == "attention: torch decode, native prefill, no graphs, as asked"
+    assert "prefill alone" in attention.choose("flashinfer", SHAPE, 0.1)[1][1]
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("name", "parts", "change", "message"),
+    [
+        (
+            "native",
+            {},
+            {"head_dim": 96},
+            "--attention-backend native cannot be used for decode: .* dimension",
+        ),
+        (
+            "native",
+            {},
+            {"windows": frozenset({512})},
+            "native cannot be used for prefill: .* sliding window; --prefill-attention-backend auto",
+        ),
+        ("auto", {"prefill": "native"}, {"fp8_kv": True}, "--prefill-attention-backend native .* 8-bit KV"),
+        ("flashinfer", {}, {"softcap": 30.0}, "--attention-backend flashinfer .* for prefill: .* soft cap"),
+        ("flashinfer", {}, {"fp8_kv": True}, "--attention-backend flashinfer .* for prefill: .* 8-bit KV"),
+        (
+            "auto",
+            {"decode": "flashinfer"},
+            {},
+            "--decode-attention-backend flashinfer .* planned on the host",
+        ),
+        ("triton", {}, {"deterministic": True}, "--deterministic .* triton attention depends"),
+        (
+            "auto",
+            {"prefill": "triton"},
+            {"deterministic": True},
+            "--deterministic .* triton attention depends",
+        ),
+    ],
+)
+def test_what_a_name_cannot_serve_is_refused(
+    name: str, parts: dict[str, str], change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        names(name, SHAPE._replace(**change), **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("parts", [{}, {"decode": "torch"}, {"prefill": "torch"}])
+def test_torch_is_not_captured(parts: dict[str, str]) -> None:
+    assert attention.choose("auto", SHAPE, 0.1, **parts)[0].captures is not bool(parts)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (None, "not installed"),
+        (ImportError("undefined symbol: x\nand more"), "ImportError: undefined symbol: x"),
+        (OSError("no libcudart"), "OSError: no libcudart"),
+        (RuntimeError("versions differ"), "RuntimeError: versions differ"),
+    ],
+)
+def test_flashinfer_missing_or_broken(
+    error: Exception | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others serve, and a note says why; where it was asked for by name it is refused."""
+
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            assert error is not None
+            raise error
+
+    monkeypatch.setitem(sys.modules, "flashinfer", Broken("flashinfer"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if error else None)
+    assert names() == ("native", "native", NATIVE)
+    use_gpu(monkeypatch, 8)
+    backend, notes = attention.choose("auto", SHAPE, 0.1)
+    assert backend.name == "triton decode, triton prefill"
+    (note,) = [note for note in notes if note.startswith("flashinfer not used: ")]
+    assert why in note
+    assert "\n" not in note
+    for one in ({"name": "flashinfer"}, {"name": "auto", "prefill": "flashinfer"}):
+        with pytest.raises(ConfigError, match=f"attention-backend flashinfer .* for prefill: .*{why}"):
+            attention.choose(shape=SHAPE, scale=0.1, **one)
