@@ -1,10 +1,15 @@
-"""The CPU workloads over HTTP, for sgla and its peers. One JSON object a line, medians of ``--repeat`` runs.
+"""Workloads over HTTP, for sgla and its peers. One JSON object a line, medians of ``--repeat`` runs.
 
     python bench/serve.py --engine sgla --model demo --server-args "--quantization int8"
     python bench/serve.py --engine llamacpp --model model.gguf --python peer-venv/bin/python
     python bench/serve.py --engine url --url http://127.0.0.1:8000 --only single c8
+    python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --server-args "--device cuda --context-length 8192"
+    python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --engine vllm --python peer-venv/bin/python
 
 All workloads stream ``/v1/completions`` and ignore EOS. Prompts are new in every run, so no prefix is cached before it.
+W6 is for a GPU, the others are for a CPU and run if ``--only`` names none. ``--dummy`` serves a folder that has only config.json,
+with random weights. Its tokens have to make text, since one without makes no chunk and two steps would look like one: so
+the tokenizer in the folder TOKENIZER, of any model, is given a made-up word for each further id.
 """
 
 from __future__ import annotations
@@ -16,13 +21,15 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import lines
 from process import Server, free_port
 
 from sgla.bench import load, report, workloads
@@ -32,12 +39,19 @@ from sgla.observe.machine import detect
 
 @dataclass(frozen=True)
 class Workload:
-    """``requests`` at once, each ``input_len`` own tokens after ``prefix_len`` common ones, ``output_len`` out."""
+    """``requests``, each ``input_len`` own tokens after ``prefix_len`` common ones, ``output_len`` out. ``concurrency`` at a time,
+    or all at once. ``warm_up``: tokens out of as many requests as run at a time, before the first run."""
 
     requests: int
     input_len: int
     output_len: int
     prefix_len: int = 0
+    concurrency: int | None = None
+    warm_up: int = 0
+
+    @property
+    def at_once(self) -> int:
+        return self.concurrency or self.requests
 
     def sessions(self, seed: int, text: bool) -> list[workloads.Session]:
         rng = random.Random(f"{self} {seed}")
@@ -46,7 +60,7 @@ class Workload:
         )
 
 
-WORKLOADS = {
+CPU = {
     "single": Workload(1, 64, 128),
     "c8": Workload(8, 64, 64),
     "c32": Workload(32, 64, 64),
@@ -54,26 +68,39 @@ WORKLOADS = {
     "prefill-8x512": Workload(8, 512, 1),
     "shared-32x768+32": Workload(32, 32, 16, prefix_len=768),
 }
+WORKLOADS = CPU | {"W6": Workload(256, 1024, 256, concurrency=64, warm_up=32)}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How to start a server: ``{python} {model} {port} {threads}`` are filled in."""
+    """How to start a server: ``{python} {model} {port} {threads}`` are filled in. ``dummy``: what to add for random weights and the
+    ``{tokenizer}`` of another model."""
 
     command: str
     ready: str
     package: str
+    dummy: str = ""
     text: bool = False  # takes prompts as text only
 
 
 ENGINES = {
     "sgla": Engine(
-        "{python} -m sgla serve --model {model} --port {port} --threads {threads}", "/health/ready", "sgla"
+        "{python} -m sgla serve --model {model} --port {port} --threads {threads}",
+        "/health/ready",
+        "sgla",
+        dummy="--load-format dummy --tokenizer {tokenizer}",
     ),
     "vllm": Engine(
         "{python} -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype bfloat16 --max-model-len 8192",
         "/health",
         "vllm",
+        dummy="--load-format dummy --tokenizer {tokenizer}",
+    ),
+    "sglang": Engine(
+        "{python} -m sglang.launch_server --model-path {model} --port {port} --dtype bfloat16 --context-length 8192",
+        "/health",
+        "sglang",
+        dummy="--load-format dummy --tokenizer-path {tokenizer}",
     ),
     "llamacpp": Engine(
         "{python} -m llama_cpp.server --model {model} --port {port} --n_threads {threads} --n_ctx 8192",
@@ -93,16 +120,37 @@ def main() -> None:
             emit(args, facts["engine"], facts["version"], line)
         return
     engine, url, log = ENGINES[args.engine], f"http://127.0.0.1:{free_port()}", Path(args.log)
-    command = engine.command.format(
-        python=args.python, model=args.model, port=url.rpartition(":")[2], threads=args.threads
-    )
-    version = version_of(args.python, engine.package)
-    with Server([*shlex.split(command), *shlex.split(args.server_args)], url, engine.ready, log) as server:
-        emit(args, args.engine, version, {"w": "start", "s": round(server.ready_s, 2)})
-        target = target_of(url, asyncio.run(describe(url))["model"])
-        for line in measure(args, target, args.text or engine.text):
-            emit(args, args.engine, version, line)
+    with tempfile.TemporaryDirectory() as folder:
+        command = (engine.command + (f" {engine.dummy}" if args.dummy else "")).format(
+            python=args.python,
+            model=args.model,
+            port=url.rpartition(":")[2],
+            threads=args.threads,
+            tokenizer=folder,
+        )
+        if args.dummy:
+            extend_tokenizer(args.dummy, Path(args.model), Path(folder))
+        with Server(
+            [*shlex.split(command), *shlex.split(args.server_args)], url, engine.ready, log
+        ) as server:
+            facts = asyncio.run(describe(url))
+            version = version_of(args.python, engine.package) or facts["version"]
+            emit(args, args.engine, version, {"w": "start", "s": round(server.ready_s, 2)})
+            for line in measure(args, target_of(url, facts["model"]), args.text or engine.text):
+                emit(args, args.engine, version, line)
     emit(args, args.engine, version, {"w": "memory", "peak_rss_mb": round(server.peak_rss / 1e6)})
+
+
+def extend_tokenizer(source: Path, model: Path, folder: Path) -> None:
+    """Put a copy of the tokenizer in ``source`` into ``folder``, with a word for every id of ``model``."""
+    for path in source.glob("*token*.json"):
+        shutil.copy(path, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    known = max(*words.values(), *(added["id"] for added in tokenizer["added_tokens"])) + 1
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words |= {f"xq{i}": i for i in range(known, size)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def parse() -> argparse.Namespace:
@@ -111,12 +159,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--engine", choices=[*ENGINES, "url"], default="sgla")
     parser.add_argument("--model", default="demo", help="as the engine takes it")
+    parser.add_argument("--dummy", type=Path, metavar="TOKENIZER", help="random weights; see above")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="with --engine url")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine")
     parser.add_argument("--threads", type=int, default=detect().cores)
     parser.add_argument("--server-args", default="", help="more arguments for the server")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(CPU))
     parser.add_argument("--text", action="store_true", help="send text even if token ids are understood")
     parser.add_argument(
         "--log", default=os.path.join(tempfile.gettempdir(), "bench-server.log"), help="the server's output"
@@ -134,23 +183,26 @@ def measure(args: argparse.Namespace, target: load.Target, text: bool) -> Iterat
     once(target, Workload(1, 32, 8), seed=999, text=text)
     for name in args.only:
         workload = WORKLOADS[name]
+        if workload.warm_up:
+            first = replace(workload, requests=workload.at_once, output_len=workload.warm_up)
+            once(target, first, seed=999, text=text)
         runs = [once(target, workload, seed, text) for seed in range(args.repeat)]
-        yield {"w": name, "concurrency": workload.requests, "repeat": args.repeat} | report.median_of(runs)
+        yield {"w": name, "concurrency": workload.at_once, "repeat": args.repeat} | report.median_of(runs)
 
 
 def once(target: load.Target, workload: Workload, seed: int, text: bool) -> dict[str, object]:
     sessions = workload.sessions(seed, text)
-    numbers = report.summarize(*asyncio.run(load.run(target, sessions, workload.requests)))
+    numbers = report.summarize(*asyncio.run(load.run(target, sessions, workload.at_once)))
     if numbers["errors"]:
         raise SystemExit(f"requests failed: {numbers['first_error']}")
     return numbers
 
 
-def version_of(python: str, package: str) -> str:
+def version_of(python: str, package: str) -> str | None:
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     with contextlib.suppress(subprocess.CalledProcessError):
         return subprocess.check_output([python, "-c", code], text=True, stderr=subprocess.DEVNULL).strip()
-    return "unknown"
+    return None  # it is run from a working tree
 
 
 def emit(args: argparse.Namespace, engine: str, version: str, line: dict[str, object]) -> None:
@@ -161,7 +213,7 @@ def emit(args: argparse.Namespace, engine: str, version: str, line: dict[str, ob
         "model": args.model,
         "args": args.server_args,
     }
-    print(json.dumps(head | line), flush=True)
+    print(lines.line(head | line), flush=True)
 
 
 if __name__ == "__main__":
