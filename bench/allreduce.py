@@ -9,7 +9,6 @@ replays, the slowest rank's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -17,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import lines
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -103,7 +103,7 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     symmetric.rendezvous(shared, dist.group.WORLD)
     base = {
         "bench": "allreduce",
-        "machine": f"{torch.cuda.get_device_name()} x{ranks}",
+        "machine": lines.gpus(ranks),
         "torch": torch.__version__,
     }
     if rank == 0:
@@ -114,7 +114,7 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             times = {name: in_graph(op) for name, op in variants(shard, shared, rows, width).items()}
             check(shard, rows, width)
             if rank == 0:
-                print("JSON " + json.dumps(base | {"rows": rows, "width": width, "us": times}), flush=True)
+                lines.emit(base | {"rows": rows, "width": width, "us": times})
     sys.stdout.flush()
     os._exit(0)
 

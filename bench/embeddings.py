@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lines
 from process import Server, free_port
 
 from sgla.observe.machine import detect
@@ -135,13 +136,13 @@ def main() -> None:
                 Path(folder) / "log",
             )
             with server:
-                lines = measure(over_http(port), args.repeat)
+                measured = measure(over_http(port), args.repeat)
     elif args.engine == "transformers":
-        lines = measure(by_transformers(args.model), args.repeat)
+        measured = measure(by_transformers(args.model), args.repeat)
     else:
-        lines = measure(by_sentence_transformers(args.model), args.repeat)
-    for line in lines:
-        print(json.dumps(head | line), flush=True)
+        measured = measure(by_sentence_transformers(args.model), args.repeat)
+    for line in measured:
+        print(lines.line(head | line), flush=True)
 
 
 if __name__ == "__main__":

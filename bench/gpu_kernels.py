@@ -8,11 +8,11 @@ Times are medians of graph replays (CUDA events), each over a set of buffers lar
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import lines
 import torch
 
 from sgla import attention
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def emit(**fields: Any) -> None:
-    print("JSON " + json.dumps(fields), flush=True)
+    lines.emit(fields)
 
 
 def capture(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -424,7 +424,6 @@ def main() -> None:
         "prompts",
         "sampling",
     ]
-    emit(machine=torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda)
     for name in chosen:
         globals()[f"bench_{name}"]()
 

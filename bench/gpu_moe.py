@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lines
 import torch
 
 from sgla.kernels.cuda import experts, grouped_gemm, router
@@ -43,7 +44,7 @@ SHARED = 224 << 10  # bytes of shared memory of a program, at most
 
 
 def emit(**fields: Any) -> None:
-    print("JSON " + json.dumps(fields), flush=True)
+    lines.emit(fields)
 
 
 def time_us(bodies: list[Callable[[], Any]], repeats: int = 5) -> float:

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lines
 import torch
 from gpu_kernels import decode_rows, time_us
 
@@ -83,8 +84,7 @@ def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
                 x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
 
     us, floor = time_us(body, len(layers)), floor_us(spec, layers[0], batch)
-    line = {"bench": "moe_layers", "rows": rows, "us": round(us, 1), "floor_us": round(floor, 1)}
-    print("JSON " + json.dumps(line), flush=True)
+    lines.emit({"bench": "moe_layers", "rows": rows, "us": round(us, 1), "floor_us": round(floor, 1)})
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ import time
 from statistics import median
 from typing import Any
 
+import lines
+
 import sgla
 from sgla import Engine, SamplingParams
 from sgla.messages import Grammar
@@ -88,7 +90,7 @@ def main() -> None:
             after = engine.stats()
             steps, jumped = after.steps - before.steps, after.jumped_tokens - before.jumped_tokens
     print(
-        json.dumps(
+        lines.line(
             {
                 "bench": "grammar",
                 "version": sgla.__version__,

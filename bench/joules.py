@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import lines
 import torch
 from gpu_kernels import capture, decode_rows
 
@@ -123,7 +123,7 @@ class Watch(threading.Thread):
 
 
 def emit(**fields: Any) -> None:
-    print("JSON " + json.dumps({"bench": "joules"} | fields), flush=True)
+    lines.emit({"bench": "joules"} | fields)
 
 
 class Model:
@@ -212,7 +212,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
     meter = Meter()
-    emit(machine=torch.cuda.get_device_name(), torch=torch.__version__)
     for rows in map(int, args.rows.split(",")):
         model = Model(rows, args.layers)
         with torch.inference_mode():

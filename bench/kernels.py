@@ -8,10 +8,10 @@ Rates to compare with: ``read`` (memory read by the same threads) and ``gemm`` (
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 
+import lines
 import torch
 from torch import Tensor
 
@@ -68,7 +68,7 @@ class Bench:
     def report(self, what: str, **values: object) -> None:
         shown = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
         name = native.library(self.isa).isa
-        print(json.dumps({"w": what, "isa": name, "threads": self.threads, **shown}), flush=True)
+        print(lines.line({"w": what, "isa": name, "threads": self.threads, **shown}), flush=True)
 
     def program(self, fn: Callable[[ForwardBatch], Tensor], tokens: int, sampled: int) -> Program:
         return Program.record(fn, Limits(tokens, sampled), self.threads, self.isa)

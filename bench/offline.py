@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
+import lines
+
 
 class Peer(Protocol):
     version: str
@@ -102,6 +104,7 @@ class Bench:
         if args.tag:
             self.base["tag"] = args.tag
         self.random, self.vocab = random.Random(1234), args.vocab
+        self.batches = list(map(int, args.batches.split(",")))
         facts = getattr(self.engine, "facts", None)
         more = (
             {
@@ -115,7 +118,7 @@ class Bench:
         self.emit(w="startup", s=round(time.perf_counter() - begun, 2), extra=args.extra, **more)
 
     def emit(self, **fields: Any) -> None:
-        print("JSON " + json.dumps(self.base | fields), flush=True)
+        lines.emit(self.base | fields)
 
     def prompt(self, n: int) -> list[int]:
         return [self.random.randint(0, self.vocab - 1) for _ in range(n)]
@@ -174,7 +177,7 @@ class Bench:
         self.emit(w="W4", rep=repeat, s=round(s, 3), out_tok_s=round(256 * 64 / s, 1))
 
     def w5(self, repeat: int) -> None:
-        for size in (1, 16, 64, 256):
+        for size in self.batches:
             first = self.timed([self.prompt(512) for _ in range(size)], [1] * size, 0.0)
             self.engine.reset_cache()
             s = self.timed([self.prompt(512) for _ in range(size)], [256] * size, 0.0)
@@ -192,7 +195,7 @@ class Bench:
 def machine() -> str:
     import torch
 
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{lines.gpus()}, torch {torch.__version__}"
 
 
 def main() -> None:
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with config.json")
     parser.add_argument("--name", help="shown in the lines; default: the folder's name")
     parser.add_argument("--workloads", default="W1,W2,W3,W4,W5")
+    parser.add_argument("--batches", default="1,16,64,256", help="of W5")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=100000)

@@ -22,6 +22,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import lines
 import uvloop
 from process import Server, free_port
 
@@ -170,7 +171,7 @@ def main() -> None:
         "w": f"overhead-{args.streams}x{args.output_len}",
         "args": " ".join(args.server_args),
     }
-    print(json.dumps(head | numbers))
+    print(lines.line(head | numbers))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ Prints one JSON object: medians and 99th percentiles in microseconds.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from array import array
 from collections import deque
+
+import lines
 
 from sgla import __version__
 from sgla.messages import RowSampling, StepPlan, StepResult, Submit
@@ -102,7 +103,7 @@ def main() -> None:
         "w": f"scheduler-{args.rows}",
         **measure(args.rows, args.steps, args.prompt),
     }
-    print(json.dumps(line))
+    print(lines.line(line))
 
 
 if __name__ == "__main__":

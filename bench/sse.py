@@ -129,11 +129,13 @@ def main() -> None:
             runner.run(clients(args.client, args.streams))
             return
         result = runner.run(bench(args.streams, args.steps, args.step_ms / 1000))
+    import lines
+
     from sgla import __version__
 
     machine = f"{platform.machine()} {platform.system()} {platform.python_version()}"
     head = {"engine": "sgla", "version": __version__, "machine": machine, "model": "none", "w": "sse"}
-    print(json.dumps(head | {"streams": args.streams, "step_ms": args.step_ms} | result))
+    print(lines.line(head | {"streams": args.streams, "step_ms": args.step_ms} | result))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Decode steps of the CUDA runner alone, without the engine around it: one JSON line a batch size.
 
-    python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--tp 2] [--profile]
+    python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--tp 2]
+    python bench/step.py --model bench/models/qwen3-8b --profile [--prompts 0+4096,64+700] [--traces FOLDER]
 
-``graph_ms``: replays back to back. ``step_ms``: launches as the worker makes them, two in flight. ``step_gap_ms``: idle time of
-the GPU between steps. ``floor_ms``: weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those
-of rank 0.
+``graph_ms``: replays of the graph, back to back. ``step_ms``: launches as the worker makes them, two in flight.
+``step_gap_ms``: idle time of the GPU between steps. Each batch is measured twice: with a temperature alone, whose draw is
+in the graph, and with Qwen3's ``top_k`` and ``top_p`` behind the graph. ``floor_ms``: weights and KV that must be read, at
+4.34 TB/s. With several ranks the times are those of rank 0. ``--profile``: see ``timeline.py``.
 """
 
 from __future__ import annotations
@@ -19,23 +21,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lines
+import msgspec
 import numpy as np
+import timeline
 import torch
 import torch.multiprocessing as mp
+from timeline import BANDWIDTH, Load
 
 from sgla.config import Config
 from sgla.hub.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 from sgla.worker.cuda import CudaRunner
 
-BANDWIDTH = 4.34e12
+DRAWN = RowSampling(temperature=0.6)
 
 
 def ints(values: Any) -> bytes:
     return np.asarray(values, np.int32).tobytes()
 
 
-def admit(runner: CudaRunner, rows: int, context: int) -> None:
+def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) -> None:
     """Rows whose history nobody computed: the pages hold zeros, which takes as long."""
     per_row = -(-(context + 600) // runner.tables.page_size)
     new = [
@@ -44,7 +50,7 @@ def admit(runner: CudaRunner, rows: int, context: int) -> None:
             tokens=ints(np.full(context + 1, slot + 5)),
             prompt_len=context,
             pages=ints(1 + slot * per_row + np.arange(per_row)),
-            sampling=RowSampling(temperature=0.6, seed=slot),
+            sampling=msgspec.structs.replace(sampling, seed=slot),
         )
         for slot in range(rows)
     ]
@@ -62,8 +68,10 @@ def plan(step: int, rows: int, start: int, new: list[NewRow] | None = None) -> S
     )
 
 
-def measure(runner: CudaRunner, rows: int, context: int, steps: int = 100) -> dict[str, float]:
-    admit(runner, rows, context)
+def measure(
+    runner: CudaRunner, rows: int, context: int, sampling: RowSampling, steps: int
+) -> dict[str, float]:
+    admit(runner, rows, context, sampling)
     size = next(size for size in runner.graphs.sizes if size >= rows)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -101,42 +109,18 @@ def measure(runner: CudaRunner, rows: int, context: int, steps: int = 100) -> di
     }
 
 
-def profile(step: str, body: Callable[[], object], repeat: int) -> dict[str, object]:
-    """Where the time of ``body`` goes: microseconds and calls of each kernel. Kernels that overlap count twice."""
-    body()
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeat):
-        body()
-    end.record()
-    end.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        for _ in range(repeat):
-            body()
-        torch.cuda.synchronize()
-    kernels = [e for e in prof.key_averages() if e.device_time_total > 0]
-    kernels.sort(key=lambda e: -e.device_time_total)
-    return {
-        "profile": step,
-        "ms": round(begin.elapsed_time(end) / repeat, 3),
-        "kernels": [
-            {"name": e.key[:60], "calls": e.count / repeat, "us": round(e.device_time_total / e.count, 2)}
-            for e in kernels[:16]
-        ],
-    }
-
-
-def profile_decode(runner: CudaRunner, rows: int, context: int) -> dict[str, object]:
-    admit(runner, rows, context)
+def profile_decode(runner: CudaRunner, rows: int, context: int, trace: Path | None) -> dict[str, Any]:
+    admit(runner, rows, context, DRAWN)
     size = next(size for size in runner.graphs.sizes if size >= rows)
-    return profile(f"decode, {rows} rows of {context}", runner.graphs._graphs[size].replay, 5)
+    return profile(runner, runner.graphs._graphs[size].replay, Load(rows, context, 0), trace)
 
 
-def profile_mixed(runner: CudaRunner, rows: int, context: int, tokens: int) -> dict[str, object]:
-    """``rows`` decode rows and a prompt of ``tokens``."""
+def profile_prompt(
+    runner: CudaRunner, rows: int, context: int, tokens: int, trace: Path | None
+) -> dict[str, Any]:
+    """A prompt of ``tokens``, and decode rows beside it."""
     if rows:
-        admit(runner, rows, context)
+        admit(runner, rows, context, DRAWN)
     row = NewRow(
         slot=rows,
         tokens=ints(np.arange(tokens)),
@@ -152,9 +136,24 @@ def profile_mixed(runner: CudaRunner, rows: int, context: int, tokens: int) -> d
         flags=bytes([SAMPLE]) * (rows + 1),
         new=[row],
     )
-    return profile(
-        f"{rows} decode rows of {context} and a prompt of {tokens}", lambda: runner.execute(step), 3
-    )
+    return profile(runner, lambda: runner.execute(step), Load(rows, context, tokens), trace)
+
+
+def profile(
+    runner: CudaRunner, body: Callable[[], object], load: Load, trace: Path | None, repeat: int = 5
+) -> dict[str, Any]:
+    """``ms``: without the profiler, calls back to back; the rest is ``timeline.table`` of one call."""
+    body()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeat):
+        body()
+    end.record()
+    end.synchronize()
+    ms = round(begin.elapsed_time(end) / repeat, 3)
+    steps = timeline.record(body, trace)
+    return {"w": "profile", **load._asdict(), "ms": ms, **timeline.table(steps, runner.model.spec, load)}
 
 
 def main() -> None:
@@ -167,7 +166,14 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--extra", default="{}", help="more settings, as JSON")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--steps", type=int, default=100, help="of a measurement")
+    parser.add_argument("--top-k", type=int, default=20, help="of the rows that are measured again")
+    parser.add_argument("--top-p", type=float, default=0.95, help="of the same rows")
+    parser.add_argument("--profile", action="store_true", help="where a step goes, too")
+    parser.add_argument(
+        "--prompts", default="0+4096,64+700", help="with --profile: decode rows + tokens of a prompt"
+    )
+    parser.add_argument("--traces", type=Path, help="with --profile: a folder to keep them in")
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
     if args.tp == 1:
@@ -175,6 +181,27 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (args, folder), args.tp)
+
+
+def profile_all(
+    runner: CudaRunner,
+    base: dict[str, Any],
+    batches: list[int],
+    args: argparse.Namespace,
+) -> None:
+    def trace(name: str) -> Path | None:
+        if args.traces is None:
+            return None
+        args.traces.mkdir(parents=True, exist_ok=True)
+        path: Path = args.traces / f"{base['model']}-{name}.json"
+        return path
+
+    for rows in batches:
+        found = profile_decode(runner, rows, args.context, trace(f"decode-{rows}"))
+        lines.emit(base | found)
+    for name in args.prompts.split(","):
+        rows, tokens = map(int, name.split("+"))
+        lines.emit(base | profile_prompt(runner, rows, 1150, tokens, trace(f"prompt-{name}")))
 
 
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -195,7 +222,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     runner = CudaRunner(config, source, rank, args.tp, folder, lambda progress: None)
     base = {
         "bench": "step",
-        "machine": torch.cuda.get_device_name() + (f" x{args.tp}" if args.tp > 1 else ""),
+        "machine": lines.gpus(args.tp),
         "torch": torch.__version__,
         "model": Path(args.model).name,
         "context": args.context,
@@ -208,15 +235,16 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         "notes": runner.facts.notes,
         "ledger": runner.facts.ledger,
     }
-    print("JSON " + json.dumps(base | {"w": "startup"} | start), flush=True)
+    lines.emit(base | {"w": "startup"} | start)
+    batches = list(map(int, args.batches.split(",")))
     with torch.inference_mode():
-        for rows in map(int, args.batches.split(",")):
-            print("JSON " + json.dumps(base | measure(runner, rows, args.context)), flush=True)
+        for rows in batches:
+            lines.emit(base | measure(runner, rows, args.context, DRAWN, args.steps))
+            cut = {"top_k": args.top_k, "top_p": args.top_p}
+            sampling = msgspec.structs.replace(DRAWN, **cut)
+            lines.emit(base | cut | measure(runner, rows, args.context, sampling, args.steps))
         if args.profile:
-            for rows in (1, 16, 64, 256):
-                print("JSON " + json.dumps(base | profile_decode(runner, rows, args.context)), flush=True)
-            for rows, tokens in ((0, 4096), (64, 700), (64, 256)):
-                print("JSON " + json.dumps(base | profile_mixed(runner, rows, 1150, tokens)), flush=True)
+            profile_all(runner, base, batches, args)
     if args.tp > 1:
         sys.stdout.flush()
         os._exit(0)  # without asking the other ranks

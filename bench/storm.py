@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import platform
 import random
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import lines
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -112,7 +112,7 @@ def main() -> None:
     with Server(command, url, "/health/ready", log):
         found = asyncio.run(storm(url, args.clients, args.rounds, args.leave))
     print(
-        json.dumps(
+        lines.line(
             {
                 "bench": "storm",
                 "machine": platform.processor() or platform.machine(),

@@ -3,8 +3,10 @@
     python bench/weights.py --model bench/models/qwen3-8b [--layers 8] [--folder /tmp/weights] [--shards 3]
 
 Writes a checkpoint of random values in the model's shapes (cut to ``--layers``), then reads its files plainly, with as many
-threads as the loader has, and loads it: both from the page cache, and from the disk where the cache can be dropped (root).
-``host_mib`` is what loading adds to the resident memory, mapped files not counted.
+threads as the loader has, and loads it in new processes, whole and as two halves at once, on two GPUs where there are two: both
+from the page cache, and from the disk where the cache can be dropped (root). ``load_gb_s`` is the sum over the ranks.
+``host_mib`` is the most that loading adds to a rank's resident memory, mapped files not counted; ``pinned_mib`` are the
+buffers that copies start from, which a process's resident memory need not show.
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ import argparse
 import json
 import os
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import lines
 import torch
+import torch.multiprocessing
 from safetensors.torch import save_file
 
 from sgla.dist import Shard
@@ -29,6 +37,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.upload import threads_for
 
 PIECE = 8 << 20
+TIMEOUT = 300  # seconds
 
 
 def write(source: ModelSource, folder: Path, shards: int) -> None:
@@ -72,24 +81,70 @@ def drop_cache() -> bool:
     return True
 
 
-def anonymous_mib() -> int:
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    return int(found[1]) >> 10 if found else 0
+class Peak(threading.Thread):
+    """Samples this process's resident memory, mapped files not counted, a thousand times a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._done = threading.Event()
+        self.before = self.most = own_kib()
+
+    def run(self) -> None:
+        while not self._done.wait(0.001):
+            self.most = max(self.most, own_kib())
+
+    def stop(self) -> int:
+        """MiB more than before, at most."""
+        self._done.set()
+        self.join()
+        return (max(self.most, own_kib()) - self.before) >> 10
 
 
-def load(source: ModelSource, shard: Shard) -> tuple[float, int, int]:
-    """Seconds, bytes of this rank's weights, and MiB of host memory more than before."""
+def own_kib() -> int:
+    found = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return sum(map(int, found))
+
+
+class Part(NamedTuple):
+    """A rank's load: seconds, bytes of its weights, MiB of host memory and of pinned buffers."""
+
+    seconds: float
+    size: int
+    host: int
+    pinned: int
+
+
+def load(rank: int, ranks: int, folder: str, together: Barrier, parts: Queue[Part]) -> None:
+    """In a process of its own."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.set_num_threads(1)  # as the worker does
+    source, allocated = open_source(folder), torch.zeros(1, device="cuda").nbytes
     torch.cuda.synchronize()
-    allocated = torch.cuda.memory_allocated()
-    before, begun = anonymous_mib(), time.perf_counter()
+    peak = Peak()
+    together.wait()  # all are ready
+    together.wait()  # the cache has been dropped
+    peak.start()
+    begun = time.perf_counter()
     with torch.device("cuda"):
-        model = load_model(source, "bfloat16", shard=shard, context_len=1024)
+        model = load_model(source, "bfloat16", shard=Shard(rank, ranks), context_len=1024)
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    size = torch.cuda.memory_allocated() - allocated
+    seconds, host = time.perf_counter() - begun, peak.stop()
+    pinned = torch.cuda.host_memory_stats()["allocated_bytes.peak"] >> 20
+    parts.put(Part(seconds, torch.cuda.memory_allocated() - allocated, host, pinned))
     del model
-    torch.cuda.empty_cache()
-    return seconds, size, anonymous_mib() - before
+
+
+def load_all(ranks: int, folder: str, cold: bool) -> list[Part]:
+    """Processes start first, then the cache is dropped, then all load."""
+    processes = torch.multiprocessing.get_context("spawn")
+    together, parts = processes.Barrier(ranks + 1, timeout=TIMEOUT), processes.Queue()
+    for rank in range(ranks):
+        processes.Process(target=load, args=(rank, ranks, folder, together, parts), daemon=True).start()
+    together.wait()
+    if cold:
+        drop_cache()
+    together.wait()
+    return [parts.get(timeout=TIMEOUT) for _ in range(ranks)]
 
 
 def main() -> None:
@@ -107,26 +162,27 @@ def main() -> None:
     source = open_source(args.folder)
     size = sum(path.stat().st_size for path in source.files)
     threads = threads_for(torch.device("cuda"))
-    base = {"bench": "weights", "machine": torch.cuda.get_device_name(), "torch": torch.__version__}
+    base: dict[str, Any] = {"bench": "weights", "machine": lines.gpus(), "torch": torch.__version__}
     base |= {"model": Path(args.model).name, "layers": args.layers, "bytes": size, "threads": threads}
-    torch.set_num_threads(1)  # as the worker does
-    load(source, Shard())  # loads libraries, makes pinned memory
     for cold in (False, True):
-        for shard in (Shard(), Shard(1, 2)):
-            if cold and not drop_cache():
-                continue
-            plain = read_plainly(source.files, threads)
-            if cold:
-                drop_cache()
-            seconds, own, host = load(source, shard)
+        if cold and not drop_cache():
+            continue
+        plain = read_plainly(source.files, threads)
+        for ranks in (1, 2):
+            parts = load_all(ranks, args.folder, cold)
             line = {
                 "from": "disk" if cold else "page cache",
-                "part": f"1/{shard.size}",
+                "ranks": ranks,
+                "gpus": min(ranks, torch.cuda.device_count()),
                 "plain_gb_s": plain / 1e9,
+                "load_s": max(part.seconds for part in parts),
+                "load_gb_s": sum(part.size / part.seconds for part in parts) / 1e9,
+                "host_mib": max(part.host for part in parts),
+                "pinned_mib": max(part.pinned for part in parts),
+                "part_mib": max(part.size for part in parts) >> 20,
+                "file_mib": max(path.stat().st_size for path in source.files) >> 20,
             }
-            line |= {"load_s": seconds, "load_gb_s": own / seconds / 1e9, "host_mib": host}
-            rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in line.items()}
-            print("JSON " + json.dumps(base | rounded), flush=True)
+            lines.emit(base | {k: round(v, 2) if isinstance(v, float) else v for k, v in line.items()})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""What a step consists of: each operation's kernels, their time, and the time that the chip needs at least.
+
+Kernels of a step overlap: each starts while the one before ends. So an operation's time is that from the end of all kernels before
+it to its own end, and these times add up to the step's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sgla.model.spec import ModelSpec
+
+BANDWIDTH, RATE = 4.34e12, 795e12  # bytes and bf16 FLOPs a second that an H200 reaches
+
+KINDS = {  # by the kernel's name, the first that fits
+    "all layers and the output layer": r"^(decode|mixture)_step",
+    "attention of decode rows": r"^decode_attention|^_decode|^_attend|^_tokens|^_merge",
+    "attention of prompts": r"^prompt_attention|^_extend|flash|Prefill|Ragged|Paged",
+    "experts": r"^experts|^grouped_gemm|^_experts|^_few",
+    "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",
+    "linear": r"gemm|nvjet|cutlass|cublas|splitK|^_linear",
+    "add and norm": r"rms_norm",
+    "activation": r"^_act_mul",
+    "norm of heads, rotation, store": r"^_qk_norm_rope_store",
+    "draw": r"^_race|^_find|^_finish|^_(make|use)_keys|^find_cuts|^_make|^_use",
+}
+LINEAR = ["o", "gate and up", "down", "q, k, v"]  # behind attention
+
+
+class Launch(NamedTuple):
+    """A kernel or a copy, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Load(NamedTuple):
+    """A step: decode rows with so many tokens of context, prompts of so many tokens in all, one prompt at most."""
+
+    rows: int
+    context: int
+    prompt: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows + self.prompt
+
+    @property
+    def sampled(self) -> int:
+        return self.rows + (self.prompt > 0)
+
+
+def record(body: Callable[[], object], trace: Path | None = None) -> list[Launch]:
+    """What one call of ``body`` launches, in order of time. ``trace``: a file to keep Chrome's format in."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        body()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return launches(json.loads(path.read_text()))
+
+
+def launches(trace: dict[str, Any]) -> list[Launch]:
+    on_gpu = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    found = [Launch(e["name"], e["ts"], e["ts"] + e["dur"]) for e in on_gpu]
+    return sorted(found, key=lambda launch: launch.begin)
+
+
+def kind_of(name: str) -> str:
+    bare = re.sub(r"^void |\(.*", "", name)
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, bare)), "other")
+
+
+def operations(steps: list[Launch], spec: ModelSpec) -> list[str]:
+    """What each launch belongs to. Linear layers have no names of their own: their place behind attention tells."""
+    order = LINEAR if spec.moe is None else [LINEAR[0], LINEAR[-1]]
+    found: list[str] = []
+    place, layer, before = len(order) - 1, 0, ""
+    for launch in steps:
+        kind = kind_of(launch.name)
+        if kind.startswith("attention"):
+            layer += not before.startswith("attention")
+            place = 0
+        if kind == "linear":
+            if "splitK" in launch.name and found:
+                kind = found[-1]
+            else:
+                last = layer == spec.layers and place == len(order) - 1
+                kind = "output layer" if last else order[place % len(order)]
+                place += 1
+        before = kind
+        found.append(kind)
+    return found
+
+
+def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
+    """Microseconds a step that each operation takes at least: bytes that must be read or written, or FLOPs."""
+
+    def least(size: float, flops: float = 0.0) -> float:
+        return max(size / BANDWIDTH, flops / RATE) * 1e6
+
+    def linear(n: int, k: float, tokens: int = load.tokens) -> float:
+        return least(2 * n * k, 2 * tokens * n * k)
+
+    layers, hidden, heads = spec.layers, spec.hidden, spec.heads * spec.head_dim
+    per_token = 2 * spec.kv_heads * spec.head_dim
+    found = {
+        "q, k, v": layers * linear(heads + per_token, hidden),
+        "o": layers * linear(hidden, heads),
+        "attention of decode rows": layers * least(2 * load.rows * load.context * per_token),
+        "attention of prompts": layers * least(2 * load.prompt * per_token, 2 * load.prompt**2 * heads),
+        "add and norm": 2 * layers * least(8 * load.tokens * hidden),
+        "norm of heads, rotation, store": layers * least(4 * load.tokens * (heads + per_token)),
+        "output layer": linear(spec.vocab, hidden, load.sampled),
+        "draw": least(4 * load.sampled * spec.vocab),
+    }
+    if spec.moe is None:
+        found["gate and up"] = layers * linear(2 * spec.intermediate, hidden)
+        found["down"] = layers * linear(hidden, spec.intermediate)
+        found["activation"] = layers * least(6 * load.tokens * spec.intermediate)
+    else:
+        size, pairs = 3 * hidden * spec.moe.intermediate, load.tokens * spec.moe.top_k
+        needed = spec.moe.experts * (1 - (1 - spec.moe.top_k / spec.moe.experts) ** load.tokens)
+        found["experts"] = layers * least(2 * size * needed, 2 * size * pairs)
+        found["router, sort and sum of the experts"] = layers * linear(spec.moe.experts, hidden)
+    whole = ("q, k, v", "o", "attention of decode rows", "gate and up", "down", "experts", "output layer")
+    found["all layers and the output layer"] = sum(found.get(name, 0.0) for name in whole)
+    return found
+
+
+def table(steps: list[Launch], spec: ModelSpec, load: Load) -> dict[str, Any]:
+    """``us``: of a step, and of each operation in it; ``idle_us``: no kernel ran; ``floor_us``: of each operation that has one."""
+    lowest, done, idle = floors(spec, load), steps[0].begin, 0.0
+    rows: dict[str, dict[str, Any]] = {}
+    for launch, what in zip(steps, operations(steps, spec)):
+        row = rows.setdefault(what, {"calls": 0, "us": 0.0, "kernels": []})
+        idle += max(0.0, launch.begin - done)
+        row["us"] += max(0.0, launch.end - max(done, launch.begin))
+        row["calls"] += 1
+        name = re.sub(r"^void |[<(].*", "", launch.name)[:48]
+        row["kernels"] += [] if name in row["kernels"] else [name]
+        done = max(done, launch.end)
+    for what, row in rows.items():
+        row["us"] = round(row["us"], 1)
+        if what in lowest:
+            row["floor_us"] = round(lowest[what], 1)
+    ordered = dict(sorted(rows.items(), key=lambda item: -item[1]["us"]))
+    return {"us": round(done - steps[0].begin, 1), "idle_us": round(idle, 1), "operations": ordered}
