@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import SMALL, Eager, random_prompts
+from checkpoints import SMALL, Eager, Row, random_prompts
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -19,6 +21,9 @@ from pathlib import Path
 
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
+from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.triton import elementwise
 from sgla.model.load import load_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,12 +39,18 @@ MODELS: dict[str, dict[str, Any]] = {
 SHAPE = SMALL | {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
 
 
-def attend(q: Tensor, kv: Any, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
+@contextmanager
+def torch_operations() -> Iterator[None]:
     kept, ops.recorder = ops.recorder, None
     try:
-        return ops.attention(q, kv, batch, scale, window, softcap)
+        yield
     finally:
         ops.recorder = kept
+
+
+def attend(q: Tensor, kv: Any, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
+    with torch_operations():
+        return ops.attention(q, kv, batch, scale, window, softcap)
 
 
 @pytest.fixture
@@ -88,3 +99,72 @@ def test_rounding_on_the_way_equals_rounding_apart(architecture: str, exact: Non
         found = driver.prompt_logprobs(prompts)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
         assert 1e-3 < (found - exactly).abs().max() < 1.5  # it was rounded
+
+
+def skinny_linear(
+    x: Tensor,
+    w: Tensor,
+    *,
+    scale: None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    epilogue: int = skinny_gemm.STORE,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``skinny_gemm.linear`` in torch's operations."""
+    with torch_operations():
+        rows = x.float() if norm is None else ops.rms_norm(x.float(), norm, eps)
+        y = rows @ w.float().t() + (0 if bias is None else bias)
+        if epilogue == skinny_gemm.ADD:
+            assert out is not None
+            return out.add_(y)
+        if epilogue in (skinny_gemm.SILU, skinny_gemm.GELU):
+            y = ops.act_mul(y, "silu" if epilogue == skinny_gemm.SILU else "gelu_tanh")
+    return y if epilogue == skinny_gemm.FLOAT32 else y.to(x.dtype)
+
+
+def store(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor,
+    *_: Any,
+) -> Tensor:
+    """``elementwise.qk_norm_rope_store`` in torch's operations, since the interpreter takes a second."""
+    with torch_operations():
+        return ops.qk_norm_rope_store(qkv, positions, cos_sin, q_norm, k_norm, eps, KVLayer(k, v), places)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
+    architecture: str, exact: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer begins as for many tokens, and ends as for the few that are left: fused, or in batches."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    skinny = Mock(wraps=skinny_linear)
+    monkeypatch.setattr(skinny_gemm, "linear", skinny)
+    monkeypatch.setattr(elementwise, "qk_norm_rope_store", store)
+    monkeypatch.setattr(batch_gemm, "choose", lambda *shape: None)
+    monkeypatch.setattr(prompt_gemm, "supported", lambda *shape: False)
+    config = SHAPE | {"architectures": [architecture]} | MODELS[architecture]
+    driver = Eager(load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16"))
+    prompts = random_prompts([30, 1, 7])
+    driver.prompt_logprobs(prompts)
+    batch = driver.batch([Row(tokens) for tokens in prompts], [(i, 0, len(p)) for i, p in enumerate(prompts)])
+    expected = driver.model.forward(batch, driver.kv)
+    dispatcher = gpu.install(attend)
+    assert batch.tokens > skinny_gemm.MAX_ROWS
+    for rows in ([5], [29, 30, 37], list(range(11, 31))):
+        with dispatcher.fused(batch.tokens):
+            found = gpu.force(driver.model.forward(batch, driver.kv, torch.tensor(rows, dtype=torch.int32)))
+        assert skinny.called is (len(rows) <= skinny_gemm.MAX_ROWS)
+        skinny.reset_mock()
+        errors = (found.float() - expected[rows]).norm(dim=1) / expected[rows].norm(dim=1)
+        assert (errors < 0.03).all()
