@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_runner import TINY, agreement, generate, make, prompt
+from test_gpu_runner import TINY, agreement, assert_rows_alone_equal_all, generate, make, prompt
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
@@ -70,6 +70,7 @@ def test_a_model_in_fp8_decodes_alike_alone_and_in_a_batch() -> None:
             agreement(together, generate(runner, prompts, 12, False)) >= 0.3
         )  # see fp8.linear: few rows are exact
         assert len({tuple(tokens) for tokens in together.values()}) == 20
+        assert_rows_alone_equal_all(runner, 0.1)
     finally:
         ops.recorder = recorder
         torch.cuda.empty_cache()

@@ -9,8 +9,10 @@ import torch
 from sgla import attention
 from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import cut
+from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
+from sgla.kernels.rehearsal import rehearsing
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
@@ -87,6 +89,10 @@ def backend(
 ):
     _, page_size, kv_heads, dim = kv.k.shape
     shape = attention.Shape(heads, kv_heads, dim, page_size, BF16, frozenset(windows), softcap, 300)
+    if name == "flashinfer":
+        why = FlashInferExtend.refuses(shape)
+        if why is not None:
+            pytest.skip(why)
     return attention.choose(name, shape, scale)[0]
 
 
@@ -198,7 +204,7 @@ def beside(
     return qkv[:, : heads * dim]
 
 
-@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize("name", ["auto", "triton", "flashinfer"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
 def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:
     """Decode rows, prompts with a history and whole ones in any order; whole ones last, with k and v beside q."""
@@ -214,6 +220,7 @@ def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, soft
             q = beside(q, kv, batch, q_lens, heads, kv_heads, dim)
         out = attend(q, kv, batch, dim**-0.5, window, softcap)
         assert relative(out, expected) < 1e-2
+        assert name in ("auto", attend.extend.name)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -313,8 +320,22 @@ CUTS = {  # of batch_gemm: its Config, and rows
 }
 
 
+@pytest.fixture(scope="module")
+def compiled_cuts() -> None:
+    """All of their kernels, side by side."""
+    from sgla.kernels.cuda import batch_gemm
+
+    w = torch.zeros(1024, 512, dtype=BF16, device="cuda")
+    with rehearsing():
+        for cut, rows in CUTS.items():
+            for m in rows:
+                for epilogue in (batch_gemm.STORE, batch_gemm.FLOAT32, batch_gemm.SILU, batch_gemm.GELU):
+                    batch_gemm.linear(w[:m], w, batch_gemm.Config(*cut), epilogue=epilogue)
+
+
 @pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1000, 3072), (6144, 4096)])
 @pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.usefixtures("compiled_cuts")
 def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
     from sgla.kernels.cuda import batch_gemm
 

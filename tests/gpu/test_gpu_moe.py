@@ -6,17 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gpu_runner import agreement, generate, prompt
+from test_gpu_runner import (
+    agreement,
+    assert_rows_alone_equal_all,
+    generate,
+    make,
+    new_row,
+    plan,
+    prompt,
+)
 
-from sgla.config import Config
-from sgla.hub.source import ModelSource
 from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router
 from sgla.kernels.triton import elementwise, moe
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 from sgla.quant import pack
 
 pytest.importorskip("triton")
@@ -141,24 +149,73 @@ def test_products_of_prompts_equal_the_oracle(count: int, f: int, tokens: int, a
         assert relative(y[pairs], inner[places].float() @ down[e * d : (e + 1) * d].float().t()) < 0.01
 
 
-def make(quantization: str | None) -> Any:
-    from sgla.worker.cuda import CudaRunner
-
-    config = Config(
-        device="cuda", load_format="dummy", max_running_requests=24, step_tokens=1024, kv_cache_bytes=256 << 20,
-        context_length=640, quantization=quantization,
-    )  # fmt: skip
-    return CudaRunner(config, ModelSource("dummy", Path("."), (), TINY, {}), 0, 1, "", lambda progress: None)
-
-
 def test_batching_does_not_change_the_tokens() -> None:
     recorder = ops.recorder
     try:
-        runner = make(None)
+        runner = make(TINY)
         prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(20)}
         together = generate(runner, prompts, 12, True)
         assert agreement(together, generate(runner, prompts, 12, False)) >= 0.5
         assert len({tuple(tokens) for tokens in together.values()}) == 20
+        assert_rows_alone_equal_all(runner, 0.02, share=0.8)
     finally:
         ops.recorder = recorder
         torch.cuda.empty_cache()
+
+
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "intermediate_size": 1792,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "vocab_size": 5000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+
+
+def test_mixtral_equals_torch() -> None:
+    """Logprobs of a prompt in two chunks, and of tokens decoded alone and among others."""
+    recorder = ops.recorder
+    try:
+        runner = make(MIXTRAL)
+        tokens = prompt(2, 300)
+        new = [new_row(2, tokens, prompt_logprobs=0, logprobs=0)]
+        blocks = list(runner.execute(plan(0, [(2, 0, 130, PROMPT_LOGPROBS)], new)).logprobs)
+        blocks += runner.execute(plan(1, [(2, 130, 170, SAMPLE | PROMPT_LOGPROBS)])).logprobs
+        others = [new_row(slot, prompt(slot, 40)) for slot in range(3, 20)]
+        runner.execute(plan(2, [(row.slot, 0, 40, SAMPLE) for row in others], others))
+        for i in range(8):
+            rows = [(2, 300 + i, 1, SAMPLE)] + [(row.slot, 40 + i // 2, 1, SAMPLE) for row in others] * (
+                i % 2
+            )
+            blocks += runner.execute(plan(3 + i, rows)).logprobs[:1]
+        found = torch.cat([torch.from_numpy(np.frombuffer(b.values, np.float32).copy()) for b in blocks])
+        ids = runner.tables.tokens[2, :309].clone()
+        expected = oracle(runner, ids)[: len(found)]
+        assert len(found) == 299 + 9
+        errors = (found.cuda() - expected).abs()
+        assert errors.median() < 0.02
+        assert (errors < 0.1).float().mean() > 0.95, errors  # near ties
+    finally:
+        ops.recorder = recorder
+        torch.cuda.empty_cache()
+
+
+def oracle(runner: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logprobs of all tokens but the first, by torch's operations in float32."""
+    pages = -(-len(ids) // 16)
+    batch = runner.extend_batch(*(np.array([n], np.int32) for n in (2, 0, len(ids))))
+    batch.ids = ids
+    ops.recorder = None
+    with torch.inference_mode():
+        kv = runner.allocate(max(int(runner.tables.page_table[2].max()) + 1, pages), 16, torch.float32)
+        logits = runner.model.logits(runner.model.forward(batch, kv))
+    return logits[:-1].log_softmax(-1).gather(1, ids[1:, None].long())[:, 0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
+from sgla.kernels import gpu
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 
 TINY: dict[str, Any] = json.loads(
@@ -51,7 +54,7 @@ def plan(step: int, rows: list[tuple[int, int, int, int]], new: list[NewRow] | N
     )
 
 
-def make(**settings: Any) -> Any:
+def make(model: dict[str, Any] = TINY, **settings: Any) -> Any:
     from sgla.worker.cuda import CudaRunner
 
     config = Config(
@@ -63,7 +66,7 @@ def make(**settings: Any) -> Any:
         context_length=640,
         **settings,
     )
-    return CudaRunner(config, ModelSource("dummy", Path("."), (), TINY, {}), 0, 1, "", lambda progress: None)
+    return CudaRunner(config, ModelSource("dummy", Path("."), (), model, {}), 0, 1, "", lambda progress: None)
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +79,24 @@ def prompt(slot: int, n: int) -> list[int]:
 
 
 def generate(
-    runner: Any, prompts: dict[int, list[int]], count: int, together: bool, **sampling: Any
+    runner: Any,
+    prompts: dict[int, list[int]],
+    count: int,
+    together: bool,
+    depth: int = 2,
+    **sampling: Any,
 ) -> dict[int, list[int]]:
-    """Decode ``count`` tokens of each slot, batched or one after the other, two steps in flight."""
+    """Decode ``count`` tokens of each slot, batched or one after the other, ``depth`` steps in flight."""
     out: dict[int, list[int]] = {slot: [] for slot in prompts}
     for group in [list(prompts)] if together else [[slot] for slot in prompts]:
         new = [new_row(slot, prompts[slot], seed=slot, **sampling) for slot in group]
-        flights = [runner.launch(plan(0, [(s, 0, len(prompts[s]), SAMPLE) for s in group], new))]
-        for i in range(count):
-            if i < count - 1:
-                rows = [(s, len(prompts[s]) + i, 1, SAMPLE) for s in group]
-                flights.append(runner.launch(plan(i + 1, rows)))
+        plans = [plan(0, [(s, 0, len(prompts[s]), SAMPLE) for s in group], new)]
+        for i in range(count - 1):
+            plans.append(plan(i + 1, [(s, len(prompts[s]) + i, 1, SAMPLE) for s in group]))
+        flights: list[Any] = []
+        for _ in range(count):
+            while plans and len(flights) < depth:
+                flights.append(runner.launch(plans.pop(0)))
             result = runner.finish(flights.pop(0))
             for slot, token in zip(group, np.frombuffer(result.tokens, np.int32)):
                 out[slot].append(int(token))
@@ -109,24 +119,91 @@ def test_batching_does_not_change_the_tokens(runner: Any, temperature: float) ->
     assert len({tuple(tokens) for tokens in together.values()}) == 20
 
 
-def test_replay_equals_eager(runner: Any) -> None:
-    """The same kernels in the same shapes: bit for bit."""
-    prompts = {slot: prompt(slot, 30 + slot) for slot in range(runner.graphs.sizes[2])}
-    captured = generate(runner, prompts, 10, True)
-    graphs = runner.graphs
+class Twice:
+    """A graph whose replay is followed by the same step run eagerly; ``kept``: logits and tokens of both."""
 
-    class Eager:
-        def __init__(self, size: int) -> None:
-            self.size = size
+    def __init__(
+        self, graph: Any, forward: Callable[[], None], written: list[torch.Tensor], kept: list[Any]
+    ) -> None:
+        self._runs, self._written, self._kept = (graph.replay, forward), written, kept
 
-        def replay(self) -> None:
-            graphs._forward(self.size)
+    def replay(self) -> None:
+        both = []
+        for run in self._runs:
+            for tensor in self._written:
+                tensor.zero_()
+            run()
+            both.append([tensor.clone() for tensor in self._written])
+        self._kept.append(both)
 
-    kept, graphs._graphs = graphs._graphs, {size: Eager(size) for size in graphs.sizes}
-    try:
-        assert generate(runner, prompts, 10, True) == captured
-    finally:
-        graphs._graphs = kept
+
+def twice(graphs: Any, monkeypatch: pytest.MonkeyPatch, name: str, forward: Callable[..., None]) -> list[Any]:
+    """What is kept from now on of the graphs in the attribute ``name``."""
+    written = [graphs._logits, graphs._out if hasattr(graphs, "_out") else graphs.out]
+    kept: list[Any] = []
+    found = {
+        key: Twice(graph, partial(forward, *np.atleast_1d(key).tolist()), written, kept)
+        for key, graph in getattr(graphs, name).items()
+    }
+    monkeypatch.setattr(graphs, name, found)
+    return kept
+
+
+def assert_same_bits(both: Any, rows: int, logits: bool = True) -> None:
+    """``logits``: they are written. (The kernel that draws on the way leaves them out.)"""
+    replayed, eager = ([tensor[:rows] for tensor in written] for written in both)
+    assert all(torch.equal(a, b) for a, b in zip(replayed, eager))
+    assert not logits or replayed[0].any(1).all()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 9}])
+def test_replay_equals_eager(runner: Any, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels in the same shapes: bit for bit, at every size, with padding."""
+    kept = twice(runner.graphs, monkeypatch, "_graphs", runner.graphs._forward)
+    for rows in [size - (size > 2) for size in runner.graphs.sizes] + [runner.graphs.limit]:
+        kept.clear()
+        generate(runner, {slot: prompt(slot, 30 + slot) for slot in range(rows)}, 4, True, **sampling)
+        assert len(kept) == 3
+        for both in kept:
+            assert_same_bits(both, rows, logits=bool(sampling))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 9, "frequency": 1.0}])
+def test_steps_in_flight_do_not_change_the_tokens(runner: Any, sampling: dict[str, Any]) -> None:
+    """The host is a step behind, or not: the same kernels in the same order."""
+    prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(12)}
+    alone = generate(runner, prompts, 12, True, depth=1, **sampling)
+    for depth in (2, 3):
+        assert generate(runner, prompts, 12, True, depth=depth, **sampling) == alone
+
+
+def assert_rows_alone_equal_all(runner: Any, bound: float, share: float = 1.0) -> None:
+    """The last layer goes on with the rows that are asked for alone, through other kernels. ``share`` of them must be within the
+    relative error ``bound`` (a mixture may choose other experts at a near tie)."""
+    q_lens = [1, 1, 200, 90, 17]
+    starts = [30, 50, 0, 0, 0]
+    prompts = [prompt(slot, start + n) for slot, (start, n) in enumerate(zip(starts, q_lens))]
+    new = [new_row(slot, tokens) for slot, tokens in enumerate(prompts)]
+    runner.execute(plan(0, [(slot, 0, len(tokens), SAMPLE) for slot, tokens in enumerate(prompts)], new))
+    columns = (np.array(column, np.int32) for column in (range(len(q_lens)), starts, q_lens))
+    with torch.inference_mode():
+        batch = runner.extend_batch(*columns)
+
+        def forward(*rows: torch.Tensor) -> torch.Tensor:
+            with runner.ops.fused(batch.tokens):
+                return gpu.force(runner.model.forward(batch, runner.kv, *rows)).float().clone()
+
+        every = forward()
+        for count in (1, 3, 20, 150):
+            rows = torch.randperm(batch.tokens)[:count].int().cuda()
+            found, wanted = forward(rows), every[rows.long()]
+            errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+            assert found.shape == wanted.shape
+            assert (errors < bound).float().mean() >= share, errors
+
+
+def test_rows_that_sample_alone_equal_all(runner: Any) -> None:
+    assert_rows_alone_equal_all(runner, 0.02)
 
 
 def test_chunks_and_mixed_steps_do_not_change_the_tokens(runner: Any) -> None:
@@ -165,7 +242,12 @@ def test_a_graph_for_prompts_and_decode_rows_equals_eager(
             for i, rows in enumerate(steps)
         ]
 
-    captured = tokens()
+    with monkeypatch.context() as patch:
+        kept = twice(runner.prompts, patch, "_graphs", runner.prompts._forward)
+        captured = tokens()
+    assert len(kept) == 2  # the first step has too many tokens
+    for both, sampled in zip(kept, captured):
+        assert_same_bits(both, len(sampled))
     monkeypatch.setattr(runner.prompts, "limit", 0)
     eager = tokens()
     same = [a == b for one, other in zip(captured, eager) for a, b in zip(one, other)]
@@ -196,16 +278,24 @@ def test_penalties_end_a_repetition(runner: Any) -> None:
     assert len(set(varied)) > 25
 
 
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_backends_agree(runner: Any, name: str) -> None:
-    prompts = {slot: prompt(slot, 60 + slot) for slot in range(6)}
-    expected = generate(runner, prompts, 6, True)
+@pytest.mark.parametrize(
+    ("decode", "prefill"),
+    [("triton", "triton"), ("torch", "torch"), ("native", "flashinfer"), ("triton", "native")],
+)
+def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
+    """Prompts in a graph, and too many of them for one."""
+    if prefill == "flashinfer":
+        pytest.importorskip("flashinfer")
     from sgla.kernels import ops
 
     recorder = ops.recorder
+    many = [{slot: prompt(slot, 30 + slot) for slot in range(rows)} for rows in (6, 16)]
+    expected = [generate(runner, prompts, 6, True) for prompts in many]
     try:
-        other = make(attention_backend=name)
-        assert agreement(generate(other, prompts, 6, True), expected) >= 0.6
+        other = make(decode_attention_backend=decode, prefill_attention_backend=prefill)
+        assert (other.attention.decode.name, other.attention.extend.name) == (decode, prefill)
+        for prompts, tokens in zip(many, expected):
+            assert agreement(generate(other, prompts, 6, True), tokens) >= 0.6
     finally:
         ops.recorder = recorder
         torch.cuda.empty_cache()
