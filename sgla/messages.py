@@ -163,6 +163,12 @@ class ThinkLimit(msgspec.Struct, array_like=True, frozen=True):
     opened: bool
 
 
+# Most of what one request may ask of the sampler, whose tables on a GPU have a place for so much of every slot.
+MAX_BIASES = 4096  # tokens of logit_bias
+MAX_WORD_TOKENS = 2048  # of bad_words together, each at the beginning of a word and not
+MAX_STOP_IDS = 256  # that min_tokens holds back
+
+
 class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     """The part of SamplingParams that the worker needs; sent once, when a request gets its slot."""
 

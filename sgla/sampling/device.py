@@ -1,10 +1,8 @@
 """Sampling on the GPU. A row that only needs a temperature is drawn by kernels inside the step's graph; this module holds
-the tables they read, and everything more: cuts, penalties, biases, logprobs. The rules are those of ``rules.py``, over all
-rows at once."""
+the tables they read, and everything more: cuts, logprobs, and the rules that ``device_rules.py`` has for all rows at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,21 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.dist import Shard
-from sgla.grammar.matcher import set_bits
 from sgla.kernels.cuda import cuts as fast
 from sgla.kernels.cuda.batch_gemm import Race
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.messages import LogprobBlock, NewRow, RowSampling
 from sgla.sampling.constraints import Masks
+from sgla.sampling.device_rules import DeviceRules, send
 from sgla.sampling.logprobs import Scores
 from sgla.sampling.sampler import COLD
 
 Int32s = NDArray[np.int32]
-CELLS = 1 << 24  # tokens of rows' histories that are looked at at a time
-CUT, SCORED, PENALIZED, BIASED, WORDS, ALLOWED, THINKING, GRAMMAR = (
-    1 << i for i in range(8)
-)  # what a row wants
+CUT, SCORED, RULED, GRAMMAR = (1 << i for i in range(4))  # what a row wants
 
 
 class Scored(NamedTuple):
@@ -81,33 +76,21 @@ class DeviceSampler:
         self.top_ks = torch.zeros(slots, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self._rows: list[RowSampling] = [RowSampling()] * slots
-        self._prompt_len = np.zeros(slots, np.int32)
         self._wants = np.zeros(slots, np.uint8)  # more than a draw by temperature
-        self._allowed: dict[
-            int, Tensor
-        ] = {}  # slot -> int32[ceil(V / 32)]: bits of the only tokens it may have
+        self._rules = DeviceRules(tokens, vocab_size)
 
     def admit(self, new: NewRow) -> None:
-        """The host's part; the tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
+        """The host's part, and the rules; the other tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
         s = new.sampling
+        ruled = self._rules.admit(new.slot, new.prompt_len, s)
         wants = {
             CUT: s.temperature >= COLD and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0),
             SCORED: s.logprobs >= 0,
-            PENALIZED: s.repetition != 1 or s.frequency or s.presence,
-            BIASED: s.logit_bias or (s.min_tokens and s.stop_ids),
-            WORDS: s.bad_words,
-            ALLOWED: s.allowed,
-            THINKING: s.thinking is not None,
+            RULED: ruled,
             GRAMMAR: s.grammar,
         }
         self._wants[new.slot] = sum(flag for flag, wanted in wants.items() if wanted)
-        self._allowed.pop(new.slot, None)
-        if s.allowed:
-            words = np.zeros(-(-self._vocab // 32), np.uint32)
-            set_bits(words, np.array([token for token in s.allowed if 0 <= token < self._vocab], np.intp))
-            self._allowed[new.slot] = self._send(words.view(np.int32), np.int32)
         self._rows[new.slot] = s
-        self._prompt_len[new.slot] = new.prompt_len
 
     def logprob_ids(self, slot: int) -> Tensor | None:
         """Tokens whose logprobs the request in ``slot`` asks for."""
@@ -157,11 +140,8 @@ class DeviceSampler:
             logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts, first, self._best_of_ranks, landing
         )  # fmt: skip
 
-    def _send(self, values: Any, dtype: Any = np.int64) -> Tensor:
-        """A copy on the device. Waits for nothing: a step is launched while the one before runs."""
-        host = torch.from_numpy(np.array(values, dtype))
-        device = self._tokens.device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    def _send(self, values: Any) -> Tensor:
+        return send(np.array(values, np.int64), self._tokens.device)
 
     def _gather(self, part: Tensor) -> Tensor:
         full = part.new_empty(part.shape[0], self._vocab)
@@ -184,7 +164,8 @@ class DeviceSampler:
         wanted = self._that(SCORED, host_slots)
         which = self._send(wanted) if wanted else None
         raw = logits[which] if wanted else None
-        self._change(logits, host_slots, host_positions)
+        if self._that(RULED, host_slots):
+            self._rules.apply(logits, slots, positions, undrawn.on_host)
         if masks is not None:
             sampling.mask(logits, *masks)
         cuts = None
@@ -219,108 +200,6 @@ class DeviceSampler:
                 )
             )  # fmt: skip
         return scored
-
-    def _parts(self, want: int, slots: Int32s, positions: Int32s) -> Iterator[list[int]]:
-        """The rows that want this, as many at a time as there is memory for."""
-        chosen = self._that(want, slots)
-        if chosen:
-            size = max(1, CELLS // int(positions[chosen].max()))
-            yield from (chosen[i : i + size] for i in range(0, len(chosen), size))
-
-    def _penalize(self, logits: Tensor, slots: Int32s, positions: Int32s, chosen: list[int]) -> None:
-        rows = [self._rows[slots[i]] for i in chosen]
-        at, slot, ends, prompts = self._send(
-            [chosen, slots[chosen], positions[chosen], self._prompt_len[slots[chosen]]]
-        )
-        repetition, frequency, presence = self._send(
-            [[s.repetition for s in rows], [s.frequency for s in rows], [s.presence for s in rows]],
-            np.float32,
-        )[..., None]
-        place = torch.arange(int(positions[chosen].max()), device=logits.device)
-        history = self._tokens[slot, : len(place)].long()
-        known, output = place < ends[:, None], (place >= prompts[:, None]) & (place < ends[:, None])
-        x = logits[at]
-        seen = x.new_zeros(len(chosen), self._vocab + 1)
-        seen.scatter_(1, history.where(known, self._vocab), 1.0)
-        x = torch.where(seen[:, :-1] > 0, torch.where(x > 0, x / repetition, x * repetition), x)
-        counts = seen.zero_().scatter_add_(1, history.where(output, self._vocab), output.float())[:, :-1]
-        logits[at] = x - (frequency * counts + presence * (counts > 0))
-
-    def _bias(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
-        biased: list[tuple[int, int, float]] = []
-        banned: list[tuple[int, int]] = []
-        for row in self._that(BIASED, slots):
-            slot, position = slots[row], positions[row]
-            s = self._rows[slot]
-            biased += [
-                (row, token, value) for token, value in dict(s.logit_bias).items() if 0 <= token < self._vocab
-            ]
-            if position < self._prompt_len[slot] + s.min_tokens:
-                banned += [(row, token) for token in s.stop_ids if 0 <= token < self._vocab]
-        if biased:
-            rows, tokens, values = zip(*biased)
-            at = tuple(self._send([rows, tokens]))
-            logits[at] = logits[at] + self._send(values, np.float32)
-        if banned:
-            rows, tokens = self._send(banned).T
-            logits[rows, tokens] = float("-inf")
-
-    def _change(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
-        """The rules in their order: penalties, biases, bad words, allowed tokens, limits of reasoning."""
-        for part in self._parts(PENALIZED, slots, positions):
-            self._penalize(logits, slots, positions, part)
-        self._bias(logits, slots, positions)
-        self._forbid_words(logits, slots, positions)
-        kept = self._that(ALLOWED, slots)
-        if kept:
-            words = torch.stack([self._allowed[slot] for slot in slots[kept].tolist()])
-            sampling.mask(logits, self._send(kept, np.int32), words)
-        for part in self._parts(THINKING, slots, positions):
-            self._end_thinking(logits, slots, positions, part)
-
-    def _end_thinking(self, logits: Tensor, slots: Int32s, positions: Int32s, chosen: list[int]) -> None:
-        """Leave the end of reasoning alone in rows that have reasoned enough. See ``rules.py: ThinkingBudget``."""
-        limits = [(i, limit) for i in chosen if (limit := self._rows[slots[i]].thinking)]
-        columns = self._send(
-            [
-                (i, slots[i], self._prompt_len[slots[i]], positions[i], limit.open, limit.close, limit.tokens, limit.opened)
-                for i, limit in limits
-            ]
-        )  # fmt: skip
-        at, slot, begin, end, opens, closes, most, opened = columns.T[..., None]
-        place = torch.arange(int(positions[chosen].max()), device=logits.device)
-        tokens = self._tokens[slot[:, 0], : len(place)]
-        output = (place >= begin) & (place < end)
-        turns = torch.where(tokens == opens, 1, torch.where(tokens == closes, -1, 0)).where(output, 0)
-        turns = torch.cat([2 * opened - 1, turns], 1)
-        last = torch.where(turns != 0, torch.arange(turns.shape[1], device=logits.device), 0).cummax(1).values
-        inside = turns.gather(1, last) > 0
-        used = (inside[:, :-1] & (turns[:, 1:] >= 0) & output).sum(1, keepdim=True)
-        enough = inside[:, -1:] & (used >= most)
-        x = logits[at[:, 0]]
-        only = torch.full_like(x, float("-inf")).scatter_(1, closes, 0.0)
-        logits[at[:, 0]] = torch.where(enough, only, x)
-
-    def _forbid_words(self, logits: Tensor, slots: Int32s, positions: Int32s) -> None:
-        words = [
-            (row, slot, position, word)
-            for row in self._that(WORDS, slots)
-            for slot, position in [(int(slots[row]), int(positions[row]))]
-            for word in self._rows[slot].bad_words
-            if max(word) < self._vocab and position - self._prompt_len[slot] >= len(word) - 1
-        ]
-        if not words:
-            return
-        longest = max(len(word) for *_, word in words) - 1
-        before = [[-1] * (longest + 1 - len(word)) + word[:-1] for *_, word in words]
-        columns = [[row, slot, position, word[-1]] for row, slot, position, word in words]
-        rows, where, ends, last = self._send(columns).T
-        wanted = self._send(before, np.int32).view(len(words), longest)
-        places = ends[:, None] + torch.arange(-longest, 0, device=logits.device)
-        found = self._tokens[where[:, None], places.clamp(min=0)]
-        complete = ((found == wanted) | (wanted < 0)).all(1)
-        change = torch.zeros(len(words), device=logits.device).masked_fill_(complete, float("-inf"))
-        logits.index_put_((rows, last), change, accumulate=True)
 
 
 def score(

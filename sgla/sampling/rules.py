@@ -75,13 +75,16 @@ class BadWords:
     ) -> None:
         known = [word for word in words if max(word) < vocab_size]
         self._always = np.array([word[0] for word in known if len(word) == 1], np.int64)
-        self._longer = [(np.array(word[:-1], np.int32), word[-1]) for word in known if len(word) > 1]
+        self._longer: dict[int, list[tuple[NDArray[np.int32], int]]] = {}  # by the last token but one
+        for *before, last in known:
+            if before:
+                self._longer.setdefault(before[-1], []).append((np.array(before, np.int32), last))
         self._tokens = tokens
         self._prompt_len = prompt_len
 
     def apply(self, logits: Floats, position: int) -> None:
         logits[self._always] = -np.inf
-        for before, last in self._longer:
+        for before, last in self._longer.get(int(self._tokens[position - 1]), ()):
             start = position - len(before)
             if start >= self._prompt_len and np.array_equal(self._tokens[start:position], before):
                 logits[last] = -np.inf

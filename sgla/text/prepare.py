@@ -13,7 +13,18 @@ import numpy as np
 from msgspec.structs import replace
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
-from sgla.messages import Grammar, Job, RowSampling, SamplingParams, Submit, Thinking, ThinkLimit, int32
+from sgla.messages import (
+    MAX_BIASES,
+    MAX_STOP_IDS,
+    Grammar,
+    Job,
+    RowSampling,
+    SamplingParams,
+    Submit,
+    Thinking,
+    ThinkLimit,
+    int32,
+)
 from sgla.text.infill import Infill
 from sgla.text.regex import RegexError
 from sgla.text.stops import make_stops
@@ -72,6 +83,7 @@ class Preparer:
         stop_ids = self._stop_ids(job.sampling)
         if job.suffix is not None:
             stop_ids |= self._infill.ends
+        check_counts(job.sampling, stop_ids)
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             self._check_known(name, getattr(job.sampling, name) or ())
         check_stops(job.sampling)
@@ -298,6 +310,19 @@ def extremes(ids: list[int]) -> tuple[int, int]:
     """Smallest and largest id, three times as fast as ``min`` and ``max``. Raises struct.error for what is no int32."""
     column = np.frombuffer(int32(ids), np.int32)
     return int(column.min()), int(column.max())
+
+
+def check_counts(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise InvalidField(
+            f"logit_bias may name at most {MAX_BIASES} tokens, got {len(sampling.logit_bias)}",
+            param="logit_bias",
+        )
+    if sampling.min_tokens > 0 and len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidField(
+            f"min_tokens holds back at most {MAX_STOP_IDS} stop tokens, not {len(stop_ids)}",
+            param="min_tokens",
+        )
 
 
 def check_stops(sampling: SamplingParams) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from sgla.errors import InvalidField
+from sgla.messages import MAX_WORD_TOKENS
 from sgla.text.tokenizer import Tokenizer
-
-MAX_TOKENS = 2048  # of all words of a request: a plan to the workers carries them
 
 
 def word_tokens(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -20,6 +19,6 @@ def word_tokens(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
         if not all(found) or not found:
             raise InvalidField(f"bad_words: {word[:32]!r} has no tokens", param="bad_words")
         sequences += [ids for ids in found if ids not in sequences]
-        if sum(map(len, sequences)) > MAX_TOKENS:
-            raise InvalidField(f"bad_words may have {MAX_TOKENS} tokens in all", param="bad_words")
+        if sum(map(len, sequences)) > MAX_WORD_TOKENS:
+            raise InvalidField(f"bad_words may have {MAX_WORD_TOKENS} tokens in all", param="bad_words")
     return sequences

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import NoBadWordsLogitsProcessor
 
-from sgla.messages import NewRow, RowSampling, ThinkLimit
-from sgla.sampling import Sampler, device
+from sgla.kernels.triton import rules
+from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, NewRow, RowSampling, ThinkLimit
+from sgla.sampling import Sampler, device_rules
 from sgla.sampling.device import DeviceSampler
 
 VOCAB, PROMPT, CONTEXT = 12, 6, 40
@@ -32,6 +33,11 @@ def on_host(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> np
     return changed
 
 
+def change(sampler: DeviceSampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> None:
+    host = np.array(slots, np.int32), np.array(positions, np.int32)
+    sampler._rules.apply(logits, *map(torch.from_numpy, host), host)
+
+
 def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """The same by torch, as the second of two rows."""
     table = torch.zeros(4, CONTEXT, dtype=torch.int32)
@@ -42,9 +48,16 @@ def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> 
     assert not sampler.plain(np.array([1], np.int32))
     assert sampler.plain(np.array([2], np.int32))
     rows = torch.from_numpy(np.stack([logits, logits]))
-    sampler._change(rows, np.array([2, 1], np.int32), np.array([PROMPT, len(tokens)], np.int32))
+    change(sampler, rows, [2, 1], [PROMPT, len(tokens)])
     assert np.array_equal(rows[0], logits)
     return rows[1].numpy()
+
+
+@pytest.fixture(autouse=True)
+def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "HISTORY", 8)
+    monkeypatch.setattr(rules, "DEEP", 2)
+    monkeypatch.setattr(device_rules, "COUNTED", 3)
 
 
 EITHER = pytest.mark.parametrize("narrowed", [on_host, on_device])
@@ -116,20 +129,53 @@ def test_reasoning_ends_when_its_budget_is_spent(narrowed: Narrowed, opened: boo
     assert seen == {True, False}
 
 
-def test_long_histories_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB, (5, CONTEXT)).astype(np.int32))
-    sampler = DeviceSampler(table, VOCAB)
-    limit = ThinkLimit(2, OPEN, CLOSE, True)
-    for slot in range(4):
-        asked = RowSampling(frequency=0.5, repetition=1.1, thinking=limit if slot else None)
-        sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=asked))
-    whole = torch.randn(4, VOCAB)
-    parts = whole.clone()
-    slots, positions = np.array([2, 0, 3, 1], np.int32), np.array([20, 39, 7, 11], np.int32)
-    sampler._change(whole, slots, positions)
-    monkeypatch.setattr(device, "CELLS", 50)
-    sampler._change(parts, slots, positions)
-    assert torch.equal(whole, parts)
+def test_all_rules_of_all_rows_are_those_of_the_host() -> None:
+    """Also of slots that had other rules before."""
+    rng = np.random.default_rng(1)
+    table = rng.integers(0, VOCAB, (8, CONTEXT)).astype(np.int32)
+    sampler, host = DeviceSampler(torch.from_numpy(table), VOCAB), Sampler(table, VOCAB)
+    words = [[4], [1, 2], *([int(a), int(b)] for a, b in table[:, -3:-1]), table[2, -20:].tolist()]
+    asked = [
+        RowSampling(
+            repetition=1.7, frequency=0.3, presence=-0.2, logit_bias=[(t, t / 7) for t in range(VOCAB)]
+        ),
+        RowSampling(bad_words=words, logit_bias=[(4, 1.0), (5, 0.1)], stop_ids=[5, 6], min_tokens=CONTEXT),
+        RowSampling(bad_words=words, repetition=0.7, allowed=[1, 2, 7]),
+        RowSampling(frequency=-1.5, stop_ids=[3], min_tokens=2),
+        RowSampling(thinking=ThinkLimit(2, OPEN, CLOSE, True)),
+        RowSampling(thinking=ThinkLimit(2**31 - 1, OPEN, CLOSE, True), presence=2.0),
+        RowSampling(),
+    ]
+    for turn in range(7):
+        slots = rng.permutation(7).tolist()
+        for slot, sampling in zip(slots, asked):
+            sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=sampling))
+            host.admit(slot, PROMPT, sampling)
+        slots = rng.permutation(7)[: 7 - turn // 2].tolist()
+        positions = [CONTEXT - 1, *rng.integers(PROMPT, CONTEXT, len(slots) - 1).tolist()]
+        logits = rng.standard_normal((len(slots), VOCAB)).astype(np.float32)
+        changed = torch.from_numpy(logits.copy())
+        change(sampler, changed, slots, positions)
+        for row, slot, position in zip(logits, slots, positions):
+            for rule in host._choices[slot].rules:  # type: ignore[union-attr]
+                rule.apply(row, position)
+        np.testing.assert_array_equal(changed, logits)
+
+
+def test_the_largest_rules_fit_their_records() -> None:
+    vocab = 2 * (MAX_BIASES + MAX_STOP_IDS + MAX_WORD_TOKENS)
+    sampler = DeviceSampler(torch.zeros(2, CONTEXT, dtype=torch.int32), vocab)
+    largest = {
+        "logit_bias": [(token, 1.0) for token in range(MAX_BIASES)],
+        "stop_ids": list(range(vocab - MAX_STOP_IDS, vocab)),
+        "min_tokens": 2**31 - 1,
+        "thinking": ThinkLimit(2**31 - 1, -1, 0, False),
+    }
+    for length in (1, 2, MAX_WORD_TOKENS):
+        begins = range(MAX_BIASES, MAX_BIASES + MAX_WORD_TOKENS, length)
+        words = [list(range(begin, begin + length)) for begin in begins]
+        asked = RowSampling(**largest, bad_words=words)  # type: ignore[arg-type]
+        sampler.admit(NewRow(slot=0, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=asked))
 
 
 @pytest.mark.parametrize("stops", [0, 20])
@@ -139,4 +185,4 @@ def test_penalties_and_biases(stops: int) -> None:
     )  # fmt: skip
     for tokens, logits in cases(40):
         expected = on_host(sampling, tokens, logits)
-        np.testing.assert_allclose(on_device(sampling, tokens, logits), expected, rtol=1e-6)
+        np.testing.assert_array_equal(on_device(sampling, tokens, logits), expected)

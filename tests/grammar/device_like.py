@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.triton import sampling
-from sgla.messages import StepPlan, StepResult
+from sgla.messages import RowSampling, StepPlan, StepResult
+from sgla.sampling import device
 from sgla.sampling.constraints import Constraints
 from sgla.sampling.device import DeviceSampler, Undrawn
+from sgla.sampling.rules import Rule, make_rules
 from sgla.worker.batch import build, read
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.runner import Runner
@@ -61,9 +63,27 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
             logits[row, allowed] = 0.0
 
 
+class HostRules:
+    """For ``DeviceRules``, whose kernels are compared with these in tests/cpu/test_narrowing.py."""
+
+    def __init__(self, tokens: Tensor, vocab_size: int) -> None:
+        self._tokens, self._vocab = tokens.numpy(), vocab_size
+        self._rules: dict[int, list[Rule]] = {}
+
+    def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> bool:
+        self._rules[slot] = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab)
+        return bool(self._rules[slot])
+
+    def apply(self, logits: Tensor, slots: Tensor, positions: Tensor, on_host: Any) -> None:
+        for row, slot, position in zip(logits.numpy(), *on_host):
+            for rule in self._rules[int(slot)]:
+                rule.apply(row, int(position))
+
+
 # This process is the worker's own. Triton's interpreter would take most of the time.
 torch.cuda.Event = Event  # type: ignore[misc, assignment]
 sampling.sample, sampling.mask = choose, mask  # type: ignore[assignment]
+device.DeviceRules = HostRules  # type: ignore[misc, assignment]
 
 
 class DeviceLike(Runner):

@@ -1,0 +1,198 @@
+# mypy: allow-untyped-defs
+"""What requests ask to be done to their logits, by slot: see ``sampling/device_rules.py``, which writes the records.
+
+A record is int32[*]: HEAD numbers, then ENTRIES tokens and as many biases (their bits), then where WORDS words begin and where
+the last one ends, then their tokens. A program reads the record of its row's slot, so a launch needs nothing from the host. Sums
+are rounded as on the CPU: no multiplication is fused with an addition.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers at the beginning of a record. UNTIL: the position before which stop tokens are banned; COUNTED: 1 +
+# the first position that counts for penalties; LIMIT: 1 + tokens of reasoning. The last two are 0 where there is neither.
+ENTRIES = tl.constexpr(0)
+WORDS = tl.constexpr(1)
+PROMPT = tl.constexpr(2)
+UNTIL = tl.constexpr(3)
+COUNTED = tl.constexpr(4)
+REPETITION = tl.constexpr(5)
+FREQUENCY = tl.constexpr(6)
+PRESENCE = tl.constexpr(7)
+LIMIT = tl.constexpr(8)
+OPEN = tl.constexpr(9)
+CLOSE = tl.constexpr(10)
+OPENED = tl.constexpr(11)
+HEAD = tl.constexpr(12)
+
+SEEN = tl.constexpr(1 << 30)  # in a count: the token is in the prompt
+HISTORY = 1024  # tokens of a history that a program looks at, or looks at together
+CHUNK = 4096  # logits
+SOME = 64  # words that a program compares
+DEEP = 16  # tokens of each that it compares together
+
+
+@triton.jit
+def _float(pointer):
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots", "positions"])
+def _count(tokens, stride, slots, positions, records, width, counts, vocab, first, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    slot = tl.load(slots + first + n).to(tl.int64)
+    record = records + slot * width
+    counted = tl.load(record + COUNTED)
+    if counted > 0:
+        position, prompt = tl.load(positions + first + n), tl.load(record + PROMPT)
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        token = tl.load(tokens + slot * stride + i, mask=i < position, other=0)
+        at = counts + n.to(tl.int64) * vocab + token
+        tl.atomic_or(at, SEEN, mask=(i >= counted - 1) & (i < prompt) & (i < position), sem="relaxed")
+        tl.atomic_add(at, 1, mask=(i >= prompt) & (i < position), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots"])
+def _penalize(logits, slots, records, width, counts, vocab, first, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    record = records + tl.load(slots + first + n).to(tl.int64) * width
+    if tl.load(record + COUNTED) > 0:
+        i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = counts + n.to(tl.int64) * vocab + i
+        found = tl.load(place, mask=i < vocab, other=0)
+        seen, count = found != 0, (found & (SEEN - 1)).to(tl.float32)
+        at = logits + (first + n).to(tl.int64) * vocab + i
+        x = tl.load(at, mask=seen, other=0.0)
+        repetition = _float(record + REPETITION)
+        x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        less = x - (_float(record + PRESENCE) + _float(record + FREQUENCY) * count)
+        tl.store(at, tl.where(count > 0, less, x), mask=seen)
+        tl.store(place, 0, mask=seen)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _bias(logits, slots, positions, records, width, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    record = records + tl.load(slots + row).to(tl.int64) * width
+    entries = tl.load(record + ENTRIES)
+    early = tl.load(positions + row) < tl.load(record + UNTIL)
+    for start in range(0, entries, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        entry = tl.load(record + HEAD + i, mask=i < entries, other=0)
+        value = tl.load(record + HEAD + entries + i, mask=i < entries, other=0).to(tl.float32, bitcast=True)
+        at = logits + row * vocab + tl.where(entry < 0, ~entry, entry)
+        x = tl.load(at, mask=i < entries, other=0.0) + value
+        tl.store(at, tl.where((entry < 0) & early, float("-inf"), x), mask=i < entries)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _forbid(
+    logits, tokens, stride, slots, positions, records, width, vocab, SOME: tl.constexpr, DEEP: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    record = records + slot * width
+    words, position = tl.load(record + WORDS), tl.load(positions + row)
+    begins = record + HEAD + 2 * tl.load(record + ENTRIES)
+    text = begins + words + 1
+    w = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    begin = tl.load(begins + w, mask=w < words, other=0)
+    last = tl.load(begins + 1 + w, mask=w < words, other=1) - 1
+    before = last - begin
+    alive = (w < words) & (before <= position - tl.load(record + PROMPT))
+    done = 0
+    while tl.sum((alive & (before > done)).to(tl.int32), 0) > 0:
+        back = done + 1 + tl.arange(0, DEEP)
+        needed = alive[:, None] & (back[None, :] <= before[:, None])
+        wanted = tl.load(text + last[:, None] - back[None, :], mask=needed, other=0)
+        there = tl.load(tokens + slot * stride + position - back, mask=back <= position, other=0)
+        wrong = needed & (wanted != there[None, :])
+        alive = alive & (tl.sum(wrong.to(tl.int32), 1) == 0)
+        done += DEEP
+    end = tl.load(text + last, mask=alive, other=0)
+    tl.store(logits + row * vocab + end, float("-inf"), mask=alive)
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _end_thinking(
+    logits, tokens, stride, slots, positions, records, width, vocab, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """A turn at position i has the number 2i + 2, and one more if reasoning begins there: the largest one tells where one is."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    record = records + slot * width
+    limit, close = tl.load(record + LIMIT), tl.load(record + CLOSE)
+    if limit > 0:
+        prompt, position = tl.load(record + PROMPT), tl.load(positions + row)
+        history = tokens + slot * stride
+        turn, used = tl.load(record + OPENED), 0
+        for start in range(prompt, position, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            token = tl.load(history + i, mask=i < position, other=-2)
+            ahead = tl.load(history + i - 1, mask=(i > start) & (i <= position), other=-2)
+            opens, closes = ahead == tl.load(record + OPEN), ahead == close
+            number = tl.where(opens, 2 * i + 1, tl.where(closes, 2 * i, 0))
+            inside = tl.maximum(tl.associative_scan(number, 0, _later), turn) % 2 == 1
+            used += tl.sum((inside & (i < position) & (token != close)).to(tl.int32), 0)
+            opens, closes = token == tl.load(record + OPEN), token == close
+            number = tl.where(opens, 2 * i + 3, tl.where(closes, 2 * i + 2, 0))
+            turn = tl.maximum(turn, tl.max(number, 0))
+        if (turn % 2 == 1) & (used >= limit - 1):
+            for start in range(0, vocab, CHUNK):
+                i = start + tl.arange(0, CHUNK)
+                only = tl.where(i == close, 0.0, float("-inf"))
+                tl.store(logits + row * vocab + i, only, mask=i < vocab)
+
+
+def penalize(
+    logits: Tensor,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    records: Tensor,
+    counts: Tensor,
+    longest: int,
+) -> None:
+    """Penalties on ``logits`` float32[S, V] of the tokens that stand at ``positions`` of ``slots``, int32[S]; ``longest`` is the
+    largest of them. ``tokens`` int32[slots, *], ``records`` int32[slots, *]; ``counts`` int32[n, V] is zero, before and after."""
+    rows, vocab = logits.shape
+    for first in range(0, rows, len(counts)):
+        some = min(len(counts), rows - first)
+        _count[(some, triton.cdiv(longest, HISTORY))](
+            tokens, tokens.stride(0), slots, positions, records, records.stride(0), counts, vocab, first, BLOCK=HISTORY
+        )  # fmt: skip
+        _penalize[(some, triton.cdiv(vocab, CHUNK))](
+            logits, slots, records, records.stride(0), counts, vocab, first,
+            BLOCK=CHUNK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def bias(logits: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> None:
+    """Biases, stop tokens that are too early, and words of one token; tensors as in ``penalize``."""
+    _bias[(len(logits),)](logits, slots, positions, records, records.stride(0), logits.shape[1], BLOCK=1024)
+
+
+def forbid(
+    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor, most: int
+) -> None:
+    """The last tokens of words whose other tokens are there; ``most``: words of a row. Tensors as in ``penalize``."""
+    _forbid[(len(logits), triton.cdiv(most, SOME))](
+        logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
+        SOME=SOME, DEEP=DEEP,
+    )  # fmt: skip
+
+
+def end_thinking(logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> None:
+    """Leave the end of reasoning alone in rows that have reasoned enough; tensors as in ``penalize``."""
+    _end_thinking[(len(logits),)](
+        logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
+        BLOCK=HISTORY, CHUNK=CHUNK,
+    )  # fmt: skip
