@@ -47,6 +47,13 @@ class Scored(NamedTuple):
         return scores.block(self.row, self.prompt, self.start, self.asked)
 
 
+class Named(NamedTuple):
+    """Tokens whose logprobs a request asks for: int32[1, n] on the host, int64[n] on the GPU."""
+
+    here: Tensor
+    there: Tensor
+
+
 class Undrawn(NamedTuple):
     """Rows of a step that get a token. ``logits`` float32[S, this rank's part of V], ``slots`` and ``positions`` int32[S] are on
     the GPU, as are their places, the first of ``out`` int32[at least S]; ``on_host``: slots and positions again; ``rows``: the
@@ -78,6 +85,7 @@ class DeviceSampler:
         self._rows: list[RowSampling] = [RowSampling()] * slots
         self._wants = np.zeros(slots, np.uint8)  # more than a draw by temperature
         self._rules = DeviceRules(tokens, vocab_size)
+        self._named: dict[int, Named] = {}
 
     def admit(self, new: NewRow) -> None:
         """The host's part, and the rules; the other tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
@@ -91,11 +99,15 @@ class DeviceSampler:
         }
         self._wants[new.slot] = sum(flag for flag, wanted in wants.items() if wanted)
         self._rows[new.slot] = s
+        self._named.pop(new.slot, None)
+        if s.logprob_ids:
+            here = torch.tensor([s.logprob_ids], dtype=torch.int32)
+            self._named[new.slot] = Named(here, self._send(s.logprob_ids))
 
     def logprob_ids(self, slot: int) -> Tensor | None:
         """Tokens whose logprobs the request in ``slot`` asks for."""
-        asked = self._rows[slot].logprob_ids
-        return self._send(asked) if asked else None
+        named = self._named.get(slot)
+        return named.there if named else None
 
     def plain(self, slots: Int32s) -> bool:
         """True if ``draw`` alone serves these slots."""
@@ -183,20 +195,21 @@ class DeviceSampler:
         asked = [self._rows[slot] for _, slot, _ in wanted]
         top = score(raw, chosen, max(s.logprobs for s in asked))
         values, ranks, top_ids, top_values = map(to_host, top)
-        names = [(j, token) for j, s in enumerate(asked) for token in s.logprob_ids]
-        if names:
-            at, ids = self._send(names).T
+        named = [self._named.get(slot) for _, slot, _ in wanted]
+        counts = [len(s.logprob_ids) for s in asked]
+        if any(counts):
+            at = self._send(np.repeat(np.arange(len(counts)), counts))
+            ids = torch.cat([names.there for names in named if names])
             norm = raw.gather(1, chosen[:, None].long())[:, 0] - top[0]
-            named_values = to_host(raw[at, ids] - norm[at])
-        scored, end = [], 0
+            named_values = to_host(raw[at, ids] - norm[at])[None].split(counts, 1)
+        scored = []
         for j, (row, _, position) in enumerate(wanted):
-            own, ids = asked[j].logprobs, asked[j].logprob_ids
-            begin, end = end, end + len(ids)
+            own, names = asked[j].logprobs, named[j]
             scored.append(
                 Scored(
-                    row, False, position, len(ids),
+                    row, False, position, counts[j],
                     values[j : j + 1], ranks[j : j + 1], top_ids[j : j + 1, :own], top_values[j : j + 1, :own],
-                    (torch.tensor([ids], dtype=torch.int32), named_values[None, begin:end]) if ids else None,
+                    (names.here, named_values[j]) if names else None,
                 )
             )  # fmt: skip
         return scored
