@@ -25,13 +25,14 @@ KINDS = {  # by the kernel's name, the first that fits
     "attention of prompts": r"^prompt_attention|^_extend|flash|Prefill|Ragged|Paged",
     "experts": r"^experts|^grouped_gemm|^_experts|^_few",
     "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",
-    "linear": r"gemm|nvjet|cutlass|cublas|splitK|^_linear",
+    "part of a product": r"splitKreduce",
+    "linear": r"gemm|nvjet|cutlass|cublas|^_linear",
     "add and norm": r"rms_norm",
     "activation": r"^_act_mul",
     "norm of heads, rotation, store": r"^_qk_norm_rope_store",
-    "draw": r"^_race|^_find|^_finish|^_(make|use)_keys|^find_cuts|^_make|^_use",
+    "draw": r"^_race|^_finish",
+    "end of the draw in the output layer": r"^_make_keys|^_use_keys",
 }
-LINEAR = ["o", "gate and up", "down", "q, k, v"]  # behind attention
 
 
 class Launch(NamedTuple):
@@ -81,25 +82,29 @@ def kind_of(name: str) -> str:
 
 
 def operations(steps: list[Launch], spec: ModelSpec) -> list[str]:
-    """What each launch belongs to. Linear layers have no names of their own: their place behind attention tells."""
-    order = LINEAR if spec.moe is None else [LINEAR[0], LINEAR[-1]]
-    found: list[str] = []
-    place, layer, before = len(order) - 1, 0, ""
-    for launch in steps:
-        kind = kind_of(launch.name)
-        if kind.startswith("attention"):
-            layer += not before.startswith("attention")
-            place = 0
+    """What each launch belongs to. Linear layers have no names of their own: their place between two attentions tells."""
+    kinds, group = [kind_of(launch.name) for launch in steps], list[int]()
+    layer, before = 0, ""
+    for i, kind in enumerate([*kinds, "attention"]):
+        if kind.startswith("attention") and not before.startswith("attention"):
+            named = _linear_names(len(group), layer, spec)
+            for at, name in zip(group, named):
+                kinds[at] = name
+            group, layer = [], layer + 1
         if kind == "linear":
-            if "splitK" in launch.name and found:
-                kind = found[-1]
-            else:
-                last = layer == spec.layers and place == len(order) - 1
-                kind = "output layer" if last else order[place % len(order)]
-                place += 1
+            group.append(i)
         before = kind
-        found.append(kind)
-    return found
+    for i, launch in enumerate(steps):
+        if "splitKreduce" in launch.name:
+            kinds[i] = kinds[i - 1]
+    return kinds
+
+
+def _linear_names(count: int, layer: int, spec: ModelSpec) -> list[str]:
+    """Of the products behind attention of the ``layer``-th layer, or before the first one's (0)."""
+    last = "output layer" if layer == spec.layers else "q, k, v"
+    between = ["router, sort and sum of the experts"] * (count - 2) if spec.moe else ["gate and up", "down"]
+    return ["o", *between, last] if layer else [last]
 
 
 def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
@@ -108,30 +113,42 @@ def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
     def least(size: float, flops: float = 0.0) -> float:
         return max(size / BANDWIDTH, flops / RATE) * 1e6
 
-    def linear(n: int, k: float, tokens: int = load.tokens) -> float:
+    def linear(n: int, k: float, tokens: int) -> float:
         return least(2 * n * k, 2 * tokens * n * k)
 
     layers, hidden, heads = spec.layers, spec.hidden, spec.heads * spec.head_dim
     per_token = 2 * spec.kv_heads * spec.head_dim
+
+    def behind(cost: Callable[[int], float]) -> float:
+        """Of what follows attention: in the last layer only rows that sample go on."""
+        return (layers - 1) * cost(load.tokens) + cost(load.sampled)
+
     found = {
-        "q, k, v": layers * linear(heads + per_token, hidden),
-        "o": layers * linear(hidden, heads),
+        "q, k, v": layers * linear(heads + per_token, hidden, load.tokens),
+        "o": behind(lambda tokens: linear(hidden, heads, tokens)),
         "attention of decode rows": layers * least(2 * load.rows * load.context * per_token),
         "attention of prompts": layers * least(2 * load.prompt * per_token, 2 * load.prompt**2 * heads),
-        "add and norm": 2 * layers * least(8 * load.tokens * hidden),
+        "add and norm": least(8 * load.tokens * hidden),  # of one kernel, of which there may be few
         "norm of heads, rotation, store": layers * least(4 * load.tokens * (heads + per_token)),
         "output layer": linear(spec.vocab, hidden, load.sampled),
         "draw": least(4 * load.sampled * spec.vocab),
     }
-    if spec.moe is None:
-        found["gate and up"] = layers * linear(2 * spec.intermediate, hidden)
-        found["down"] = layers * linear(hidden, spec.intermediate)
-        found["activation"] = layers * least(6 * load.tokens * spec.intermediate)
+    moe = spec.moe
+    if moe is None:
+        found["gate and up"] = behind(lambda tokens: linear(2 * spec.intermediate, hidden, tokens))
+        found["down"] = behind(lambda tokens: linear(hidden, spec.intermediate, tokens))
+        found["activation"] = behind(lambda tokens: least(6 * tokens * spec.intermediate))
     else:
-        size, pairs = 3 * hidden * spec.moe.intermediate, load.tokens * spec.moe.top_k
-        needed = spec.moe.experts * (1 - (1 - spec.moe.top_k / spec.moe.experts) ** load.tokens)
-        found["experts"] = layers * least(2 * size * needed, 2 * size * pairs)
-        found["router, sort and sum of the experts"] = layers * linear(spec.moe.experts, hidden)
+        size = 3 * hidden * moe.intermediate
+
+        def experts(tokens: int) -> float:
+            needed = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
+            return least(2 * size * needed, 2 * size * tokens * moe.top_k)
+
+        found["experts"] = behind(experts)
+        found["router, sort and sum of the experts"] = behind(
+            lambda tokens: linear(moe.experts, hidden, tokens)
+        )
     whole = ("q, k, v", "o", "attention of decode rows", "gate and up", "down", "experts", "output layer")
     found["all layers and the output layer"] = sum(found.get(name, 0.0) for name in whole)
     return found
@@ -152,6 +169,7 @@ def table(steps: list[Launch], spec: ModelSpec, load: Load) -> dict[str, Any]:
     for what, row in rows.items():
         row["us"] = round(row["us"], 1)
         if what in lowest:
-            row["floor_us"] = round(lowest[what], 1)
+            calls = row["calls"] if what == "add and norm" else 1
+            row["floor_us"] = round(calls * lowest[what], 1)
     ordered = dict(sorted(rows.items(), key=lambda item: -item[1]["us"]))
     return {"us": round(done - steps[0].begin, 1), "idle_us": round(idle, 1), "operations": ordered}
