@@ -45,7 +45,7 @@ def choose(
     asked = Asked.of("decode", name, decode), Asked.of("prefill", name, prefill)
     if shape.deterministic:
         return _deterministic(asked, shape), [
-            "deterministic: results do not depend on the batch; decode steps take about 1.5 times as long"
+            "deterministic: results do not depend on the batch; decode steps take 1.5 to 2 times as long"
         ]
     decoder, no_decode = _decode(asked[0], shape)
     extend, no_extend = _extend(asked[1], shape, scale)
