@@ -161,10 +161,10 @@ struct Shares {
   }
   __device__ __forceinline__ void cut() {
     total = cum[rows] * heads;
-    if (pairs > most) {  // whole pairs, or equal parts of pairs, if that keeps (nearly) all busy or pairs are short
-      const bool alike = total == cum[1] * pairs;  // rows, very likely: then nothing is left to merge
-      blocks = whole * 100 >= most * (alike ? 90 : 96) ? whole : most;
-    } else {
+    if (pairs > most) {  // whole pairs, if all are as long (very likely) and that keeps nearly all busy: then nothing is left to merge
+      const bool alike = total == cum[1] * pairs;
+      blocks = alike && whole * 10 >= most * 9 ? whole : most;
+    } else {  // equal parts of pairs, if that keeps nearly all busy or pairs are short
       const int even = pairs * max(1, min(fit, int(u32(total) / (pairs * MIN_TILES))));
       blocks = even * 20 >= most * 17 || total < most * 24 ? even : most;
     }
