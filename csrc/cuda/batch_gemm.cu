@@ -5,6 +5,8 @@
 // kernel before. Blocks that split k give each other their sums, as a cluster into each other's shared memory or, GLOBAL, through
 // the L2 cache (then all blocks must fit on the GPU at once), and each finishes a share of the rows.
 // GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a thread has both.
+// PAIRED: tiles of weight rows that groups of warps, each with 64, cannot share evenly. Of each two tiles both load the 64 rows
+// between them, and multiply them by a half of x (where halves overlap, both write the same bits).
 //
 // An add into the residual and an RMSNorm between two such kernels need none of their own. The first (ADD) adds to the
 // residual, leaves the sum times the norm's weight, and for its columns the sums of the squares of each row. The second
@@ -12,8 +14,11 @@
 #include "wgmma.cuh"
 #include "race.cuh"
 
-#ifndef BM  // weight rows of a tile: 64, 128, 192 or 256
+#ifndef BM  // weight rows of a tile: a multiple of 32 from 64 to 256
 #define BM 128
+#endif
+#ifndef PASSES  // over x, each with some of a tile's weight rows: more than one if the sums of all would not fit into registers
+#define PASSES 1
 #endif
 #ifndef BN  // rows of x in a tile: 32, 64, 96, or a multiple of 16 from 128 to 256; of 8 SPLIT, too
 #define BN 64
@@ -39,17 +44,18 @@
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
 constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
-constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
-constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128;
+constexpr bool PAIRED = BM % 64 != 0;
+constexpr int GROUPS = (BM + 63) / 64 / PASSES, CONSUMERS = GROUPS * 128;
+constexpr int HALF = PAIRED ? (BN / 2 + 15) & ~15 : BN;  // rows of x for the last group in the last pass
+constexpr int W_BYTES = GROUPS * 64 * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;  // 160 registers a consumer, for which the loading group gives up its own
 constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + SCALED * 32);
-constexpr int FIRST = TIGHT ? (BN / 2 + 15) & ~15 : BN, REST = TIGHT ? BN - FIRST : BN;  // columns of an instruction; TIGHT: of two
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, RACE = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
-constexpr int COLS = GATED ? BM / 2 : BM;  // output columns of a tile
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
+static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || RACE)));
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;  // sums that a block gets from its cluster
 
 struct Params {
@@ -68,22 +74,29 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int tile, u64 policy) {
+__device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, u64 policy) {
   if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5}], [%2], %6;"
-                 ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(tile * (BM / 16)), "l"(policy) : "memory");
+                 ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 16), "l"(policy) : "memory");
   else
-    copy_2d(to, map, bar, k, tile * BM, policy);
+    copy_2d(to, map, bar, k, row, policy);
 }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// A tile of x, of BN rows from `row` on, and of w. Those that are worked on at the same time share rows in the L2 cache.
+// A tile of x, of BN rows from `row` on, and of w, and a pass over them. Those that are worked on at the same time share rows in the
+// L2 cache.
 struct Tile {
-  int w, row;
+  int w, row, pass;
   __device__ __forceinline__ Tile(const Params& p, int i) {
+    const int tiles = p.tiles * p.row_tiles;
+    pass = PASSES == 1 ? 0 : i / tiles, i -= pass * tiles;
     const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND), j = i - band * BAND * p.tiles;
     w = j / rows, row = (band * BAND + j % rows) * BN;
   }
+  __device__ __forceinline__ bool odd() const { return PAIRED && w % 2; }
+  // Of the pass. In the last one the last 64 rows of an even tile are the first ones of an odd tile.
+  __device__ __forceinline__ int w_row() const { return odd() ? (w + 1) * BM - (pass + 1) * GROUPS * 64 : w * BM + pass * GROUPS * 64; }
+  __device__ __forceinline__ bool halved() const { return PAIRED && pass == PASSES - 1; }
 };
 
 // What a block works on: tiles begin, begin + step, ... and `count` steps of k, from `first` on.
@@ -92,7 +105,7 @@ struct Work {
   __device__ __forceinline__ Work(const Params& p) {
     const int steps = p.k / BK;
     rank = blockIdx.x % SPLIT, first = steps * rank / SPLIT, count = steps * (rank + 1) / SPLIT - first;
-    begin = blockIdx.x / SPLIT, step = gridDim.x / SPLIT, total = p.tiles * p.row_tiles;
+    begin = blockIdx.x / SPLIT, step = gridDim.x / SPLIT, total = p.tiles * p.row_tiles * PASSES;
   }
 };
 
@@ -103,7 +116,7 @@ __device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, 
   const Tile one(p, work.begin);
   for (int i = 0; i < ahead; ++i) {
     barrier_expect(full + i * 8, bytes);
-    copy_w(ring + i * STAGE_BYTES, p.w, full + i * 8, (work.first + i) * BK, one.w, policy);
+    copy_w(ring + i * STAGE_BYTES, p.w, full + i * 8, (work.first + i) * BK, one.w_row(), policy);
   }
 }
 
@@ -123,7 +136,7 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
       const u32 stage = ring + slot.stage * STAGE_BYTES, bar = full + slot.stage * 8;
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
       barrier_expect(bar, bytes);
-      copy_w(stage, p.w, bar, (work.first + i) * BK, tile.w, policy);
+      copy_w(stage, p.w, bar, (work.first + i) * BK, tile.w_row(), policy);
       copy_2d(stage + W_BYTES, p.x, bar, (work.first + i) * BK, tile.row);
     }
   }
@@ -153,11 +166,11 @@ __device__ __forceinline__ void find_scales(const Params& p, float* scales, int 
   }
 }
 
-// A warp writes N rows of x from `row` on, of its 16 rows of w: lane (g, t) has rows g and g + 8 of w, and rows 2t and 2t + 1 of
-// every 8 of x. Transposed, four lanes write 16 bytes.
+// A warp writes the columns from n on, those of its 16 rows of w, of rows of x from `row` on: lane (g, t) has rows g and g + 8 of w,
+// and rows 2t and 2t + 1 of every 8 of x. Transposed, four lanes write 16 bytes.
 template <int N>
-__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int tile, int row, const float* scales) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n = tile * COLS + threadIdx.x / 32 * (GATED ? 8 : 16);
+__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int n, int row, const float* scales) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float bias[2] = {};
   if (!GATED && p.bias) {
     if (n + g < p.n) bias[0] = p.bias[n + g];
@@ -194,9 +207,9 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
 // The factors and the bias of a thread's two columns.
 struct Columns {
   float norm[2] = {}, bias[2] = {};
-  __device__ __forceinline__ Columns(const Params& p, int tile) {
+  __device__ __forceinline__ Columns(const Params& p, int n) {
     if (!ADD) return;
-    const int n = tile * COLS + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4;
+    const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (n + i * 8 < p.n) {
@@ -208,8 +221,8 @@ struct Columns {
 
 // The residual where ``store_add`` wants it: in its order of lanes.
 template <int N>
-__device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2], int tile, int row) {
-  const int lane = threadIdx.x % 32, n = tile * COLS + threadIdx.x / 32 * 16;
+__device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2], int n, int row) {
+  const int lane = threadIdx.x % 32;
   row += lane / 4;
 #pragma unroll
   for (int j = 0; j < N / 2; j += 2, row += 8) {
@@ -221,8 +234,8 @@ __device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2
 
 // Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
 template <int N>
-__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2], const Columns& columns, int tile, int row, float* warp_squares) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, n = tile * COLS + warp * 16;
+__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2], const Columns& columns, int tile, int n, int row, float* warp_squares) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   consumers_sync();  // those before have been read
 #pragma unroll
   for (int j = 0; j < N; j += 4) {
@@ -310,6 +323,107 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
     }
 }
 
+// What consumers find in shared memory: stages and their barriers, and what else there is.
+struct Shared {
+  u32 ring, full, empty, inbox, delivered, scaled;
+  float *scales, *warp_squares;
+  Runners<RACE ? BN : 1>* runners;
+};
+
+// The sums of a group of warps over `count` steps of k: of the 64 weight rows at `w_at` of a stage and the rows of x at `x_at`.
+template <int SIZE>
+__device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& shared, Slot<STAGES>& slot, int count, int w_at, int x_at) {
+  constexpr bool TWICE = TIGHT && SIZE > 64;
+  constexpr int FIRST = TWICE ? (SIZE + 15) & ~15 : SIZE * 2, REST = TWICE ? SIZE * 2 - FIRST : FIRST;  // columns of an instruction; TWICE: of two
+  u32 used = 0;  // the barrier of the stage before
+  for (int i = 0; i < count; ++i, slot.next()) {
+    const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
+    barrier_wait(shared.full + slot.stage * 8, slot.parity);
+    const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BK / 16; ++k) {
+      wgmma(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
+      if (TWICE) wgmma(*reinterpret_cast<float(*)[REST / 2]>(acc + FIRST / 2), w + k * 2, x + FIRST * (BK * 2 / 16) + k * 2);
+    }
+    wgmma_commit();
+    if (i > 0) {
+      wgmma_wait<1>(acc);
+      if (threadIdx.x % 128 == 0) barrier_arrive(used);
+    }
+    used = shared.empty + slot.stage * 8;
+  }
+  wgmma_wait<0>(acc);
+  if (threadIdx.x % 128 == 0) barrier_arrive(used);
+}
+
+// RACE: of the row that a thread gives to the other blocks, and has of them.
+struct Known {
+  bool races = false;
+  long long given = WORST, known = WORST;
+};
+
+// A group of warps multiplies 64 weight rows of a tile by N rows of x.
+template <int N>
+__device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work, const Shared& shared, Slot<STAGES>& slot, Known& race) {
+  const int group = threadIdx.x / 128;
+  const int unit = tile.odd() ? (group + 1) % GROUPS : group, begin = tile.odd() ? BN - N : 0;  // 64 weight rows, rows of x
+  const int row = tile.row + work.rank * DONE_ROWS + begin;
+  const int n = (tile.w_row() + unit * 64 + threadIdx.x % 128 / 32 * 16) / (GATED ? 2 : 1);  // the warp's columns
+  const Columns columns(p, n);
+  pdl_wait();
+  u32 kept[SHARE / 2];
+  if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
+  if (RACE && race.races && threadIdx.x < p.m) race.known = __ldcg(p.race.keys + threadIdx.x);
+  float acc[N / 2] = {};
+  multiply(acc, shared, slot, work.count, unit * (64 * BK * 2), W_BYTES + begin * (BK * 2));
+  float sum[N / 2 / SPLIT];
+  if constexpr (SPLIT == 1) {
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) sum[j] = acc[j];
+  } else {
+    exchange(p, acc, sum, work, Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
+  }
+  if (SCALED) barrier_wait(shared.scaled, 0);
+  if constexpr (ADD) {
+    store_add(p, sum, kept, columns, tile.w, n, row, shared.warp_squares);
+  } else if (RACE && race.races) {
+    Runners<RACE ? BN : 1>& runners = *shared.runners;
+    if (threadIdx.x < p.m && race.known > runners.best[threadIdx.x]) {
+      const float least = least_of(score_of(race.known), runners.one[threadIdx.x]);
+      if (runners.least[threadIdx.x] < least) runners.least[threadIdx.x] = least;
+    }
+    run(sum, runners, p.first + n, p.n - n);
+    consumers_sync();
+    if (threadIdx.x < p.m) {
+      const long long best = *const_cast<volatile long long*>(&runners.best[threadIdx.x]);
+      if (best > race.given) atomicMax(p.race.keys + threadIdx.x, race.given = best);
+    }
+  } else {
+    store(p, sum, n, row, shared.scales + row - tile.row);
+  }
+}
+
+// What a group of warps does, the LAST one or another.
+template <bool LAST>
+__device__ __forceinline__ void consume(const Params& p, const Work& work, const Shared& shared) {
+  Known race;
+  if constexpr (RACE) {
+    pdl_wait();
+    race.races = *p.race.plain;
+    line_up(p.race, *shared.runners, p.m);
+    consumers_sync();
+  }
+  Slot<STAGES> slot;
+  for (int at = work.begin; at < work.total; at += work.step) {
+    const Tile tile(p, at);
+    if (LAST && tile.halved())
+      work_on<HALF>(p, tile, work, shared, slot, race);
+    else
+      work_on<BN>(p, tile, work, shared, slot, race);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
   __shared__ __align__(16) float scales[SCALED ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
@@ -331,7 +445,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   __syncthreads();
   if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  const int group = threadIdx.x / 128;  // of consumers; the last one loads
   if (threadIdx.x >= CONSUMERS) {
     if (TIGHT) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
@@ -341,71 +454,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     }
     return;
   }
+  const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), scales, warp_squares, &runners};
   if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-  const bool leads = threadIdx.x % 128 == 0;
-  bool races = false;
-  long long given = WORST, known = WORST;  // of the row that this thread gives to the other blocks, and has of them
-  if constexpr (RACE) {
-    pdl_wait();
-    races = *p.race.plain;
-    line_up(p.race, runners, p.m);
-    consumers_sync();
-  }
-  Slot<STAGES> slot;
-  for (int at = work.begin; at < work.total; at += work.step) {
-    const Tile tile(p, at);
-    const int row = tile.row + work.rank * DONE_ROWS;
-    const Exchange e{inbox, delivered, tile.w * p.row_tiles + tile.row / BN};
-    const Columns columns(p, tile.w);
-    pdl_wait();
-    u32 kept[SHARE / 2];
-    if constexpr (ADD) load_residual<SHARE>(p, kept, tile.w, row);
-    if (RACE && races && threadIdx.x < p.m) known = __ldcg(p.race.keys + threadIdx.x);
-    float acc[ACC] = {};
-    u32 used = 0;  // the barrier of the stage before
-    for (int i = 0; i < work.count; ++i, slot.next()) {
-      const u32 stage = ring + slot.stage * STAGE_BYTES;
-      barrier_wait(full + slot.stage * 8, slot.parity);
-      const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < BK / 16; ++k) {
-        wgmma(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
-        if (TIGHT) wgmma(*reinterpret_cast<float(*)[REST / 2]>(acc + FIRST / 2), w + k * 2, x + FIRST * (BK * 2 / 16) + k * 2);
-      }
-      wgmma_commit();
-      if (i > 0) {
-        wgmma_wait<1>(acc);
-        if (leads) barrier_arrive(used);
-      }
-      used = empty + slot.stage * 8;
-    }
-    wgmma_wait<0>(acc);
-    if (leads) barrier_arrive(used);
-    float sum[SHARE];
-    if constexpr (SPLIT == 1) {
-#pragma unroll
-      for (int j = 0; j < ACC; ++j) sum[j] = acc[j];
-    } else {
-      exchange(p, acc, sum, work, e);
-    }
-    if (SCALED) barrier_wait(smem_addr(&scaled), 0);
-    if constexpr (ADD) {
-      store_add(p, sum, kept, columns, tile.w, row, warp_squares);
-    } else if (RACE && races) {
-      if (threadIdx.x < p.m && known > runners.best[threadIdx.x]) {
-        const float least = least_of(score_of(known), runners.one[threadIdx.x]);
-        if (runners.least[threadIdx.x] < least) runners.least[threadIdx.x] = least;
-      }
-      const int n = tile.w * COLS + threadIdx.x / 32 * 16;
-      run(sum, runners, p.first + n, p.n - n);
-      consumers_sync();
-      if (threadIdx.x < p.m) {
-        const long long best = *const_cast<volatile long long*>(&runners.best[threadIdx.x]);
-        if (best > given) atomicMax(p.race.keys + threadIdx.x, given = best);
-      }
-    } else {
-      store(p, sum, tile.w, row, scales + work.rank * DONE_ROWS);
-    }
-  }
+  if (PAIRED && threadIdx.x >= CONSUMERS - 128)
+    consume<true>(p, work, shared);
+  else
+    consume<false>(p, work, shared);
 }

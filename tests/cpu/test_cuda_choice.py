@@ -47,12 +47,23 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
     monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
     monkeypatch.setattr(batch_gemm, "processors", lambda: processors)
-    for n, k in [(4096, 1024), (6144, 1024), (1024, 2048), (2048, 1536), (960, 2560), (6144, 4096)]:
+    shapes = [(4096, 1024), (6144, 1024), (1024, 2048), (2048, 1536), (960, 2560), (6144, 4096)]
+    for n, k in [*shapes, (28672, 4096)]:
         for m in range(9, batch_gemm.MAX_ROWS + 1):
-            config = batch_gemm.choose(m, n, k)
+            config = batch_gemm.choose(m, n, k, gated=n > 6144)
             if config is None:
                 continue
-            tiles, row_tiles = -(-n // config.tile), -(-m // config.rows)
+            tiles, row_tiles = config.tiles(n), -(-m // config.rows)
             blocks = batch_gemm._blocks(config, tiles, row_tiles, scaled=True)
             assert blocks > 0
             assert blocks % row_tiles == 0
+
+
+@pytest.mark.parametrize("inner", [14336, 12288, 13824, 27648])
+def test_gate_and_up_keep_the_multiprocessors_busy(monkeypatch: pytest.MonkeyPatch, inner: int) -> None:
+    monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
+    for m in range(9, batch_gemm.MAX_ROWS + 1):
+        config = batch_gemm.choose(m, 2 * inner, 4096, gated=True)
+        assert config is not None
+        waves = -(-config.tiles(2 * inner) // 132)
+        assert 2 * inner / (132 * waves * config.tile) > 0.92

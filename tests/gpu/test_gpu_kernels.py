@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -317,6 +319,8 @@ CUTS = {  # of batch_gemm: its Config, and rows
     (64, 4, 1, True, 64): (65, 128),
     (64, 4, 2, True, 64): (200, 256),
     (64, 4, 2, False, 64): (129, 160, 192),
+    (224, 1, 1): (9, 33, 64, 90, 128),
+    (224, 1, 1, False, 256, 2): (129, 150, 176, 180, 200, 210, 240, 256),
 }
 
 
@@ -333,15 +337,18 @@ def compiled_cuts() -> None:
                     batch_gemm.linear(w[:m], w, batch_gemm.Config(*cut), epilogue=epilogue)
 
 
-@pytest.mark.parametrize(("n", "k"), [(4096, 1024), (1024, 2048), (1000, 3072), (6144, 4096)])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("cut", "n", "k"),
+    [(cut, *shape) for cut in CUTS for shape in ((4096, 1024), (1024, 2048), (1000, 3072), (6144, 4096))]
+    + [(cut, 65536, 512) for cut in CUTS if cut[0] == 224],  # several tiles a block
+)
 @pytest.mark.usefixtures("compiled_cuts")
-def test_batch_gemm(cut: tuple[int, int, int, bool], n: int, k: int) -> None:
+def test_batch_gemm(cut: tuple[Any, ...], n: int, k: int) -> None:
     from sgla.kernels.cuda import batch_gemm
 
     config = batch_gemm.Config(*cut)
     row_tiles = -(-max(CUTS[cut]) // config.rows)
-    if config.apart and -(-n // config.tile) * row_tiles * config.split > 132 * config.per_sm:
+    if config.apart and config.tiles(n) * row_tiles * config.split > 132 * config.per_sm:
         pytest.skip("blocks that wait for each other must fit on the GPU")
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
     bias = torch.randn(n, device="cuda")
@@ -373,28 +380,30 @@ def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
     from sgla.kernels.cuda import batch_gemm
 
     down = torch.randn(width, inner, dtype=BF16, device="cuda") * inner**-0.5
+    wide = torch.randn(28672, width, dtype=BF16, device="cuda") * width**-0.5
     after = torch.randn(4096 if width == 1024 else 6144, width, dtype=BF16, device="cuda") * width**-0.5
     weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")
     x, start = (torch.randn(m, size, dtype=BF16, device="cuda") for size in (inner, width))
     expected = start.double() + x.double() @ down.double().t() + bias.double()
     normed = ops.rms_norm(expected.float(), weight, 1e-6).double()
-    configs = [
-        batch_gemm.choose(m, *w.shape, gated) for w, gated in ((down, False), (after, False), (after, True))
-    ]
+    layers = (down, False), (after, False), (after, True), (wide, True)
+    configs = [batch_gemm.choose(m, *w.shape, gated) for w, gated in layers]
     assert all(configs)
-    first, second, gated = configs
+    first, second, gated, balanced = configs
     results = []
     for _ in range(3):
         h = start.clone()
         rows = batch_gemm.linear_add(x, down, first, ops.Norm(h, weight, 1e-6), bias)
         y = batch_gemm.linear(rows, after, second)
         z = batch_gemm.linear(rows, after, gated, epilogue=batch_gemm.SILU)
-        results.append((h, rows.x, y, z))
+        last = batch_gemm.linear(rows, wide, balanced, epilogue=batch_gemm.SILU)
+        results.append((h, rows.x, y, z, last))
         assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1]))
     y_expected = normed @ after.double().t()
     assert relative(h, expected) < 5e-3
     assert relative(y, y_expected) < 5e-3
     assert relative(z, ops.act_mul(y_expected, "silu")) < 1e-2
+    assert relative(last, ops.act_mul(normed @ wide.double().t(), "silu")) < 1e-2
 
 
 @pytest.mark.parametrize("m", [16, 64, 128, 192, 256])

@@ -44,14 +44,26 @@ class _Params(ctypes.Structure):
 
 
 class Config(NamedTuple):
-    """A block takes ``tile`` weight rows (64 to 256); ``split`` blocks share the sum over k, as a cluster or, ``apart``,
-    through global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor. A tile takes at most ``rows`` of x."""
+    """A block takes ``tile`` weight rows (multiples of 64 up to 256; with STORE, SILU, GELU and FLOAT32 also 32 less) in so many
+    ``passes``; ``split`` blocks share the sum over k, as a cluster or, ``apart``, through global memory; ``per_sm`` (1 or 2)
+    blocks are on a multiprocessor. A tile takes at most ``rows`` of x."""
 
     tile: int
     split: int
     per_sm: int = 2
     apart: bool = False
     rows: int = MAX_ROWS
+    passes: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Of warps that multiply, each with 64 weight rows in a pass."""
+        return -(-self.tile // (64 * self.passes))
+
+    def tiles(self, n: int) -> int:
+        """Of ``n`` weight rows: an even number if neighbours share rows."""
+        pair = 1 + (self.tile % 64 != 0)
+        return -(-n // (pair * self.tile)) * pair
 
 
 class Unscaled(NamedTuple):
@@ -88,7 +100,7 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
 
     def busy(tile: int, blocks: int = 1) -> float:
         """The share of the multiprocessors that work, on average, if each takes one of the ``blocks`` of a tile at a time."""
-        blocks *= -(-n // tile)
+        blocks *= Config(tile, 1).tiles(n)
         return blocks / (-(-blocks // count) * count)
 
     if m > MAX_ROWS:
@@ -100,6 +112,8 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     if m > 64 and not gated and n * k <= SMALL:
         return _cut_rows(m, n, k)
     wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
+    if gated and busy(224) > max(busy(wide), 0.8):
+        return Config(224, 1, 1, passes=1 if m <= 128 else 2)  # the registers do not hold more sums
     if busy(wide) > 0.8:
         return Config(wide, 1, 1)
     split = 4 if n > 16 * count else 8
@@ -135,7 +149,7 @@ def _cut_rows(m: int, n: int, k: int) -> Config:
 
 @cache
 def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
-    stage, cluster = (config.tile + rows) * 128, 1 if config.apart else config.split
+    stage, cluster = (64 * config.groups + rows) * 128, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's race needs.
     kept = (
         4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == RACE))
@@ -143,7 +157,8 @@ def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
     inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
     stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
-    defines |= {"PER_SM": config.per_sm, "STAGES": stages, "EPILOGUE": epilogue, "SCALED": int(scaled)}
+    defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
+    defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)}
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
 
@@ -204,7 +219,7 @@ def _launch(
     gated, scaled = epilogue in (SILU, GELU), row_squares is not None
     assert x.is_contiguous(), "the tensor map knows no padding"
     rows = next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
-    tiles, row_tiles = -(-n // config.tile), -(-m // rows)
+    tiles, row_tiles = config.tiles(n), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
     blocks = _blocks(config, tiles, row_tiles, scaled)
     sums = counts = None
@@ -214,15 +229,15 @@ def _launch(
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     racing = (None,) * 6 if race is None else race[:6]
     params = _Params(
-        _weight_map(weight.data_ptr(), n, k, config.tile, gated),
+        _weight_map(weight.data_ptr(), n, k, 64 * config.groups, gated),
         tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
         *(None if t is None else t.data_ptr() for t in (*tensors, *racing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
         0 if row_squares is None else row_squares.shape[0], _row_stride(m), 0 if race is None else race.first, eps,
     )  # fmt: skip
     kernel = _kernel(config, rows, epilogue, scaled)
-    helpers = 128 if config.tile == 192 and rows > 192 else 32 + 32 * scaled
-    kernel.launch(blocks, 2 * config.tile + helpers, params)
+    helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * scaled
+    kernel.launch(blocks, 128 * config.groups + helpers, params)
 
 
 def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
