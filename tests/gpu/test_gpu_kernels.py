@@ -319,8 +319,12 @@ CUTS = {  # of batch_gemm: its Config, and rows
     (64, 4, 1, True, 64): (65, 128),
     (64, 4, 2, True, 64): (200, 256),
     (64, 4, 2, False, 64): (129, 160, 192),
+    (96, 1, 1): (9, 33, 64, 90, 128, 150, 201, 250),
+    (160, 1, 1): (16, 40, 64, 96, 128, 150, 192, 201, 220, 240, 256),
     (224, 1, 1): (9, 33, 64, 90, 128),
-    (224, 1, 1, False, 256, 2): (129, 150, 176, 180, 200, 210, 240, 256),
+    (224, 1, 1, False, 256, 2): (129, 150, 176, 180, 200, 210, 240, 256, 510),
+    (224, 1, 1, False, 192, 2): (380,),
+    (192, 1, 1, False, 160): (320,),
 }
 
 
@@ -340,7 +344,7 @@ def compiled_cuts() -> None:
 @pytest.mark.parametrize(
     ("cut", "n", "k"),
     [(cut, *shape) for cut in CUTS for shape in ((4096, 1024), (1024, 2048), (1000, 3072), (6144, 4096))]
-    + [(cut, 65536, 512) for cut in CUTS if cut[0] == 224],  # several tiles a block
+    + [(cut, 65536, 512) for cut in CUTS if cut[0] % 64],  # several tiles a block
 )
 @pytest.mark.usefixtures("compiled_cuts")
 def test_batch_gemm(cut: tuple[Any, ...], n: int, k: int) -> None:

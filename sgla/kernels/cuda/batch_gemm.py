@@ -105,17 +105,18 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
 
     if m > MAX_ROWS:
         row_tiles = -(-m // MAX_ROWS)
-        full = busy(192, row_tiles) * m / (row_tiles * MAX_ROWS) > 0.9
-        return Config(192, 1, 1) if gated and full else None
+        rows = -(-m // (32 * row_tiles)) * 32
+        tile = max((192, 224), key=lambda tile: busy(tile, row_tiles))
+        full = busy(tile, row_tiles) * m / (row_tiles * rows) > 0.9
+        return Config(tile, 1, 1, rows=rows, passes=1 + (tile == 224)) if gated and full else None
     if n >= VOCABULARY:
         return Config(128, 1, 1) if m <= 64 or (m <= 192 and k <= 1024) else None
     if m > 64 and not gated and n * k <= SMALL:
         return _cut_rows(m, n, k)
-    wide = max((192, 256, 128) if m <= 128 else (192, 128), key=busy)
-    if gated and busy(224) > max(busy(wide), 0.8):
-        return Config(224, 1, 1, passes=1 if m <= 128 else 2)  # the registers do not hold more sums
-    if busy(wide) > 0.8:
-        return Config(wide, 1, 1)
+    tiles = ((192, 256, 128) if m <= 128 else (192, 128)) + ((224, 160, 96) if gated else ())
+    wide = max(tiles, key=busy)
+    if busy(wide) > 0.8:  # 224 x 128 sums are what the registers hold
+        return Config(wide, 1, 1, passes=2 if wide == 224 and m > 128 else 1)
     split = 4 if n > 16 * count else 8
     apart = Config(128, split, 1, True) if n <= 128 * count // split and busy(128, split) > 0.8 else None
     if m <= 64:
