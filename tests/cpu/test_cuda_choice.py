@@ -53,7 +53,7 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
             config = batch_gemm.choose(m, n, k, gated=n > 6144)
             if config is None:
                 continue
-            tiles, row_tiles = config.tiles(n), -(-m // config.rows)
+            tiles, row_tiles = batch_gemm._tiles(n, config.tile), -(-m // config.rows)
             blocks = batch_gemm._blocks(config, tiles, row_tiles, scaled=True)
             assert blocks > 0
             assert blocks % row_tiles == 0
@@ -65,5 +65,5 @@ def test_gate_and_up_keep_the_multiprocessors_busy(monkeypatch: pytest.MonkeyPat
     for m in range(9, batch_gemm.MAX_ROWS + 1):
         config = batch_gemm.choose(m, 2 * inner, 4096, gated=True)
         assert config is not None
-        waves = -(-config.tiles(2 * inner) // 132)
+        waves = -(-batch_gemm._tiles(2 * inner, config.tile) // 132)
         assert 2 * inner / (132 * waves * config.tile) > 0.9

@@ -352,7 +352,7 @@ def test_batch_gemm(cut: tuple[Any, ...], n: int, k: int) -> None:
 
     config = batch_gemm.Config(*cut)
     row_tiles = -(-max(CUTS[cut]) // config.rows)
-    if config.apart and config.tiles(n) * row_tiles * config.split > 132 * config.per_sm:
+    if config.apart and batch_gemm._tiles(n, config.tile) * row_tiles * config.split > 132 * config.per_sm:
         pytest.skip("blocks that wait for each other must fit on the GPU")
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
     bias = torch.randn(n, device="cuda")

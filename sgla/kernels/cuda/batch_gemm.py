@@ -60,11 +60,6 @@ class Config(NamedTuple):
         """Of warps that multiply, each with 64 weight rows in a pass."""
         return -(-self.tile // (64 * self.passes))
 
-    def tiles(self, n: int) -> int:
-        """Of ``n`` weight rows: an even number if neighbours share rows."""
-        pair = 1 + (self.tile % 64 != 0)
-        return -(-n // (pair * self.tile)) * pair
-
 
 class Unscaled(NamedTuple):
     """An RMSNorm but for its scale: x bf16 ``[m, d]`` is still to be divided by the rms of the rows whose sums of squares over
@@ -100,15 +95,18 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
 
     def busy(tile: int, blocks: int = 1) -> float:
         """The share of the multiprocessors that work, on average, if each takes one of the ``blocks`` of a tile at a time."""
-        blocks *= Config(tile, 1).tiles(n)
+        blocks *= _tiles(n, tile)
         return blocks / (-(-blocks // count) * count)
 
     if m > MAX_ROWS:
+        if not gated:
+            return None
         row_tiles = -(-m // MAX_ROWS)
         rows = -(-m // (32 * row_tiles)) * 32
         tile = max((192, 224), key=lambda tile: busy(tile, row_tiles))
-        full = busy(tile, row_tiles) * m / (row_tiles * rows) > 0.9
-        return Config(tile, 1, 1, rows=rows, passes=1 + (tile == 224)) if gated and full else None
+        if busy(tile, row_tiles) * m / (row_tiles * rows) <= 0.9:
+            return None
+        return Config(tile, 1, 1, rows=rows, passes=1 + (tile == 224))
     if n >= VOCABULARY:
         return Config(128, 1, 1) if m <= 64 or (m <= 192 and k <= 1024) else None
     if m > 64 and not gated and n * k <= SMALL:
@@ -220,7 +218,7 @@ def _launch(
     gated, scaled = epilogue in (SILU, GELU), row_squares is not None
     assert x.is_contiguous(), "the tensor map knows no padding"
     rows = next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
-    tiles, row_tiles = config.tiles(n), -(-m // rows)
+    tiles, row_tiles = _tiles(n, config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
     blocks = _blocks(config, tiles, row_tiles, scaled)
     sums = counts = None
@@ -248,6 +246,12 @@ def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
         blocks = min(blocks, most // row_tiles * row_tiles if scaled else most)
     assert blocks <= most or not config.apart, "blocks wait for each other"
     return blocks
+
+
+def _tiles(n: int, tile: int) -> int:
+    """Of ``n`` weight rows: an even number if neighbours share some."""
+    pair = 1 + (tile % 64 != 0)
+    return -(-n // (pair * tile)) * pair
 
 
 def _row_stride(m: int) -> int:
