@@ -1,0 +1,84 @@
+"""What the scripts in ``bench/`` make of their measurements."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgla.model.spec import ModelSpec
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+def spec_of(model: str) -> ModelSpec:
+    return ModelSpec.from_config(json.loads((BENCH / "models" / model / "config.json").read_text()))
+
+
+def steps(names: list[str]) -> Any:
+    """Each launch starts before the one before ends, but for the last, in front of which nothing runs for 5 us."""
+    import timeline
+
+    begins = [10.0 * i for i in range(len(names))]
+    begins[-1] += 7
+    return [timeline.Launch(name, at, at + 12) for name, at in zip(names, begins)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "expected"),
+    [
+        ("qwen3-8b", ["batch_gemm", "nvjet", "cublasLt::splitKreduce_kernel"], {"o": 1, "gate and up": 2}),
+        ("qwen3-30b-a3b", ["nvjet", "router", "experts"], {"o": 1, "experts": 1}),
+    ],
+)
+def test_products_are_named_by_their_place(model: str, layer: list[str], expected: dict[str, int]) -> None:
+    import timeline
+
+    spec = spec_of(model)
+    rest = (
+        ["batch_gemm"] if spec.moe else ["batch_gemm", "batch_gemm"]
+    )  # down; q, k and v or the output layer
+    names = ["_take_rows", "batch_gemm", *["decode_attention", *layer, *rest] * spec.layers, "_race"]
+    found = timeline.table(steps(names), spec, timeline.Load(64, 640, 0))
+    operations = found["operations"]
+    assert {name: operations[name]["calls"] for name in expected} == {
+        name: count * spec.layers for name, count in expected.items()
+    }
+    assert operations["q, k, v"]["calls"] == spec.layers
+    assert operations["output layer"]["calls"] == 1
+    assert found["idle_us"] == 5
+    assert sum(row["us"] for row in operations.values()) + found["idle_us"] == pytest.approx(found["us"])
+
+
+def test_a_line_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lines
+
+    monkeypatch.setattr(sys, "argv", ["bench/x.py", "--model", "a b"])
+    found = json.loads(lines.line({"w": "W1", "machine": "H200"}))
+    assert found["w"] == "W1"
+    assert found["machine"] == "H200"
+    assert found["command"] == "python bench/x.py --model 'a b'"
+    assert {"python", "sgla", "torch"} <= found["versions"].keys()
+    assert "commit" in found
+
+
+def test_a_borrowed_tokenizer_has_a_word_for_every_id(tmp_path: Path) -> None:
+    import serve
+
+    source, model, folder = (tmp_path / name for name in ("source", "model", "folder"))
+    for path in (source, model, folder):
+        path.mkdir()
+    words = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<end>"}]}
+    (source / "tokenizer.json").write_text(json.dumps(words))
+    (model / "config.json").write_text(json.dumps({"vocab_size": 6}))
+    serve.extend_tokenizer(source, model, folder)
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert sorted(vocab.values()) == [0, 1, 3, 4, 5]
