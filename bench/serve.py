@@ -85,7 +85,7 @@ class Engine:
 
 ENGINES = {
     "sgla": Engine(
-        "{python} -m sgla serve --model {model} --port {port} --threads {threads}",
+        "{python} -m sgla serve --model {model} --port {port}",
         "/health/ready",
         "sgla",
         dummy="--load-format dummy --tokenizer {tokenizer}",
@@ -162,7 +162,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dummy", type=Path, metavar="TOKENIZER", help="random weights; see above")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="with --engine url")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine")
-    parser.add_argument("--threads", type=int, default=detect().cores)
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=detect().cores,
+        help="of llamacpp; the others choose, or --server-args says",
+    )
     parser.add_argument("--server-args", default="", help="more arguments for the server")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(CPU))
