@@ -77,10 +77,8 @@ def resolve(
         return getattr(config, name)
 
     device = settle("device", choose_device(machine))
-    if device == "cuda" and config.tp > len(machine.gpus):
-        raise ConfigError(
-            f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
-        )
+    if device == "cuda":
+        check_gpus(config, machine)
     if config.quantization == "fp8" and device == "cpu":
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
@@ -131,6 +129,21 @@ def resolve(
     if not config.served_model_name:
         filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
     return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
+
+
+def check_gpus(config: Config, machine: Machine) -> None:
+    """Raise ConfigError if there are too few GPUs, or torch cannot use them."""
+    if machine.torch and not machine.torch_cuda:
+        raise ConfigError(
+            f"--device cuda needs a CUDA build of torch; {machine.torch} is a CPU build; install the other, or give --device cpu",
+            param="device",
+        )
+    if not machine.gpus:
+        raise ConfigError("--device cuda: the driver shows no NVIDIA GPU; give --device cpu", param="device")
+    if config.tp > len(machine.gpus):
+        raise ConfigError(
+            f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
+        )
 
 
 def check_deterministic(config: Config, device: str) -> None:

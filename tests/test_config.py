@@ -278,6 +278,20 @@ def test_numbers_out_of_range(name: str, value: float) -> None:
         check(msgspec.structs.replace(Config(), **{name: value}))
 
 
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (Machine(gpus=(H200,), torch="2.13.0+cpu"), r"2\.13\.0\+cpu is a CPU build"),
+        (Machine(torch="2.13.0+cpu"), "CPU build"),
+        (Machine(torch="2.13.0", torch_cuda="13.0"), "no NVIDIA GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there(machine: Machine, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(Config(device="cuda"), machine)
+    assert caught.value.param == "device"
+
+
 def test_more_ranks_than_gpus() -> None:
     with pytest.raises(ConfigError, match="needs 2 GPUs"):
         resolve(Config(tp=2), Machine(gpus=(H200,), torch_cuda="13.0"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
+
+PLACES = 1 << 15  # places of histories that decode rows look at at a time
+PAIRS = 1 << 22  # of a prompt's token and a place in its history
 
 
 class TorchDecode:
@@ -16,11 +20,18 @@ class TorchDecode:
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
     ) -> Tensor:
-        part = rows_of(batch, 0, batch.decode_rows)
-        return _oracle(q, kv, part, scale, window, softcap)
+        out, rows = torch.empty_like(q), batch.decode_rows
+        few = max(1, PLACES // int(batch.kv_len[:rows].max()))
+        for begin in range(0, rows, few):
+            end = min(begin + few, rows)
+            part = rows_of(batch, begin, end)
+            out[begin:end] = _oracle(q[begin:end], kv, part, scale, window, softcap)
+        return out
 
 
 class TorchExtend:
+    """A few tokens of a row at a time, but with all of its history."""
+
     name = "torch"
 
     def plan(self, batch: DeviceBatch) -> None:
@@ -36,7 +47,17 @@ class TorchExtend:
         softcap: float,
         out: Tensor,
     ) -> None:
-        out.copy_(_oracle(q, kv, rows_of(batch, batch.decode_rows, batch.rows), scale, window, softcap))
+        rows, at = batch.extend, 0
+        assert rows is not None
+        for row, (q_len, kv_len) in enumerate(zip(rows.q_lens.tolist(), rows.kv_lens.tolist())):
+            few = max(1, PAIRS // kv_len)
+            for begin in range(0, q_len, few):
+                count = min(few, q_len - begin)
+                part = rows_of(batch, batch.decode_rows + row, batch.decode_rows + row + 1)
+                part.q_start = part.q_start.new_tensor([0, count])
+                part.kv_len = part.kv_len.new_tensor([kv_len - q_len + begin + count])
+                out[at : at + count] = _oracle(q[at : at + count], kv, part, scale, window, softcap)
+                at += count
 
 
 def rows_of(batch: DeviceBatch, start: int, stop: int) -> DeviceBatch:

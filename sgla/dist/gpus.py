@@ -36,8 +36,11 @@ def join_gpus(rank: int, size: int, store: Path, timeout: float = 300.0, message
     ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes up to which
     sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
     """
-    if size > torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    if not count:
+        why = "the driver shows none" if torch.version.cuda else f"{torch.__version__} is a CPU build"
+        raise ConfigError(f"--device cuda: torch sees no GPU, {why}", param="device")
+    if size > count:
         raise ConfigError(f"--tp {size} needs {size} GPUs; torch sees {count}", param="tp")
     torch.cuda.set_device(rank)
     if size == 1:

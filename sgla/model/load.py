@@ -156,6 +156,8 @@ def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnP
         name, share = job
         try:
             table[name].take(share)
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise WeightError(f"tensor {name} cannot be read: {error}") from error
         values = prod(share.shape)

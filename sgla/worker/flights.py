@@ -19,8 +19,8 @@ from sgla.worker.state import column
 @dataclass(slots=True)
 class Flight:
     """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``undrawn``: its rows, if a draw by temperature
-    is not all that they want. A step that is ``held`` waits with these for the result of the step before, since grammars do.
-    Once ``end`` has passed, ``tokens``, pinned, holds the ids."""
+    is not all that they want and they are not sampled yet; ``on_host``: their slots and positions. A step that is ``held`` waits
+    with these for the result of the step before, since grammars do. Once ``end`` has passed, ``tokens``, pinned, holds the ids."""
 
     step: int
     out: Tensor
@@ -33,6 +33,7 @@ class Flight:
     held: bool = False
     tokens: Tensor | None = None
     failed: list[tuple[int, str]] = field(default_factory=list)
+    on_host: tuple[Any, Any] | None = None
 
     @property
     def done(self) -> bool:
@@ -60,6 +61,7 @@ class Flights:
         end = torch.cuda.Event(enable_timing=True)
         flight = Flight(plan.step, out, count, undrawn, scored, begin, end, tokens=landed)
         constraints = self._constraints
+        flight.on_host = undrawn and undrawn.on_host
         flight.held = undrawn is not None and constraints is not None and constraints.any(undrawn.on_host[0])
         if not flight.held:
             self._sample(flight, None)
@@ -77,6 +79,7 @@ class Flights:
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
         if flight.undrawn is not None:
             flight.scored += self._sampler.sample(flight.undrawn, masks)
+            flight.undrawn = None  # or logits of every step in flight would be kept
         if flight.tokens is None:
             flight.tokens = to_host(flight.out[: flight.count])
         flight.end.record()
@@ -96,10 +99,10 @@ class Flights:
             seconds=flight.begin.elapsed_time(flight.end) / 1e3,
             gap=max(0.0, gap),
         )
-        if flight.undrawn is not None and self._constraints is not None:
-            taken = self._constraints.take(*flight.undrawn.on_host, tokens)
+        if flight.on_host is not None and self._constraints is not None:
+            taken = self._constraints.take(*flight.on_host, tokens)
             result.failed, result.forced = flight.failed + taken.failed, taken.forced
-            self._put(*flight.undrawn.on_host, taken.forced)
+            self._put(*flight.on_host, taken.forced)
         return result
 
     def _put(self, slots: Any, positions: Any, forced: list[tuple[int, bytes]]) -> None:
