@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_gpu_kernels import relative
-from test_gpu_runner import TINY, ints, make, plan
+from test_gpu_runner import TINY, assert_same_bits, ints, make, plan, twice
 
 from sgla import attention
 from sgla.attention import DeviceBatch
@@ -94,7 +94,7 @@ def test_decode_with_shared_prefixes(
 SHARED, ROWS = 28, 20  # pages
 
 
-def rows_of_a_family(lone: int) -> list[NewRow]:
+def rows_of_a_family(lone: int, **sampling: Any) -> list[NewRow]:
     """All but ``lone`` rows begin with the same tokens in the same pages."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, TINY["vocab_size"], SHARED * PAGE)
@@ -110,7 +110,7 @@ def rows_of_a_family(lone: int) -> list[NewRow]:
                 tokens=ints(*tokens),
                 prompt_len=len(tokens),
                 pages=ints(*head, *range(first, first + 8)),
-                sampling=RowSampling(seed=slot),
+                sampling=RowSampling(seed=slot, **sampling),
             )
         )
     return new
@@ -146,18 +146,15 @@ def test_the_runner_reads_prefixes_once(lone: int, monkeypatch: pytest.MonkeyPat
         plans = [p for p in calls if p is not None]
         assert len(plans) == len(calls) == 2  # the mixed step's rows, then all
         assert (plans[-1].skip == SHARED * PAGE).sum() == ROWS - lone
-        graphs = runner.graphs
-
-        class Eager:
-            def __init__(self, size: int) -> None:
-                self.size = size
-
-            def replay(self) -> None:
-                graphs._forward(self.size, True)
-
-        graphs._cascades, captured = {size: Eager(size) for size in graphs._cascades}, graphs._cascades
-        assert (decode(runner, new, 12) == shared).all()
-        graphs._cascades, runner.cascade = captured, None
+        with monkeypatch.context() as patch:
+            graphs = runner.graphs
+            runs = twice(graphs, patch, "_cascades", lambda size: graphs._forward(size, True))
+            assert (decode(runner, new, 12) == shared).all()
+            decode(runner, rows_of_a_family(lone, temperature=0.8, top_k=9), 12)
+        assert len(runs) == 24
+        for i, both in enumerate(runs):
+            assert_same_bits(both, ROWS, logits=i >= 12)
+        runner.cascade = None
         apart = decode(runner, new, 12)
         same = (apart == shared).cumprod(0).sum() / apart.size  # bf16: a near tie may fall the other way
         assert same >= 0.8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_gpu_cascade import tree
-from test_gpu_kernels import BF16, CASES, LENGTHS, backend, paged, relative
+from test_gpu_kernels import BF16, CASES, LENGTHS, ask_for_decode, backend, paged, relative
 from test_gpu_runner import make, new_row, plan, prompt
 
 from sgla import attention
@@ -50,9 +50,15 @@ def same_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a - b).abs() <= steps).all()) and float((a != b).float().mean()) < 1 / 4
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    ask_for_decode(quantize)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+@pytest.mark.usefixtures("compiled")
 def test_decode(
     name: str, lengths: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float
 ) -> None:
@@ -67,6 +73,7 @@ def test_decode(
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+@pytest.mark.usefixtures("compiled")
 def test_decode_from_the_projection(
     lengths: str, norm: bool, heads: int, kv_heads: int, dim: int, window: int, softcap: float
 ) -> None:

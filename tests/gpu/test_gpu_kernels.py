@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,33 @@ LENGTHS = {
 }
 
 
+def ask_for_decode(stored: Callable[[KVLayer], KVLayer]) -> None:
+    """Compile the kernels of all ``CASES`` side by side. ``stored``: the cache as they read it."""
+    from sgla.kernels.cuda.decode_attention import Projection
+
+    with rehearsing():
+        for heads, kv_heads, dim, window, softcap in CASES:
+            for kv_lens in LENGTHS.values():
+                rows = len(kv_lens)
+                q, wide, batch = paged([1] * rows, kv_lens, heads, kv_heads, dim, (window,))
+                kv, rest = stored(wide), (batch, 1.0, window, softcap)
+                for name in ("auto", "triton"):
+                    backend(name, batch, wide, heads, (window,), softcap, 1.0)(q, kv, *rest)
+                qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=BF16, device="cuda")
+                projection = Projection(torch.empty(1, dim, device="cuda"), None, None, 1e-6)
+                native = backend("auto", batch, wide, heads, (window,), softcap, 1.0).decode
+                native.forward(qkv, kv, *rest, projection)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    ask_for_decode(lambda kv: kv)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+@pytest.mark.usefixtures("compiled")
 def test_decode(
     name: str, lengths: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float
 ) -> None:
@@ -134,6 +159,7 @@ def test_decode(
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
+@pytest.mark.usefixtures("compiled")
 def test_decode_from_the_projection(
     lengths: str, norm: bool, heads: int, kv_heads: int, dim: int, window: int, softcap: float
 ) -> None:
@@ -273,11 +299,28 @@ def test_prompts(name: str, heads: int, kv_heads: int, dim: int, window: int, so
         assert not out[before + tokens :].any()
 
 
-@pytest.mark.parametrize("m", [1, 3, 8, 9, 16])
-@pytest.mark.parametrize(
-    ("n", "k"), [(4096, 1024), (1024, 2048), (1000, 3072), (151936, 1024), (12288, 4096)]
-)
+SKINNY_ROWS = [1, 3, 8, 9, 16]
+SKINNY = [(4096, 1024), (1024, 2048), (1000, 3072), (151936, 1024), (12288, 4096)]
+
+
+@pytest.fixture(scope="module")
+def compiled_skinny() -> None:
+    from sgla.kernels.cuda import skinny_gemm as gemm
+
+    with rehearsing():
+        for n, k in SKINNY:
+            w = torch.empty(n, k, dtype=BF16, device="cuda")
+            for x in (w.new_empty(m, k) for m in SKINNY_ROWS):
+                for norm in (None, torch.empty(k, device="cuda")):
+                    for epilogue in (gemm.STORE, gemm.FLOAT32, gemm.SILU, gemm.GELU):
+                        gemm.linear(x, w, norm=norm, epilogue=epilogue)
+                    gemm.linear(x, w, norm=norm, epilogue=gemm.ADD, out=x.new_empty(x.shape[0], n))
+
+
+@pytest.mark.parametrize("m", SKINNY_ROWS)
+@pytest.mark.parametrize(("n", "k"), SKINNY)
 @pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.usefixtures("compiled_skinny")
 def test_skinny_gemm(m: int, n: int, k: int, norm: bool) -> None:
     from sgla.kernels.cuda import skinny_gemm
 
@@ -372,28 +415,53 @@ def test_batch_gemm(cut: tuple[Any, ...], n: int, k: int) -> None:
 
 
 WIDTHS = [(1024, 3072), (1088, 3072), (2048, 4096), (4096, 3072)]
+PAIRS = [(200, 1024, 2048), (256, 1024, 3072), (200, 4096, 4096), (224, 4096, 12288)]
+PAIRS += [(m, *widths) for m in (9, 16, 40, 64, 96, 128, 150, 192) for widths in WIDTHS]
 
 
-@pytest.mark.parametrize(
-    ("m", "width", "inner"),
-    [(200, 1024, 2048), (256, 1024, 3072), (200, 4096, 4096), (224, 4096, 12288)]
-    + [(m, *widths) for m in (9, 16, 40, 64, 96, 128, 150, 192) for widths in WIDTHS],
-)
+def layers_of(width: int, inner: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weights of a layer and of two that may follow it, uninitialized."""
+    down = torch.empty(width, inner, dtype=BF16, device="cuda")
+    return down, down.new_empty(4096 if width == 1024 else 6144, width), down.new_empty(28672, width)
+
+
+def chosen(m: int, down: torch.Tensor, after: torch.Tensor, wide: torch.Tensor) -> list[Any]:
+    """How they are computed, the second with an activation or without."""
+    from sgla.kernels.cuda import batch_gemm
+
+    layers = (down, False), (after, False), (after, True), (wide, True)
+    configs = [batch_gemm.choose(m, *w.shape, gated) for w, gated in layers]
+    assert all(configs)
+    return configs
+
+
+@pytest.fixture(scope="module")
+def compiled_pairs() -> None:
+    from sgla.kernels.cuda import batch_gemm
+
+    with rehearsing():
+        for m, width, inner in PAIRS:
+            down, after, wide = layers_of(width, inner)
+            first, second, gated, balanced = chosen(m, down, after, wide)
+            norm = ops.Norm(down.new_empty(m, width), torch.empty(width, device="cuda"), 1e-6)
+            rows = batch_gemm.linear_add(down.new_empty(m, inner), down, first, norm)
+            batch_gemm.linear(rows, after, second)
+            batch_gemm.linear(rows, after, gated, epilogue=batch_gemm.SILU)
+            batch_gemm.linear(rows, wide, balanced, epilogue=batch_gemm.SILU)
+
+
+@pytest.mark.parametrize(("m", "width", "inner"), PAIRS)
+@pytest.mark.usefixtures("compiled_pairs")
 def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
     """The first adds to the residual and leaves squares, the second divides by the rms."""
     from sgla.kernels.cuda import batch_gemm
 
-    down = torch.randn(width, inner, dtype=BF16, device="cuda") * inner**-0.5
-    wide = torch.randn(28672, width, dtype=BF16, device="cuda") * width**-0.5
-    after = torch.randn(4096 if width == 1024 else 6144, width, dtype=BF16, device="cuda") * width**-0.5
+    down, after, wide = (w.normal_(std=w.shape[1] ** -0.5) for w in layers_of(width, inner))
     weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")
     x, start = (torch.randn(m, size, dtype=BF16, device="cuda") for size in (inner, width))
     expected = start.double() + x.double() @ down.double().t() + bias.double()
     normed = ops.rms_norm(expected.float(), weight, 1e-6).double()
-    layers = (down, False), (after, False), (after, True), (wide, True)
-    configs = [batch_gemm.choose(m, *w.shape, gated) for w, gated in layers]
-    assert all(configs)
-    first, second, gated, balanced = configs
+    first, second, gated, balanced = chosen(m, down, after, wide)
     results = []
     for _ in range(3):
         h = start.clone()
@@ -426,100 +494,3 @@ def test_rows_that_batch_gemm_does_not_have(m: int, n: int, k: int) -> None:
     batch_gemm.linear(x[: m - 3], w, config, out=out[: m - 3])
     assert relative(out[: m - 3], x[: m - 3].double() @ w.double().t()) < 5e-3
     assert not out[m - 3 :].any()
-
-
-@pytest.mark.parametrize("spread", [0.2, 3.0, 12.0])
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"),
-    [(50, 0.9, 0.0), (0, 0.95, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (1, 0.5, 0.0)],
-)
-@pytest.mark.parametrize("vocab", [151936, 5001])
-def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float) -> None:
-    from sgla.kernels.cuda import cuts
-
-    rows, temperature = 40, 0.8
-    logits = torch.randn(rows, vocab, device="cuda") * spread
-    slots = torch.arange(rows, device="cuda").int().flip(0)
-    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
-    found = cuts.find_cuts(logits, slots, full(temperature), full(top_k).int(), full(top_p), full(min_p))
-    kept = (logits >= found[:, None]).sum(-1)
-    order = logits.sort(-1, descending=True).values.double()
-    if top_k:
-        order = order[:, :top_k]
-    p = (order / temperature).softmax(-1)
-    expected = (p.cumsum(-1) - p < top_p).sum(-1) if top_p < 1 else torch.full_like(kept, order.shape[1])
-    if min_p:
-        expected = torch.minimum(expected, (p >= min_p * p[:, :1]).sum(-1))
-    # Equal up to the token at the cut, and to the tokens that the kernel takes for equal to it or finds too light to draw.
-    full_p = (logits.double() / temperature).softmax(-1).sort(-1, descending=True).values
-    below = torch.cat([torch.zeros(rows, 1, device="cuda"), full_p.cumsum(-1)], 1)
-    few, many = torch.minimum(kept, expected)[:, None], torch.maximum(kept, expected)[:, None]
-    apart = (below.gather(1, many) - below.gather(1, few))[:, 0]
-    assert (kept >= 1).all()
-    assert (apart <= full_p.gather(1, few.clamp(max=vocab - 1))[:, 0] + 2e-5).all(), (kept, expected, apart)
-
-
-@pytest.mark.parametrize("m", [9, 33, 64, 90, 100, 137, 192])
-@pytest.mark.parametrize(("n", "first"), [(151936, 0), (10008, 4000)])
-def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, first: int) -> None:
-    from sgla.kernels.cuda import batch_gemm
-    from sgla.kernels.triton import sampling
-
-    config = batch_gemm.choose_race(m)
-    assert config is not None
-    weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
-    x = torch.randn(m, 1024, dtype=BF16, device="cuda")
-    slots, positions = torch.randperm(m, device="cuda").int(), torch.arange(1, m + 1, device="cuda").int()
-    seeds = torch.randint(0, 1 << 62, (m,), device="cuda")
-    temperatures = torch.rand(m, device="cuda") * 2
-    temperatures[::5] = 0
-    weight[n // 2] = weight[17]  # greedy rows take the first of equal ones
-    keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
-    plain = torch.zeros(1, dtype=torch.int32, device="cuda")
-    race = batch_gemm.Race(slots, positions, seeds, temperatures, keys, plain, first)
-    logits = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
-    assert relative(logits, x.double() @ weight.double().t()) < 1e-5
-    assert (keys == sampling.WORST).all()
-    tables, outs = torch.zeros(2, m, m + 2, device="cuda").int(), torch.zeros(2, m, device="cuda").int()
-    sampling.sample(logits, slots, positions, seeds, temperatures, tables[0], outs[0], first=first)
-    plain += 1
-    for _ in range(3):
-        untouched = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race, out=logits * 0)
-        sampling.follow(keys, slots, positions, tables[1], outs[1])
-        assert not untouched.any()
-        assert torch.equal(outs[0], outs[1])
-        assert torch.equal(tables[0], tables[1])
-    x[3] = float("nan")  # of a broken model: the next step must find an embedding all the same
-    batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
-    sampling.follow(keys, slots, positions, tables[1], outs[1])
-    assert 0 <= int(outs[1][3]) < first + n
-
-
-def test_sampling_at_full_vocabulary() -> None:
-    from sgla.kernels.cuda.cuts import find_cuts
-    from sgla.kernels.triton import sampling
-
-    rows, vocab = 64, 151936
-    logits = torch.randn(rows, vocab, device="cuda") * 3
-    slots = torch.arange(rows, device="cuda").int().flip(0)
-    temperatures = torch.full((rows,), 0.8, device="cuda")
-    temperatures[:8] = 0
-    table, out = torch.zeros(rows, 32, device="cuda").int(), torch.zeros(rows, device="cuda").int()
-    seeds, positions = torch.arange(rows, device="cuda"), torch.full((rows,), 9, device="cuda").int()
-    top_ks = torch.full((rows,), 50, device="cuda").int()
-    top_ps, min_ps = torch.full((rows,), 0.9, device="cuda"), torch.zeros(rows, device="cuda")
-    cuts = find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps)
-    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, cuts)
-    top = logits.topk(50)
-    p = (top.values.double() / 0.8).softmax(-1)
-    kept = (p.cumsum(-1) - p < 0.9).sum(-1)
-    for r in range(rows):
-        slot = int(slots[r])
-        assert table[slot, 9] == out[r]
-        if slot < 8:
-            assert out[r] == top.indices[r, 0]
-        else:
-            assert (
-                abs(int((logits[r] >= cuts[r]).sum()) - int(kept[r])) <= 1
-            )  # rounding of the cumulative sum
-            assert logits[r, out[r].long()] >= cuts[r]

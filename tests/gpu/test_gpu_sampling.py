@@ -1,0 +1,106 @@
+"""Kernels that draw tokens, against torch, at the vocabularies of real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_gpu_kernels import BF16, relative
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("spread", [0.2, 3.0, 12.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(50, 0.9, 0.0), (0, 0.95, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (1, 0.5, 0.0)],
+)
+@pytest.mark.parametrize("vocab", [151936, 5001])
+def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float) -> None:
+    from sgla.kernels.cuda import cuts
+
+    rows, temperature = 40, 0.8
+    logits = torch.randn(rows, vocab, device="cuda") * spread
+    slots = torch.arange(rows, device="cuda").int().flip(0)
+    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+    found = cuts.find_cuts(logits, slots, full(temperature), full(top_k).int(), full(top_p), full(min_p))
+    kept = (logits >= found[:, None]).sum(-1)
+    order = logits.sort(-1, descending=True).values.double()
+    if top_k:
+        order = order[:, :top_k]
+    p = (order / temperature).softmax(-1)
+    expected = (p.cumsum(-1) - p < top_p).sum(-1) if top_p < 1 else torch.full_like(kept, order.shape[1])
+    if min_p:
+        expected = torch.minimum(expected, (p >= min_p * p[:, :1]).sum(-1))
+    # Equal up to the token at the cut, and to the tokens that the kernel takes for equal to it or finds too light to draw.
+    full_p = (logits.double() / temperature).softmax(-1).sort(-1, descending=True).values
+    below = torch.cat([torch.zeros(rows, 1, device="cuda"), full_p.cumsum(-1)], 1)
+    few, many = torch.minimum(kept, expected)[:, None], torch.maximum(kept, expected)[:, None]
+    apart = (below.gather(1, many) - below.gather(1, few))[:, 0]
+    assert (kept >= 1).all()
+    assert (apart <= full_p.gather(1, few.clamp(max=vocab - 1))[:, 0] + 2e-5).all(), (kept, expected, apart)
+
+
+@pytest.mark.parametrize("m", [9, 33, 64, 90, 100, 137, 192])
+@pytest.mark.parametrize(("n", "first"), [(151936, 0), (10008, 4000)])
+def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, first: int) -> None:
+    from sgla.kernels.cuda import batch_gemm
+    from sgla.kernels.triton import sampling
+
+    config = batch_gemm.choose_race(m)
+    assert config is not None
+    weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
+    x = torch.randn(m, 1024, dtype=BF16, device="cuda")
+    slots, positions = torch.randperm(m, device="cuda").int(), torch.arange(1, m + 1, device="cuda").int()
+    seeds = torch.randint(0, 1 << 62, (m,), device="cuda")
+    temperatures = torch.rand(m, device="cuda") * 2
+    temperatures[::5] = 0
+    weight[n // 2] = weight[17]  # greedy rows take the first of equal ones
+    keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
+    plain = torch.zeros(1, dtype=torch.int32, device="cuda")
+    race = batch_gemm.Race(slots, positions, seeds, temperatures, keys, plain, first)
+    logits = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+    assert relative(logits, x.double() @ weight.double().t()) < 1e-5
+    assert (keys == sampling.WORST).all()
+    tables, outs = torch.zeros(2, m, m + 2, device="cuda").int(), torch.zeros(2, m, device="cuda").int()
+    sampling.sample(logits, slots, positions, seeds, temperatures, tables[0], outs[0], first=first)
+    plain += 1
+    for _ in range(3):
+        untouched = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race, out=logits * 0)
+        sampling.follow(keys, slots, positions, tables[1], outs[1])
+        assert not untouched.any()
+        assert torch.equal(outs[0], outs[1])
+        assert torch.equal(tables[0], tables[1])
+    x[3] = float("nan")  # of a broken model: the next step must find an embedding all the same
+    batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+    sampling.follow(keys, slots, positions, tables[1], outs[1])
+    assert 0 <= int(outs[1][3]) < first + n
+
+
+def test_sampling_at_full_vocabulary() -> None:
+    from sgla.kernels.cuda.cuts import find_cuts
+    from sgla.kernels.triton import sampling
+
+    rows, vocab = 64, 151936
+    logits = torch.randn(rows, vocab, device="cuda") * 3
+    slots = torch.arange(rows, device="cuda").int().flip(0)
+    temperatures = torch.full((rows,), 0.8, device="cuda")
+    temperatures[:8] = 0
+    table, out = torch.zeros(rows, 32, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+    seeds, positions = torch.arange(rows, device="cuda"), torch.full((rows,), 9, device="cuda").int()
+    top_ks = torch.full((rows,), 50, device="cuda").int()
+    top_ps, min_ps = torch.full((rows,), 0.9, device="cuda"), torch.zeros(rows, device="cuda")
+    cuts = find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps)
+    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, cuts)
+    top = logits.topk(50)
+    p = (top.values.double() / 0.8).softmax(-1)
+    kept = (p.cumsum(-1) - p < 0.9).sum(-1)
+    for r in range(rows):
+        slot = int(slots[r])
+        assert table[slot, 9] == out[r]
+        if slot < 8:
+            assert out[r] == top.indices[r, 0]
+        else:
+            assert (
+                abs(int((logits[r] >= cuts[r]).sum()) - int(kept[r])) <= 1
+            )  # rounding of the cumulative sum
+            assert logits[r, out[r].long()] >= cuts[r]
