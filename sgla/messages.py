@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+LONGEST = 1 << 20  # tokens of a request, its answer included
+
 
 def int32(values: Sequence[int]) -> bytes:
     """A column of integers: six times as fast as an ``array`` made of a list. Raises struct.error for what is no int32."""

@@ -10,17 +10,19 @@ import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import is_encoder
-from sgla.model.spec import checkpoint_quantization
 from sgla.observe.machine import Machine, detect
-from sgla.sched.limits import LONGEST
 from sgla.text.tools.families import choose
 
 MIB, GIB = 1 << 20, 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
-GPU_FRACTION = 0.85  # of the GPU's memory for weights and KV, the rest for workspace
+BY_WORKERS = {  # of a GPU, whose free memory they see
+    "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
+    "context_length": "the model's own limit, or what the KV cache holds",
+}
 
 
 class Choice(NamedTuple):
@@ -29,7 +31,7 @@ class Choice(NamedTuple):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """``config`` has no open value left, except context_length as long as the model is unknown.
+    """``config`` has no open value left, except context_length as long as the model is unknown, and ``BY_WORKERS`` on a GPU.
 
     ``reasons``: one per field. ``notes``: what the user may want to know or change.
     """
@@ -119,13 +121,15 @@ def resolve(
     if encoder:
         reasons["kv_cache_bytes"] = "an encoder keeps no KV"
         reasons["context_length"] = "the longest input the model's files recommend"
+    elif cuda:
+        reasons |= {name: reason for name, reason in BY_WORKERS.items() if getattr(config, name) is None}
     else:
-        room = settle("kv_cache_bytes", choose_kv_bytes(machine, cuda, model, dtype, config))
-    if model and not encoder:
-        per_token = kv_shape(model).bytes_per_token(dtype, config.kv_cache_dtype)
-        settle("context_length", choose_context(kv_shape(model).positions, room * config.tp // per_token))
-    elif config.context_length is None and not encoder:
-        reasons["context_length"] = "the model's own limit, or what the KV cache holds"
+        room = settle("kv_cache_bytes", choose_kv_bytes(machine, model, dtype, config.tp))
+        if model:
+            held = room * config.tp // kv_shape(model).bytes_per_token(dtype)
+            settle("context_length", choose_context(kv_shape(model).positions, held))
+        elif config.context_length is None:
+            reasons["context_length"] = BY_WORKERS["context_length"]
     if not config.served_model_name:
         filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
     return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
@@ -183,19 +187,10 @@ def choose_threads(machine: Machine, tp: int) -> Choice:
     return Choice(max(1, cores // tp), f"{cores} {kind} cores over {tp} ranks")
 
 
-def choose_kv_bytes(
-    machine: Machine, cuda: bool, model: Mapping[str, Any] | None, dtype: str, config: Config
-) -> Choice:
-    """CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free. GPU: a share of its memory."""
-    if cuda:
-        total = machine.gpus[0].memory if machine.gpus else 0
-        quantization = config.quantization or (checkpoint_quantization(model) if model else None)
-        weights = weight_bytes(model, dtype, quantization) // config.tp if model else total // 3
-        return Choice(
-            int(total * GPU_FRACTION) - weights, f"{GPU_FRACTION:.0%} of the GPU's memory, less the weights"
-        )
+def choose_kv_bytes(machine: Machine, model: Mapping[str, Any] | None, dtype: str, ranks: int) -> Choice:
+    """Of a CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free."""
     shape = kv_shape(model) if model else None
-    wanted = max(512 * MIB, shape.bytes_per_token(dtype) * ROOM_TOKENS // config.tp if shape else 0)
+    wanted = max(512 * MIB, shape.bytes_per_token(dtype) * ROOM_TOKENS // ranks if shape else 0)
     limit = machine.memory_available // 4
     if wanted > limit > 0:
         return Choice(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgla.cli.args import parse
-from sgla.cli.explain import ledger
+from sgla.cli.explain import as_text, ledger
 from sgla.cli.settings import load_config, parse_bytes
 from sgla.config import ALIASES, Config
 from sgla.errors import ConfigError
@@ -178,12 +179,13 @@ def test_every_value_is_filled_and_has_a_reason() -> None:
         "max_running_requests",
         "step_tokens",
         "itl_target_ms",
-        "kv_cache_bytes",
     ]
+    sizes = ["kv_cache_bytes", "context_length"]  # which the workers settle on a GPU
     for machine in (LAPTOP, Machine(), Machine(gpus=(H200,), torch_cuda="13.0")):
         resolved = resolve(Config(), machine, SMOLLM2)
-        for name in [*open_names, "context_length"]:
-            assert getattr(resolved.config, name) not in (None, "auto"), name
+        for name in [*open_names, *sizes]:
+            known = name not in sizes or not machine.gpus
+            assert (getattr(resolved.config, name) not in (None, "auto")) is known, name
             assert resolved.reasons[name] not in ("", "default", "given")
         assert set(resolved.reasons) == set(Config.__struct_fields__)
         check(resolved.config)
@@ -290,6 +292,23 @@ def test_a_gpu_that_is_not_there(machine: Machine, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(Config(device="cuda"), machine)
     assert caught.value.param == "device"
+
+
+def test_what_is_given_for_a_gpu_stays() -> None:
+    resolved = resolve(
+        Config(kv_cache_bytes=7 * GIB, context_length=100), Machine(gpus=(H200,), torch_cuda="13.0"), SMOLLM2
+    )
+    assert (resolved.config.kv_cache_bytes, resolved.config.context_length) == (7 * GIB, 100)
+    assert resolved.reasons["kv_cache_bytes"] == resolved.reasons["context_length"] == "given"
+    assert ledger(resolved.config, SMOLLM2)["kv_cache"] == 7 * GIB
+
+
+def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
+    machine = Machine(gpus=(H200,), torch_cuda="13.0")
+    resolved = resolve(Config(), machine, SMOLLM2)
+    rows = ledger(resolved.config, SMOLLM2)
+    assert rows.keys() == {"weights", "kv_bytes_per_token"}
+    assert re.search(r"KV cache +the rest .* 23040 bytes\nGPUs +\d+", as_text(resolved, rows, machine))
 
 
 def test_more_ranks_than_gpus() -> None:

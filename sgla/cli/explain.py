@@ -13,9 +13,10 @@ from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
 from sgla.hub.fetch import find_local
 from sgla.hub.source import open_source
+from sgla.model.registry import is_encoder
 from sgla.model.spec import checkpoint_quantization
 from sgla.observe.machine import Machine, detect
-from sgla.resolve import GIB, MIB, Resolved, kv_shape, resolve, weight_bytes
+from sgla.resolve import GIB, MIB, Resolved, architecture, kv_shape, resolve, weight_bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,13 +36,16 @@ def model_config(config: Config) -> dict[str, Any] | None:
 
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
-    """Bytes by purpose for all ranks together, and what the KV cache holds. Weights are estimated from the shape."""
+    """Bytes by purpose for all ranks together, and what the KV cache holds, unless it gets what a GPU has left. Weights are
+    estimated from the shape."""
     stored = checkpoint_quantization(model) if config.device == "cuda" else None
     weights = weight_bytes(model, config.dtype, config.quantization or stored)
-    if config.kv_cache_bytes is None:  # an encoder
+    if is_encoder(architecture(model)):
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
     per_token = kv_shape(model).bytes_per_token(config.dtype, config.kv_cache_dtype)
-    kv = (config.kv_cache_bytes or 0) * config.tp
+    if config.kv_cache_bytes is None:
+        return {"weights": weights, "kv_bytes_per_token": per_token}
+    kv = config.kv_cache_bytes * config.tp
     pages = kv // (per_token * config.page_size)
     return {
         "weights": weights,
@@ -59,17 +63,24 @@ def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine) -> str:
         f"{name:<{width}}  {value:<{column}}  {reason(resolved, name)}" for name, value in values.items()
     ]
     if rows:
-        total = rows["weights"] + rows["kv_cache"]
-        lines += [
-            "",
-            f"weights    {size(rows['weights']):>10}  estimated from the model's shape",
-            f"KV cache   {size(rows['kv_cache']):>10}  {rows['kv_pages']} pages, {rows['kv_tokens']} tokens "
-            f"of {rows['kv_bytes_per_token']} bytes",
-            f"together   {size(total):>10}  of {size(machine.memory_available)} available",
-        ]
+        lines += ["", f"weights    {size(rows['weights']):>10}  estimated from the model's shape"]
+        lines += [kv_line(rows)]
+        if resolved.config.device == "cuda":
+            memory = sum(gpu.memory for gpu in machine.gpus[: resolved.config.tp])
+            lines.append(f"GPUs       {size(memory):>10}")
+        else:
+            total = rows["weights"] + rows["kv_cache"]
+            lines.append(f"together   {size(total):>10}  of {size(machine.memory_available)} available")
     else:
         lines += ["", "the model is not on this disk yet, so its memory is unknown"]
     return "\n".join(lines + [f"note: {note}" for note in resolved.notes])
+
+
+def kv_line(rows: dict[str, int]) -> str:
+    tokens = f"of {rows['kv_bytes_per_token']} bytes"
+    if "kv_cache" not in rows:
+        return f"KV cache   {'the rest':>10}  less what the largest steps take; tokens {tokens}"
+    return f"KV cache   {size(rows['kv_cache']):>10}  {rows['kv_pages']} pages, {rows['kv_tokens']} tokens {tokens}"
 
 
 def reason(resolved: Resolved, name: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from sgla.errors import ContextTooLong, InvalidField
-from sgla.messages import RowSampling, Submit
+from sgla.messages import LONGEST, RowSampling, Submit
 
 # Plans travel through a ring of 16 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
 # bring at most this many bytes, or there is only one; those of all steps in flight bring at most so many, or there is only
 # one; and one request has at most so many beside its tokens. Their pages come on top: with pages of one token as many bytes.
 BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
-LONGEST = 1 << 20  # tokens of a request
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -22,37 +22,40 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.config import Config
 from sgla.dist.gpus import join_gpus
-from sgla.errors import ConfigError, UnsupportedField
+from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.rehearsal import compilers
 from sgla.layers.linear import split_heads
-from sgla.messages import (
-    PROMPT_LOGPROBS,
-    SAMPLE,
-    Control,
-    Facts,
-    NewRow,
-    Progress,
-    StepPlan,
-    StepResult,
-)
+from sgla.messages import LONGEST, PROMPT_LOGPROBS, SAMPLE, Control, Facts, Progress, StepPlan, StepResult
 from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
-from sgla.sampling.constraints import Constraints, Masks, mask_threads
+from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
 from sgla.worker import refused
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
 from sgla.worker.flights import Flight, Flights
+from sgla.worker.gpu_memory import (
+    FEWER_ROWS,
+    FEWER_TOKENS,
+    RESERVE,
+    Advice,
+    Peak,
+    Weights,
+    graph_bytes,
+    ledger_of,
+    size_pool,
+    within_memory,
+)
 from sgla.worker.graphs import Capture, DecodeGraphs, sizes_up_to
-from sgla.worker.memory import mib
+from sgla.worker.memory import MIB, mib
 from sgla.worker.profile import Profiler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.state import column
-from sgla.worker.warm_up import EVERYTHING, rehearse, wake_triton, warm_up
+from sgla.worker.warm_up import measure, rehearse, wake_triton, warm_up
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
@@ -62,7 +65,6 @@ CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are meas
 E4M3_MAX = 448.0
 # Tokens of a step that reads prompts beside decode rows, if weights are of more bytes: then more steps have more to share.
 MIXED, HEAVY = 512, 4 << 30
-RESERVE = 1 << 30  # bytes left to graphs, libraries and fragmentation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
 
@@ -89,25 +91,19 @@ class CudaRunner:
         loaded = clock.now()
         report(Progress(phase="warmup", message="kernels"))
         if self._rehearsal is not None:
-            self._rehearsal.result()
+            with within_memory("rehearsing steps", lambda: FEWER_TOKENS):
+                self._rehearsal.result()
         rehearsed = clock.now()
         with torch.inference_mode():
-            self._size(config)
+            with within_memory("measuring steps", lambda: FEWER_TOKENS):
+                self._size(config)
             sized = clock.now()
             report(Progress(phase="warmup", message="graphs"))
-            before = torch.cuda.mem_get_info()[0]
-            if self._captures:
-                capture = Capture()
-                self.graphs.capture(capture)
-                if not self.deterministic:
-                    self.prompts.capture(capture)
-                torch.cuda.synchronize()
-            self.ledger["graphs"] = before - torch.cuda.mem_get_info()[0]  # taken from the reserve
-            self.notes.append(
-                "memory: " + ", ".join(f"{name} {mib(size)}" for name, size in self.ledger.items())
-            )
+            with within_memory("capturing graphs", self._smaller_pool):
+                self._capture()
             captured = clock.now()
-            warm_up(self)
+            with within_memory("warming up", self._smaller_pool):
+                warm_up(self)
         self.facts.timings |= {
             "ranks": begun - joining,
             "weights": loaded - begun,
@@ -125,7 +121,7 @@ class CudaRunner:
         spec = ModelSpec.from_config(source.config)
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
-        self.context_len = config.context_length or spec.context_len
+        self.context_len = config.context_length or min(spec.context_len, LONGEST)
         heads, kv_heads = split_heads(spec.heads, spec.kv_heads, self.shard)
         shape = attention.Shape(
             heads=len(heads),
@@ -140,13 +136,14 @@ class CudaRunner:
             deterministic=config.deterministic,
             context_len=self.context_len + 1,
         )
-        self.attention, self.notes = attention.choose(
-            config.attention_backend,
-            shape,
-            spec.attention_scale,
-            decode=config.decode_attention_backend,
-            prefill=config.prefill_attention_backend,
-        )
+        with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
+            self.attention, self.notes = attention.choose(
+                config.attention_backend,
+                shape,
+                spec.attention_scale,
+                decode=config.decode_attention_backend,
+                prefill=config.prefill_attention_backend,
+            )
         self._captures = self.attention.captures
         self.cascade = Cascade.of(shape, self.attention)
         refused.check(config, spec, self.dtype)
@@ -159,7 +156,15 @@ class CudaRunner:
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         self.windows = sorted(set(spec.windows))
         begin = partial(self._begin, config.page_size, torch.cuda.memory_allocated())
-        with torch.device("cuda"):
+        self._weights = Weights(
+            spec,
+            self._dtype_name,
+            config.quantization or spec.quantization,
+            self.shard.size,
+            refused.has_e4m3(),
+        )
+        self._weights.check(torch.cuda.mem_get_info()[0])
+        with torch.device("cuda"), within_memory("loading the weights", self._lighter):
             self.model = load_model(
                 source,
                 self._dtype_name,
@@ -176,9 +181,12 @@ class CudaRunner:
     def _begin(self, page_size: int, before: int, model: CausalLM) -> None:
         """Work with a model whose weights are still to come. ``before``: bytes that were allocated before it was made."""
         self.model = model
-        self.ledger = {"weights": torch.cuda.memory_allocated() - before}
-        self.tables = DeviceTables(self.slots, self.context_len, page_size)
-        self.sampler = DeviceSampler(self.tables.tokens, model.spec.vocab, self.shard)
+        made = torch.cuda.memory_allocated()
+        with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
+            self.tables = DeviceTables(self.slots, self.context_len, page_size)
+            self.logits = torch.empty(self.slots, len(model.lm_head.own), device="cuda")  # of graphs
+            self.sampler = DeviceSampler(self.tables.tokens, model.spec.vocab, self.shard)
+        self.ledger = {"weights": made - before, "tables": torch.cuda.memory_allocated() - made}
         self._scales = [(1.0, 1.0)] * model.spec.layers
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = pool.submit(rehearse, self, self._woken) if self._captures else None
@@ -194,7 +202,8 @@ class CudaRunner:
                 "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"
             )
         self.kv = self.allocate(1, config.page_size, self.kv_dtype)
-        peak = self.activations()
+        self.graphs, self.prompts = DecodeGraphs(self), PromptGraphs(self)
+        peak = measure(self)
         self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
         self.matchers, self.constraints = None, None
         if self.shard.rank == 0:
@@ -207,25 +216,17 @@ class CudaRunner:
                 pin=True,
             )
         self.flights = Flights(self.tables, self.sampler, self.constraints)
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0] - peak - RESERVE
-        budget = min(free, config.kv_cache_bytes or free)
-        pages = budget // page
-        if pages * config.page_size < (config.context_length or 2 * config.page_size):
-            wanted = -(-(config.context_length or config.page_size) // config.page_size) + 1
-            raise ConfigError(
-                f"the KV cache has {mib(max(0, budget))}; {mib(wanted * page - budget)} are missing for "
-                f"{config.context_length or config.page_size} tokens; lower --context-length or --step-tokens",
-                param="context_length",
+        pages = self._pool(config, page, peak)
+        context_len = min(self.context_len, (pages - 1) * config.page_size)
+        if context_len < self.context_len:
+            self.notes.append(
+                f"context cut from {self.context_len} to {context_len} tokens, what the KV cache holds"
             )
-        self.kv = self.allocate(int(pages), config.page_size, self.kv_dtype)
-        self.ledger |= {"activations": peak, "kv": int(pages) * page, "reserve": RESERVE}
-        self.graphs, self.prompts = DecodeGraphs(self), PromptGraphs(self)
         self.facts = Facts(
-            pages=int(pages),
+            pages=pages,
             page_size=config.page_size,
             slots=self.slots,
-            context_len=min(self.context_len, (int(pages) - 1) * config.page_size),
+            context_len=context_len,
             vocab_size=self.model.spec.vocab,
             step_tokens=self.step_tokens,
             step_tile=STEP_TILE,
@@ -241,6 +242,50 @@ class CudaRunner:
             notes=self.notes,
             grammars=True,
         )
+
+    def _pool(self, config: Config, page: int, peak: Peak) -> int:
+        """Allocate as many pages, of ``page`` bytes, as there is memory for, or as the user wants. Returns their number."""
+        largest = max(self.slots, self.prompts.limit)  # tokens of a graph
+        graphs = 0
+        if self._captures:
+            count = self.graphs.count + (0 if self.deterministic else len(self.prompts.pairs))
+            layers = self.model.spec.layers
+            graphs = graph_bytes(count, layers, peak.prompts * largest // max(largest, self.step_tokens))
+        torch.cuda.empty_cache()
+        kept = ledger_of(peak, graphs)
+        free = torch.cuda.mem_get_info()[0] - sum(kept.values())
+
+        def advise(missing: int) -> Advice:
+            smaller = peak.shrink(-(-missing // 2), self.step_tokens, self.slots)  # it is kept twice
+            return smaller or self._weights.lighter(self._weights.bytes - missing)
+
+        pages = size_pool(free, page, config.page_size, config.kv_cache_bytes, config.context_length, advise)
+        self.ledger |= kept | {"kv": pages * page}
+        with within_memory("allocating the KV cache", self._smaller_pool):
+            self.kv = self.allocate(pages, config.page_size, self.kv_dtype)
+        return pages
+
+    def _smaller_pool(self) -> Advice:
+        left = self.ledger["kv"] - RESERVE
+        return (
+            Advice(f"give --kv-cache-bytes {left // MIB}M", "kv_cache_bytes") if left > 0 else self._lighter()
+        )
+
+    def _lighter(self) -> Advice:
+        return self._weights.lighter(self._weights.bytes - 1)
+
+    def _capture(self) -> None:
+        before = torch.cuda.mem_get_info()[0]
+        if self._captures:
+            capture = Capture()
+            self.graphs.capture(capture)
+            if not self.deterministic:
+                self.prompts.capture(capture)
+            torch.cuda.synchronize()
+        taken = before - torch.cuda.mem_get_info()[0]
+        self.ledger["reserve"] += self.ledger["graphs"] - taken
+        self.ledger["graphs"] = taken
+        self.notes.append("memory: " + ", ".join(f"{name} {mib(size)}" for name, size in self.ledger.items()))
 
     def measure_scales(self) -> list[tuple[float, float]]:
         """Scales that put the largest k and v of a random prompt at a half of what e4m3 can hold."""
@@ -266,29 +311,6 @@ class CudaRunner:
         pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
         scales = self._scales if dtype == self.kv_dtype else [(1.0, 1.0)] * spec.layers
         return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
-
-    def activations(self) -> int:
-        """Peak bytes of the largest steps, all of whose rows write to the dummy page and sample with all there is."""
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        longest = min(self.step_tokens, self.context_len)
-        rows = self.step_tokens // longest
-        q_lens = np.full(rows, longest, np.int32)
-        padding = np.full(rows, self.slots, np.int32)
-        slots, ends = np.arange(self.slots, dtype=np.int32), np.full(self.slots, self.context_len, np.int32)
-        for slot in range(self.slots):
-            self.sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=1, pages=b"", sampling=EVERYTHING))
-        for _ in range(2):
-            batch = self.extend_batch(padding, np.zeros(rows, np.int32), q_lens)
-            hidden = gpu.force(self.model.forward(batch, self.kv))
-            most = self._logits(hidden[torch.zeros(self.slots, dtype=torch.long, device="cuda")])
-            out = torch.zeros(self.slots, dtype=torch.int32, device="cuda")
-            d_slots, d_ends = upload(np.stack([slots, ends]))
-            words = torch.zeros(self.slots, -(-self.model.spec.vocab // 32), dtype=torch.int32, device="cuda")
-            undrawn = Undrawn(most, d_slots, d_ends, out, slots, (slots, ends))
-            self.sampler.sample(undrawn, Masks(d_slots, words))
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
 
     # --- steps
 
@@ -370,7 +392,7 @@ class CudaRunner:
         if not count:
             return batch.ids, 0, scored, None
         host, where, positions = host[:, :count], where[:count], positions[:count]
-        logits = self._logits(hidden[at[:count]] if scores else hidden[:count])
+        logits = self.logits_of(hidden[at[:count]] if scores else hidden[:count])
         out = torch.empty(count, dtype=torch.int32, device="cuda")
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)
@@ -443,7 +465,7 @@ class CudaRunner:
             tiles = tiles - skip // tile
         return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
 
-    def _logits(self, hidden: Any) -> Tensor:
+    def logits_of(self, hidden: Any) -> Tensor:
         """Of this rank's part of the vocabulary."""
         with self.ops.float32_output():
             return self.model.logits_part(hidden)

@@ -15,6 +15,7 @@ from sgla.attention import DeviceBatch
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.attention.native import NativeDecode
+from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton import step
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Undrawn
@@ -101,7 +102,6 @@ class DecodeGraphs:
         self.sizes = sizes_up_to(self.limit)
         self._runner = runner
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits = torch.empty(self.limit, len(runner.model.lm_head.own), device="cuda")
         self._cascade_sizes = cascade_sizes(self.sizes) if runner.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
         self._plan: Prefixes | None = None  # what the buffer holds
@@ -114,22 +114,34 @@ class DecodeGraphs:
         self._ids, self._positions, self._kv_len, self._out_loc = torch.zeros(
             4, self.limit, dtype=torch.int32, device="cuda"
         )
-        native = isinstance(runner.attention.decode, NativeDecode)
-        self._one_row = runner.model.decode_step(runner.kv) if native else None
+        self._one_row: DecodeStep | None = None
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in runner.windows}
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._keys = torch.full((self.limit,), WORST, dtype=torch.int64, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
 
+    @property
+    def count(self) -> int:
+        """Graphs to be captured."""
+        return len(self.sizes) + len(self._cascade_sizes)
+
+    def _settle(self) -> None:
+        """What depends on where the KV is."""
+        runner = self._runner
+        if isinstance(runner.attention.decode, NativeDecode):
+            self._one_row = runner.model.decode_step(runner.kv)
+
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""
+        self._settle()
         for size in reversed(self._cascade_sizes):
             self._forward(size, True)
         for size in reversed(self.sizes):
             self._forward(size)
 
     def capture(self, capture: Capture) -> None:
-        """Large to small, so that the small ones fit into the memory of the large."""
+        """Large to small, so that the small ones fit into the memory of the large. The KV pool is there."""
+        self._settle()
         nobody = np.zeros(0, np.int32)
         self._send(nobody, nobody, self.limit)
         self._graphs[self.limit] = capture(partial(self._forward, self.limit))
@@ -152,8 +164,8 @@ class DecodeGraphs:
             prefixes.skip if prefixes is not None else None,
         )  # fmt: skip
         if size == 1 and self._one_row is not None and not cascade:
-            self._one_row(self._ids[:1], slots, kv_len, tables.page_table, self._logits[:1])
-            runner.sampler.draw(self._logits[:1], slots, ends, self.out[:1], landing)
+            self._one_row(self._ids[:1], slots, kv_len, tables.page_table, runner.logits[:1])
+            runner.sampler.draw(runner.logits[:1], slots, ends, self.out[:1], landing)
             return
         for window in others:
             step.count_tiles(kv_len, cum[window], attention.TILE, window)
@@ -180,14 +192,14 @@ class DecodeGraphs:
             hidden = runner.model.forward(batch, runner.kv)
             race = runner.sampler.race(slots, ends, self._keys[:size], plain)
             racing = None if runner.model.lm_head.softcap else race
-            with runner.ops.float32_output(self._logits[:size], racing) as output:
+            with runner.ops.float32_output(runner.logits[:size], racing) as output:
                 logits = runner.model.logits_part(hidden)
         if output.drawn:
             runner.sampler.land(race, self.out[:size], landing)
             return
-        if logits.data_ptr() != self._logits.data_ptr():  # a soft cap or an all-gather made another tensor
-            self._logits[:size].copy_(logits)
-        runner.sampler.draw(self._logits[:size], slots, ends, self.out[:size], landing)
+        if logits.data_ptr() != runner.logits.data_ptr():  # a soft cap or an all-gather made another tensor
+            runner.logits[:size].copy_(logits)
+        runner.sampler.draw(runner.logits[:size], slots, ends, self.out[:size], landing)
 
     def _prefixes(self, size: int) -> DevicePrefixes:
         valid, items, order, skip, first = unpack(self._shared, self.limit)
@@ -235,7 +247,7 @@ class DecodeGraphs:
             self.out,
             None,
             Undrawn(
-                self._logits[:rows],
+                self._runner.logits[:rows],
                 columns.slots[:rows],
                 columns.ends[:rows],
                 self.out,

@@ -51,7 +51,6 @@ class PromptGraphs:
         self._cum = {
             w: torch.zeros(runner.slots + 1, dtype=torch.int32, device="cuda") for w in runner.windows
         }
-        self._logits = torch.empty(runner.slots, len(runner.model.lm_head.own), device="cuda")
         self._out = torch.zeros(runner.slots, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
@@ -116,7 +115,7 @@ class PromptGraphs:
         ids, positions, out_loc = self._tokens[:, :size]
         sampled = min(n + ROWS, runner.slots)
         at, where, ends = at[:sampled], where[:sampled], ends[:sampled]
-        logits, out = self._logits[:sampled], self._out[:sampled]
+        logits, out = runner.logits[:sampled], self._out[:sampled]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
         window, *others = runner.windows
         if n:
@@ -175,7 +174,7 @@ class PromptGraphs:
         return (
             self._out,
             new,
-            Undrawn(self._logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
+            Undrawn(self._runner.logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
         )
 
 

@@ -23,6 +23,11 @@ def check(config: Config, spec: ModelSpec, dtype: torch.dtype) -> None:
         check_kv_cache(dtype)
 
 
+def has_e4m3() -> bool:
+    """Whether the GPU has 8-bit floating point."""
+    return torch.cuda.get_device_capability() >= E4M3
+
+
 def check_weights(quantization: str | None, dtype: torch.dtype, mixture: bool) -> None:
     if mixture and quantization in ("int8", "int4"):
         raise ConfigError(
@@ -31,7 +36,7 @@ def check_weights(quantization: str | None, dtype: torch.dtype, mixture: bool) -
         )
     if quantization == "fp8" and dtype == torch.float32:
         raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
-    if quantization == "fp8" and torch.cuda.get_device_capability() < E4M3:
+    if quantization == "fp8" and not has_e4m3():
         raise ConfigError(
             f"{torch.cuda.get_device_name()} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer "
             "GPU; use bfloat16 weights, without --quantization fp8",
@@ -40,7 +45,7 @@ def check_weights(quantization: str | None, dtype: torch.dtype, mixture: bool) -
 
 
 def check_kv_cache(dtype: torch.dtype) -> None:
-    if torch.cuda.get_device_capability() < E4M3 or dtype != torch.bfloat16:
+    if not has_e4m3() or dtype != torch.bfloat16:
         raise ConfigError(
             "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype bfloat16; "
             "leave it out",

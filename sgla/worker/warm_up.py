@@ -6,7 +6,7 @@ time. Once its graphs are there it runs requests with all that a request can ask
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,16 @@ import msgspec
 import numpy as np
 import torch
 
+from sgla.attention.torch_ops import TorchExtend
 from sgla.kernels.cuda.batch_gemm import ROWS
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import step
-from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
 from sgla.model.spec import ModelSpec
+from sgla.sampling.constraints import Masks
+from sgla.sampling.device import Undrawn
+from sgla.worker.device_state import upload
+from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Peak, within_memory
 from sgla.worker.graphs import DecodeGraphs
 from sgla.worker.prompt_graphs import PromptGraphs
 
@@ -32,6 +37,7 @@ EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for gram
     top_p=0.9,
     min_p=0.01,
     logprobs=20,
+    prompt_logprobs=20,
     logprob_ids=[0],
     frequency=0.1,
     logit_bias=[(0, 0.1)],
@@ -58,7 +64,7 @@ def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
         if runner.kv_dtype != runner.dtype:
             runner.measure_scales()
         runner.kv = runner.allocate(1, runner.tables.page_size, runner.kv_dtype)[:layers]
-        longest = runner.context_len - 1
+        longest = max(1, runner.context_len - 1)
         most = min(runner.step_tokens, runner.slots * longest)
         sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first
         alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
@@ -70,16 +76,67 @@ def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
         DecodeGraphs(runner).rehearse()
         if not runner.deterministic:
             PromptGraphs(runner).rehearse()
-        runner.activations()
+        measure(runner)
         for plan in _plans(runner):
             runner.tables.apply(plan, runner.sampler)
+
+
+def measure(runner: CudaRunner) -> Peak:
+    """Run the largest steps there can be. Every row has the dummy page."""
+    with within_memory("sampling", lambda: FEWER_ROWS):
+        kept = _peak(_admit_all, runner)
+        samples = _peak(_sample_most, runner)
+    with within_memory("reading prompts", lambda: FEWER_TOKENS):
+        prompts = _peak(_read_most, runner)
+    return Peak(kept + prompts, kept + samples)
+
+
+def _admit_all(runner: CudaRunner) -> None:
+    for slot in range(runner.slots):
+        new = NewRow(
+            slot=slot, tokens=bytes(4), prompt_len=runner.context_len, pages=b"", sampling=EVERYTHING
+        )
+        runner.tables.apply(_step([(slot, 0, 1)], new), runner.sampler)
+
+
+def _peak(run: Callable[[CudaRunner], None], runner: CudaRunner) -> int:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    run(runner)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
+
+
+def _read_most(runner: CudaRunner) -> None:
+    """Full steps: of prompts whose logprobs are wanted, and of prompts behind histories, with decode rows."""
+    slots, context = runner.slots, runner.context_len
+    tokens = min(runner.step_tokens, slots * context)
+    prompts = [(slot, 0, min(context, tokens - at)) for slot, at in enumerate(range(0, tokens, context))]
+    runner.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
+    decodes, half = min(slots // 2, tokens // 2), max(1, min(tokens, context) // 2)
+    start = context - half if isinstance(runner.attention.extend, TorchExtend) else half
+    left = range(0, tokens - decodes, half)[: slots - decodes]
+    behind = [(decodes + i, start, min(half, tokens - decodes - at)) for i, at in enumerate(left)]
+    runner.run_eagerly(_step([*((slot, start, 1) for slot in range(decodes)), *behind]))
+
+
+def _sample_most(runner: CudaRunner) -> None:
+    """Every row wants everything."""
+    slots = np.arange(runner.slots, dtype=np.int32)
+    ends = np.full_like(slots, runner.context_len)
+    d_slots, d_ends = upload(np.stack([slots, ends]))
+    spec, out = runner.model.spec, torch.zeros_like(d_slots)
+    logits = runner.logits_of(torch.zeros(runner.slots, spec.hidden, dtype=runner.dtype, device="cuda"))
+    words = torch.zeros(runner.slots, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
+    runner.sampler.sample(Undrawn(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words))
 
 
 def warm_up(runner: CudaRunner) -> None:
     """Every row has the dummy page."""
     for plan in _plans(runner):
         runner.execute(plan)
-    runner.tables.put(np.full((3, 1), runner.slots))
+    runner.tables.put(np.array([[runner.slots], [0], [0]]))
     runner.flights.forget()
 
 
@@ -117,10 +174,11 @@ def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
             )
             yield _step([(0, start, size - start)], row)
     one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
-    yield msgspec.structs.replace(_step([(0, 3, 1)]), page_slots=zero, page_counts=one, page_ids=zero)
+    row = NewRow(slot=0, tokens=zero, prompt_len=1, pages=b"", sampling=EVERYTHING)
+    yield msgspec.structs.replace(_step([(0, 0, 1)], row), page_slots=zero, page_counts=one, page_ids=zero)
 
 
-def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None) -> StepPlan:
+def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None, flags: int = SAMPLE) -> StepPlan:
     """``rows``: slot, position of the first token, and how many tokens are computed before one is sampled."""
     slots, starts, q_lens = (np.array(values, np.int32).tobytes() for values in zip(*rows))
     return StepPlan(
@@ -128,6 +186,6 @@ def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None) -> StepPl
         slots=slots,
         starts=starts,
         q_lens=q_lens,
-        flags=bytes([SAMPLE]) * len(rows),
+        flags=bytes([flags]) * len(rows),
         new=[new] if new else [],
     )

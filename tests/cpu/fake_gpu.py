@@ -3,7 +3,7 @@ that it was.
 
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
 ``model``), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
-asked for and what was launched besides. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+asked for and what was launched besides, its context, its pages and its ledger; or the error that ended it. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 
 from sgla.config import Config
+from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.cuda import build, tensor_map
 from sgla.messages import SAMPLE, StepPlan
@@ -93,6 +94,8 @@ def pretend() -> None:
         "mem_get_info": (100 << 30, 100 << 30),
         "memory_allocated": 0,
         "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)
@@ -142,15 +145,17 @@ def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind prefixes; and prompts of
     ``sizes`` tokens together."""
     half = runner.context_len // 2
+    three = min(3, half)
     for rows in range(1, runner.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
     for decodes in (0, 1, 5, runner.slots - 1):
         for start, size in ((0, 2), (0, 100), (1, 17), (0, half), (half, 300)):
-            yield plan([*((slot, start, 1) for slot in range(decodes)), (runner.slots - 1, start, size)])
+            if 0 < size <= min(runner.context_len - start, runner.step_tokens - decodes):
+                yield plan([*((slot, start, 1) for slot in range(decodes)), (runner.slots - 1, start, size)])
         yield plan(
             [
-                *((slot, 3, 1) for slot in range(decodes)),
-                *((slot, 0, 3) for slot in range(decodes, runner.slots)),
+                *((slot, three, 1) for slot in range(decodes)),
+                *((slot, 0, max(1, three)) for slot in range(decodes, runner.slots)),
             ]
         )
     for size in sizes:
@@ -183,18 +188,33 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         "kv_cache_bytes": 64 << 20,
     }
     config = Config(device="cuda", load_format="dummy", **settings | case.get("config", {}))
-    with OnCpu():
-        runner = cuda.CudaRunner(
-            config, ModelSource("dummy", Path("."), (), case["model"], {}), 0, 1, "", lambda p: None
-        )
-        for step in steps(runner, case.get("sizes", [])):
-            runner.execute(step)
-    cuda.rehearse = rehearse
-    return {"asked": len(asked), "late": sorted(launches.seen - asked)}
+    free = case.get("free", 100 << 30)
+    torch.cuda.mem_get_info = lambda *args: (free, free)
+    try:
+        with OnCpu():
+            source = ModelSource("dummy", Path("."), (), case["model"], {})
+            runner = cuda.CudaRunner(config, source, 0, 1, "", lambda p: None)
+            for step in steps(runner, case.get("sizes", [])):
+                runner.execute(step)
+    finally:
+        cuda.rehearse = rehearse
+    facts = runner.facts
+    return {
+        "asked": len(asked),
+        "late": sorted(launches.seen - asked),
+        "context": facts.context_len,
+        "pages": facts.pages,
+        "ledger": facts.ledger,
+        "notes": facts.notes,
+    }
 
 
 if __name__ == "__main__":
     pretend()
     launches = Launches()
     for case in json.loads(sys.argv[1]):
-        print(json.dumps(check(case, launches)), flush=True)
+        try:
+            found = check(case, launches)
+        except ConfigError as error:
+            found = {"error": error.message, "code": error.code, "param": error.param}
+        print(json.dumps(found), flush=True)

@@ -1,8 +1,12 @@
-"""Who gets the bytes of a GPU, decided without one."""
+"""Who gets the bytes of a GPU, decided without one: the pool, and what is said when something does not fit."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +15,141 @@ import torch
 from sgla.attention import torch_ops
 from sgla.attention.base import DeviceBatch, ExtendRows
 from sgla.dist import gpus
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
+from sgla.model.spec import ModelSpec
+from sgla.worker.gpu_memory import Advice, Peak, Weights, size_pool, within_memory
 
 HERE = Path(__file__).parent
+MODELS = HERE.parents[1] / "bench/models"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def spec(name: str) -> ModelSpec:
+    return ModelSpec.from_config(json.loads((MODELS / name / "config.json").read_text()))
+
+
+def no_advice(missing: int) -> Advice:
+    raise AssertionError("the context or the budget is to be changed")
+
+
+def test_the_pool_gets_what_is_free() -> None:
+    assert size_pool(1000 * MIB + 5, MIB, 16, None, None, no_advice) == 1000
+    assert size_pool(1000 * MIB, MIB, 16, 10 * MIB, None, no_advice) == 10
+    assert size_pool(1000 * MIB, MIB, 16, None, 999 * 16, no_advice) == 1000  # page 0 is the dummy
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "wanted", "message", "param"),
+    [
+        (GIB, 3 * GIB, None, "2,048 MiB are missing; lower --kv-cache-bytes$", "kv_cache_bytes"),
+        (
+            -GIB,
+            GIB,
+            None,
+            "0 MiB are left .* 2,048 MiB are missing; lower --kv-cache-bytes$",
+            "kv_cache_bytes",
+        ),
+        (GIB, None, 1024 * 16, " 1 MiB are missing; lower --context-length to 16368$", "context_length"),
+        (GIB, 10 * MIB, 20 * 16, " 11 MiB are missing; raise --kv-cache-bytes to 21M$", "kv_cache_bytes"),
+        (GIB, 10 * MIB, 2000 * 16, "1,991 MiB are missing; lower --context-length to 144$", "context_length"),
+    ],
+)
+def test_a_pool_that_does_not_fit(
+    free: int, budget: int | None, wanted: int | None, message: str, param: str
+) -> None:
+    with pytest.raises(OutOfMemory, match=message) as caught:
+        size_pool(free, MIB, 16, budget, wanted, no_advice)
+    assert caught.value.param == param
+
+
+def test_no_pool_at_all() -> None:
+    asked = []
+    with pytest.raises(OutOfMemory, match="102 MiB are missing; change that$") as caught:
+        size_pool(-100 * MIB, MIB, 16, None, None, lambda n: asked.append(n) or Advice("change that", "x"))
+    assert (caught.value.param, asked) == ("x", [102 * MIB])
+
+
+def test_the_setting_that_frees_enough_of_the_peak() -> None:
+    reads, samples = Peak(1000, 200), Peak(200, 1000)
+    assert reads.shrink(500, 8192, 256) == Advice("lower --step-tokens to 4096", "step_tokens")
+    assert samples.shrink(500, 8192, 256) == Advice(
+        "lower --max-running-requests to 128", "max_running_requests"
+    )
+    assert reads.shrink(801, 8192, 256) is None
+    assert samples.shrink(801, 8192, 256) is None
+
+
+def test_weights_that_do_not_fit() -> None:
+    weights = Weights(spec("qwen3-8b"), "bfloat16", None, 1, True)
+    weights.check(weights.bytes)
+    with pytest.raises(OutOfMemory, match=r" 1 MiB more than .*; use --quantization fp8$") as caught:
+        weights.check(weights.bytes - MIB)
+    assert caught.value.param == "quantization"
+    for other in (
+        weights._replace(e4m3=False),
+        weights._replace(quantization="fp8"),
+        weights._replace(dtype="float32"),
+    ):
+        with pytest.raises(OutOfMemory, match="use --tp 2$"):
+            other.check(other.bytes - MIB)
+    with pytest.raises(OutOfMemory, match="use --tp 4$"):
+        weights._replace(e4m3=False).check(weights.bytes // 3)
+    with pytest.raises(OutOfMemory, match="use a smaller model$"):
+        weights.check(MIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "missing"), [("2.00 GiB", "1,748 MiB"), ("20.00 MiB", "1 MiB"), (None, "1 MiB")]
+)
+def test_torch_runs_out(monkeypatch: pytest.MonkeyPatch, asked: str | None, missing: str) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (300 * MIB, GIB))
+    text = f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has" if asked else "other words"
+    with (
+        pytest.raises(
+            OutOfMemory, match=f"while loading: 300 MiB are free, at least {missing} are missing; less$"
+        ),
+        within_memory("loading", lambda: Advice("less", "x")),
+    ):
+        raise torch.OutOfMemoryError(text)
 
 
 def test_torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="is a CPU build" if torch.version.cuda is None else "shows none"):
         gpus.join_gpus(0, 1, HERE)
+
+
+def test_runners_that_do_not_fit_and_runners_of_short_contexts() -> None:
+    """In a process of its own: see ``fake_gpu.py``."""
+    tiny = json.loads((MODELS / "qwen3-0.6b/config.json").read_text()) | {
+        "num_hidden_layers": 2,
+        "vocab_size": 3000,
+    }
+    cases: list[dict[str, Any]] = [
+        {"free": 20 * MIB},
+        {"free": 800 * MIB, "config": {"kv_cache_bytes": None}},
+        {"free": 4 * GIB, "config": {"kv_cache_bytes": 5 * GIB}},
+        {"free": 1200 * MIB, "config": {"kv_cache_bytes": None, "context_length": None}},
+        *({"config": {"context_length": n}} for n in (1, 2, 3, 17)),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')", json.dumps([{"model": tiny} | case for case in cases])],
+        cwd=HERE, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    weights, steps, pool, whole, *short = map(json.loads, done.stdout.splitlines())
+    assert (weights["code"], weights["param"]) == ("out_of_memory", "tp")
+    assert weights["error"].endswith("46 MiB more than the 20 MiB that are free; use --tp 8")
+    assert (steps["code"], steps["param"]) == ("out_of_memory", "model")
+    assert (pool["code"], pool["param"]) == ("out_of_memory", "kv_cache_bytes")
+    assert whole["late"] == []
+    assert whole["context"] == (whole["pages"] - 1) * 16 < 40960
+    assert f"context cut from 40960 to {whole['context']} tokens, what the KV cache holds" in whole["notes"]
+    left = 1200 * MIB - sum(whole["ledger"].values())
+    assert 0 <= left < 128 << 10  # less than a page
+    assert [(case["context"], case["late"]) for case in short] == [(n, []) for n in (1, 2, 3, 17)]
 
 
 def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

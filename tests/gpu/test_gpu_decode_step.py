@@ -159,9 +159,9 @@ def compare_in_runner(runner: Any) -> None:
     generate(runner, {3: prompt(3, 250)}, 8, False)
 
     def logits(run: Callable[[], None]) -> Tensor:
-        graphs._logits.zero_()
+        runner.logits.zero_()
         run()
-        return graphs._logits[0].clone()
+        return runner.logits[0].clone()
 
     with torch.inference_mode():
         captured = logits(graphs._graphs[1].replay)

@@ -1,0 +1,154 @@
+"""Who gets the bytes of a GPU. Weights come first, then the tables of slots and the workspaces of kernels; the largest steps are
+run once to see what they take (``warm_up.py: measure``); graphs and a reserve get what is estimated here, and the KV pool the rest.
+
+Nothing may run out of memory later. What is in use during a step is bounded by the steps measured. What torch's allocator keeps beyond
+that is not: a segment stays as long as one of its blocks is in use, and gives its free ones to smaller blocks only. It lets go of
+segments that are free before it gives up, and no block outlives its step, so that as much again as the largest steps take is left to it.
+The reserve is for what does not come from torch's allocator: code of kernels that are loaded late, stacks of threads, buffers of
+cuBLAS and NCCL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from sgla.errors import OutOfMemory
+from sgla.model.spec import ModelSpec
+from sgla.worker.memory import MIB, mib, pages_for, weight_bytes
+
+RESERVE = 1024 * MIB
+GRAPH_LAYER = (
+    64 << 10
+)  # bytes of the driver for a layer in a graph: 53 to 96 KiB were measured, activations included
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class Advice(NamedTuple):
+    """What to change, and the name of that setting."""
+
+    text: str
+    param: str
+
+
+FEWER_TOKENS = Advice("lower --step-tokens", "step_tokens")
+FEWER_ROWS = Advice("lower --max-running-requests", "max_running_requests")
+
+
+class Peak(NamedTuple):
+    """Bytes that the largest steps take beside weights, tables and KV: while they read prompts, and while they sample."""
+
+    prompts: int
+    samples: int
+
+    def shrink(self, missing: int, step_tokens: int, slots: int) -> Advice | None:
+        """The setting that makes the peak smaller by ``missing`` bytes, if one does."""
+        if 0 < missing <= self.prompts - self.samples:
+            return Advice(
+                f"lower --step-tokens to {step_tokens * (self.prompts - missing) // self.prompts}",
+                "step_tokens",
+            )
+        if 0 < missing <= self.samples - self.prompts:
+            rows = slots * (self.samples - missing) // self.samples
+            return Advice(f"lower --max-running-requests to {rows}", "max_running_requests")
+        return None
+
+
+class Weights(NamedTuple):
+    """What the size of a rank's weights depends on. ``e4m3``: the GPU has 8-bit floating point."""
+
+    spec: ModelSpec
+    dtype: str
+    quantization: str | None
+    ranks: int
+    e4m3: bool
+
+    @property
+    def bytes(self) -> int:
+        return weight_bytes(self.spec, self.dtype, self.quantization, self.ranks)
+
+    def check(self, free: int) -> None:
+        """Raises OutOfMemory before anything is allocated."""
+        missing = self.bytes - free
+        if missing > 0:
+            advice = self.lighter(free)
+            raise OutOfMemory(
+                f"the weights need {mib(self.bytes)} of each GPU, {mib(missing)} more than the {mib(free)} that are free; "
+                f"{advice.text}",
+                param=advice.param,
+            )
+
+    def lighter(self, room: int) -> Advice:
+        """The setting with which the weights fit into ``room`` bytes."""
+        plain = self.quantization is None and self.dtype == "bfloat16"
+        if plain and self.e4m3 and self._replace(quantization="fp8").bytes <= room:
+            return Advice("use --quantization fp8", "quantization")
+        for ranks in (2, 4, 8):
+            if ranks > self.ranks and self._replace(ranks=ranks).bytes <= room:
+                return Advice(f"use --tp {ranks}", "tp")
+        return Advice("use a smaller model", "model")
+
+
+def ledger_of(peak: Peak, graphs: int) -> dict[str, int]:
+    """What is kept from the KV pool, by purpose."""
+    return {"activations": max(peak), "fragments": max(peak), "graphs": graphs, "reserve": RESERVE}
+
+
+def graph_bytes(graphs: int, layers: int, peak: int) -> int:
+    """What graphs take. ``peak``: bytes of activations of the largest; they share them."""
+    return graphs * layers * GRAPH_LAYER + peak
+
+
+def size_pool(
+    free: int,
+    page: int,
+    page_size: int,
+    budget: int | None,
+    wanted: int | None,
+    advise: Callable[[int], Advice],
+) -> int:
+    """Pages of the KV pool, with the dummy page. ``free``: bytes that it may have; ``page``: bytes of one; ``budget`` and ``wanted``:
+    bytes, and tokens of context, that the user asks for; ``advise``: what frees so many bytes. Raises OutOfMemory."""
+    if budget is not None and budget > free:
+        raise OutOfMemory(
+            f"a KV cache of {mib(budget)} does not fit: {mib(max(0, free))} are left beside weights, steps and graphs, "
+            f"{mib(budget - free)} are missing; lower --kv-cache-bytes",
+            param="kv_cache_bytes",
+        )
+    room = free if budget is None else budget
+    pages, least = room // page, 1 + pages_for(wanted or 1, page_size)
+    if pages >= least:
+        return pages
+    missing = least * page - room
+    if budget is not None and least * page <= free:
+        advice = Advice(f"raise --kv-cache-bytes to {-(-least * page // MIB)}M", "kv_cache_bytes")
+    elif pages > 1:
+        advice = Advice(f"lower --context-length to {(pages - 1) * page_size}", "context_length")
+    else:
+        advice = advise(missing)
+    raise OutOfMemory(
+        f"a context of {wanted or page_size} tokens needs {mib(least * page)} of KV cache, and {mib(max(0, room))} are there; "
+        f"{mib(missing)} are missing; {advice.text}",
+        param=advice.param,
+    )
+
+
+@contextmanager
+def within_memory(phase: str, advise: Callable[[], Advice]) -> Iterator[None]:
+    """Turns torch's error into OutOfMemory. ``phase``: what is being done."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info()[0]
+        asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
+        missing = int(float(asked[1]) * UNITS[asked[2]]) - free if asked else 0
+        advice = advise()
+        raise OutOfMemory(
+            f"the GPU's memory ran out while {phase}: {mib(free)} are free, at least {mib(max(MIB, missing))} are missing; "
+            f"{advice.text}",
+            param=advice.param,
+        ) from error
