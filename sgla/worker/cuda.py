@@ -161,7 +161,7 @@ class CudaRunner:
             self._dtype_name,
             config.quantization or spec.quantization,
             self.shard.size,
-            refused.has_e4m3(),
+            refused.has_e4m3() and not config.deterministic,
         )
         self._weights.check(torch.cuda.mem_get_info()[0])
         with torch.device("cuda"), within_memory("loading the weights", self._lighter):

@@ -139,7 +139,7 @@ class Twice:
 
 def twice(graphs: Any, monkeypatch: pytest.MonkeyPatch, name: str, forward: Callable[..., None]) -> list[Any]:
     """What is kept from now on of the graphs in the attribute ``name``."""
-    written = [graphs._logits, graphs._out if hasattr(graphs, "_out") else graphs.out]
+    written = [graphs._runner.logits, graphs._out if hasattr(graphs, "_out") else graphs.out]
     kept: list[Any] = []
     found = {
         key: Twice(graph, partial(forward, *np.atleast_1d(key).tolist()), written, kept)
