@@ -321,6 +321,15 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from(i, j)) : "memory");
       sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
     }
+  if constexpr (GLOBAL && BN > 192) {  // 10 MB that nobody reads again: written back they would slow down the attention behind
+    __syncwarp();
+    if (threadIdx.x % 8 == 0)  // a line of the cache
+#pragma unroll
+      for (int i = 1; i < SPLIT; ++i)
+#pragma unroll
+        for (int j = 0; j < SHARE; j += 4)
+          asm volatile("discard.global.L2 [%0], 128;" ::"l"(place(work.rank, (work.rank + i) % SPLIT, j)) : "memory");
+  }
 }
 
 // What consumers find in shared memory: stages and their barriers, and what else there is.
