@@ -7,9 +7,10 @@
     python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --engine vllm --python peer-venv/bin/python
 
 All workloads stream ``/v1/completions`` and ignore EOS. Prompts are new in every run, so no prefix is cached before it.
-W6 is for a GPU, the others are for a CPU and run if ``--only`` names none. ``--dummy`` serves a folder that has only config.json,
-with random weights. Its tokens have to make text, since one without makes no chunk and two steps would look like one: so
-the tokenizer in the folder TOKENIZER, of any model, is given a made-up word for each further id.
+W6 is for a GPU, where vllm and sglang have not been run with this script; the others are for a CPU and run if ``--only`` names
+none. ``--dummy`` serves a folder that has only config.json, with random weights. Its tokens have to make text, since one
+without makes no chunk and two steps would look like one: so the tokenizer in the folder TOKENIZER, of any model, is given a
+made-up word for each further id.
 """
 
 from __future__ import annotations
