@@ -63,6 +63,7 @@ def runner() -> Iterator[Any]:
     yield CudaRunner(config, ModelSource("dummy", Path("."), (), MODEL, {}), 0, 1, "", lambda progress: None)
     ops.recorder = recorder
     del ballast
+    gc.collect()
     torch.cuda.empty_cache()
 
 
