@@ -16,7 +16,8 @@ from test_gpu_decode_step import (
     norm,
     weight,
 )
-from test_gpu_moe import make
+from test_gpu_moe import TINY
+from test_gpu_runner import make
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -72,10 +73,9 @@ def test_step_equals_torch(inner: int, normalize: bool, qk_norm: bool) -> None:
 
 
 def test_runner_decodes_one_row_as_it_does_many() -> None:
-
     recorder = ops.recorder
     try:
-        compare_in_runner(make(None))
+        compare_in_runner(make(TINY))
     finally:
         ops.recorder = recorder
         torch.cuda.empty_cache()
