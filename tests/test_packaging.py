@@ -226,7 +226,8 @@ def third_party(folder: str) -> set[str]:
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module.split(".")[0])
-    local = {path.stem for path in (ROOT / folder).rglob("*.py")} | {"sgla"}
+    near = (folder, "bench") if folder == "tests" else (folder,)
+    local = {path.stem for name in near for path in (ROOT / name).rglob("*.py")} | {"sgla"}
     return found - sys.stdlib_module_names - local
 
 

@@ -7,6 +7,7 @@ import pickle
 import sys
 from array import array
 from collections import deque
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -48,6 +49,8 @@ class _Writer(pickle.Pickler):
             return _node, _values(value)
         if isinstance(value, RadixCache):
             return _empty, (type(value),), vars(value) | {"_sort_key": None}
+        if isinstance(value, Enum):  # Python up to 3.11.3 would name its class and `getattr`
+            return type(value), (value.value,)
         return NotImplemented
 
 
