@@ -8,7 +8,7 @@ Times are medians of graph replays (CUDA events), each over a set of buffers lar
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -414,18 +414,18 @@ def bench_sampling() -> None:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or [
-        "decode",
-        "cascade",
-        "skinny",
-        "batch",
-        "small",
-        "prefill",
-        "prompts",
-        "sampling",
-    ]
-    for name in chosen:
-        globals()[f"bench_{name}"]()
+    benches = {name[6:]: bench for name, bench in globals().items() if name.startswith("bench_")}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(benches)}; all, if there is none"
+    )
+    names = parser.parse_args().names
+    if unknown := set(names) - set(benches):
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
+    for name in names or benches:
+        benches[name]()
 
 
 if __name__ == "__main__":

@@ -16,10 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sgla import __version__
-from sgla.observe.machine import detect
-
-PACKAGES = "torch", "triton", "flashinfer-python", "transformers"
+PACKAGES = "sgla", "torch", "triton", "flashinfer-python", "transformers"
 
 
 def line(fields: Mapping[str, Any]) -> str:
@@ -35,6 +32,8 @@ def emit(fields: Mapping[str, Any]) -> None:
 
 @cache
 def machine() -> str:
+    from sgla.observe.machine import detect  # here, so that a peer's interpreter needs no sgla
+
     return detect().label()
 
 
@@ -50,17 +49,19 @@ def command() -> str:
 
 @cache
 def commit() -> str | None:
-    """Of this working tree, ``-dirty`` where it differs; without a repository what ``BENCH_COMMIT`` says, if anything."""
+    """What ``BENCH_COMMIT`` says, for a copy of the sources; else of this working tree, ``-dirty`` where it differs."""
+    if given := os.environ.get("BENCH_COMMIT"):
+        return given
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.check_output(describe, text=True, stderr=subprocess.DEVNULL).strip()
-    return os.environ.get("BENCH_COMMIT")
+    return None
 
 
 @cache
 def versions() -> dict[str, str]:
     """Of what is installed here; a peer in another interpreter has its own."""
-    found = {"python": platform.python_version(), "sgla": __version__}
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

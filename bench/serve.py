@@ -114,6 +114,8 @@ ENGINES = {
 
 def main() -> None:
     args = parse()
+    if args.dummy and (args.engine == "url" or not ENGINES[args.engine].dummy):
+        raise SystemExit(f"--dummy is not for --engine {args.engine}: it cannot serve random weights")
     if args.engine == "url":
         facts = asyncio.run(describe(args.url))
         target = target_of(args.url, facts["model"])
@@ -148,6 +150,8 @@ def extend_tokenizer(source: Path, model: Path, folder: Path) -> None:
         shutil.copy(path, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
+    if not isinstance(words, dict):
+        raise SystemExit("--dummy needs a tokenizer whose vocabulary has names and ids (BPE or WordPiece)")
     known = max(*words.values(), *(added["id"] for added in tokenizer["added_tokens"])) + 1
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     words |= {f"xq{i}": i for i in range(known, size)}

@@ -45,7 +45,7 @@ def choose(
     asked = Asked.of("decode", name, decode), Asked.of("prefill", name, prefill)
     if shape.deterministic:
         return _deterministic(asked, shape), [
-            "deterministic: results do not depend on the batch; decode steps take 1.5 to 2 times as long"
+            "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long"
         ]
     decoder, no_decode = _decode(asked[0], shape)
     extend, no_extend = _extend(asked[1], shape, scale)
@@ -60,11 +60,13 @@ def _deterministic(asked: tuple[Asked, Asked], shape: Shape) -> Attention:
     from sgla.attention import invariant
     from sgla.attention.triton_ops import TritonPrompts
 
-    named = next((one.name for one in asked if one.name != "auto"), None)
-    why = invariant.refuses(shape) or (f"{named} attention depends on the batch" if named else None)
+    named = next((one for one in asked if one.name != "auto"), asked[0])
+    why = invariant.refuses(shape)
+    if named.name != "auto":
+        why = why or f"{named.name} attention depends on the batch"
     if why is not None:
         raise ConfigError(
-            f"--deterministic cannot be honoured: {why}; use --attention-backend auto, or leave it out",
+            f"--deterministic cannot be honoured: {why}; use --{named.setting.replace('_', '-')} auto, or leave it out",
             param="deterministic",
         )
     return Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts())

@@ -55,9 +55,9 @@ class FlashInferExtend:
             return why
         try:
             return cls(shape, scale)
-        except (
-            Exception
-        ) as error:  # of any kind: who imports it, and compiles, meets what is broken in its installation
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever is broken in its installation is met by importing and compiling
             return f"it does not work here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     @staticmethod

@@ -301,7 +301,7 @@ class GpuOps:
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
         """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
         takes q, k and v from the projection."""
-        able = torch.cuda.get_device_capability()[0] >= 9 and not self._deterministic
+        able = torch.cuda.get_device_capability()[0] == 9 and not self._deterministic
         self._tokens, self._decode = tokens if able else None, decode
         try:
             yield

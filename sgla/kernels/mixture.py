@@ -147,7 +147,7 @@ def _route(
 
 
 def _hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def _native(x: Tensor, router: Weight) -> bool:

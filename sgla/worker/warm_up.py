@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sgla.attention.torch_ops import TorchExtend
+from sgla.attention.torch_ops import TorchDecode, TorchExtend
 from sgla.kernels.cuda.batch_gemm import ROWS
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import step
@@ -115,7 +115,8 @@ def _read_most(runner: CudaRunner) -> None:
     prompts = [(slot, 0, min(context, tokens - at)) for slot, at in enumerate(range(0, tokens, context))]
     runner.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
     decodes, half = min(slots // 2, tokens // 2), max(1, min(tokens, context) // 2)
-    start = context - half if isinstance(runner.attention.extend, TorchExtend) else half
+    parts = runner.attention.extend, runner.attention.decode
+    start = context - half if any(isinstance(part, TorchExtend | TorchDecode) for part in parts) else half
     left = range(0, tokens - decodes, half)[: slots - decodes]
     behind = [(decodes + i, start, min(half, tokens - decodes - at)) for i, at in enumerate(left)]
     runner.run_eagerly(_step([*((slot, start, 1) for slot in range(decodes)), *behind]))
