@@ -19,7 +19,7 @@ from sgla.text.tools.families import choose
 MIB, GIB = 1 << 20, 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
-BY_WORKERS = {  # of a GPU, whose free memory they see
+BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
     "context_length": "the model's own limit, or what the KV cache holds",
 }

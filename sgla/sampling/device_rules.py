@@ -100,8 +100,10 @@ def make_record(
     floats = np.array([s.repetition, s.frequency, s.presence, *entries.values()], np.float32).view(np.int32)
     head = np.minimum([*numbers, *floats[:3], *thinking], 2**31 - 1)
     begins = np.cumsum([0, *map(len, longer)])
-    tokens = [token for word in longer for token in word]
-    return np.concatenate([head, list(entries), floats[3:], begins, tokens]).astype(np.int32)
+    tokens = np.array([token for word in longer for token in word], np.int64)
+    return np.concatenate([head, np.array(list(entries), np.int64), floats[3:], begins, tokens]).astype(
+        np.int32
+    )
 
 
 def pinned(values: NDArray[Any], device: torch.device) -> Tensor:

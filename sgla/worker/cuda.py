@@ -48,6 +48,7 @@ from sgla.worker.gpu_memory import (
     graph_bytes,
     ledger_of,
     size_pool,
+    splits,
     within_memory,
 )
 from sgla.worker.graphs import Capture, DecodeGraphs, sizes_up_to
@@ -162,6 +163,7 @@ class CudaRunner:
             config.quantization or spec.quantization,
             self.shard.size,
             refused.has_e4m3() and not config.deterministic,
+            () if config.deterministic else splits(spec, torch.cuda.device_count()),
         )
         self._weights.check(torch.cuda.mem_get_info()[0])
         with torch.device("cuda"), within_memory("loading the weights", self._lighter):
@@ -267,9 +269,9 @@ class CudaRunner:
 
     def _smaller_pool(self) -> Advice:
         left = self.ledger["kv"] - RESERVE
-        return (
-            Advice(f"give --kv-cache-bytes {left // MIB}M", "kv_cache_bytes") if left > 0 else self._lighter()
-        )
+        if left < MIB:
+            return self._lighter()
+        return Advice(f"give --kv-cache-bytes {left // MIB}M", "kv_cache_bytes")
 
     def _lighter(self) -> Advice:
         return self._weights.lighter(self._weights.bytes - 1)
@@ -285,6 +287,10 @@ class CudaRunner:
         taken = before - torch.cuda.mem_get_info()[0]
         self.ledger["reserve"] += self.ledger["graphs"] - taken
         self.ledger["graphs"] = taken
+        if self.ledger["reserve"] < 0:
+            self.notes.append(
+                f"graphs took more than was kept for them: if memory runs out, {self._smaller_pool().text}"
+            )
         self.notes.append("memory: " + ", ".join(f"{name} {mib(size)}" for name, size in self.ledger.items()))
 
     def measure_scales(self) -> list[tuple[float, float]]:

@@ -3,7 +3,8 @@ run once to see what they take (``warm_up.py: measure``); graphs and a reserve g
 
 Nothing may run out of memory later. What is in use during a step is bounded by the steps measured. What torch's allocator keeps beyond
 that is not: a segment stays as long as one of its blocks is in use, and gives its free ones to smaller blocks only. It lets go of
-segments that are free before it gives up, and no block outlives its step, so that as much again as the largest steps take is left to it.
+segments that are free before it gives up, and next to nothing outlives its step, so that as much again as the largest steps take is
+left to it.
 The reserve is for what does not come from torch's allocator: code of kernels that are loaded late, stacks of threads, buffers of
 cuBLAS and NCCL.
 """
@@ -17,15 +18,19 @@ from typing import NamedTuple
 
 import torch
 
-from sgla.errors import OutOfMemory
+from sgla.dist import Shard
+from sgla.errors import ConfigError, OutOfMemory
+from sgla.layers.linear import split_heads
 from sgla.model.spec import ModelSpec
 from sgla.worker.memory import MIB, mib, pages_for, weight_bytes
 
 RESERVE = 1024 * MIB
-GRAPH_LAYER = (
-    64 << 10
-)  # bytes of the driver for a layer in a graph: 53 to 96 KiB were measured, activations included
+# Bytes of the driver for a layer in a graph. With activations, which are counted apart, 53 to 96 KiB were measured.
+GRAPH_LAYER = 64 << 10
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+SPLITS = 2, 4, 8  # ranks that --tp may name
 
 
 class Advice(NamedTuple):
@@ -47,25 +52,24 @@ class Peak(NamedTuple):
 
     def shrink(self, missing: int, step_tokens: int, slots: int) -> Advice | None:
         """The setting that makes the peak smaller by ``missing`` bytes, if one does."""
-        if 0 < missing <= self.prompts - self.samples:
-            return Advice(
-                f"lower --step-tokens to {step_tokens * (self.prompts - missing) // self.prompts}",
-                "step_tokens",
-            )
-        if 0 < missing <= self.samples - self.prompts:
-            rows = slots * (self.samples - missing) // self.samples
+        tokens = step_tokens * (self.prompts - missing) // max(1, self.prompts)
+        rows = slots * (self.samples - missing) // max(1, self.samples)
+        if 0 < missing <= self.prompts - self.samples and tokens > 0:
+            return Advice(f"lower --step-tokens to {tokens}", "step_tokens")
+        if 0 < missing <= self.samples - self.prompts and rows > 0:
             return Advice(f"lower --max-running-requests to {rows}", "max_running_requests")
         return None
 
 
 class Weights(NamedTuple):
-    """What the size of a rank's weights depends on. ``e4m3``: the GPU has 8-bit floating point."""
+    """What the size of a rank's weights depends on. ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be."""
 
     spec: ModelSpec
     dtype: str
     quantization: str | None
     ranks: int
     e4m3: bool
+    splits: tuple[int, ...] = SPLITS
 
     @property
     def bytes(self) -> int:
@@ -87,10 +91,23 @@ class Weights(NamedTuple):
         plain = self.quantization is None and self.dtype == "bfloat16"
         if plain and self.e4m3 and self._replace(quantization="fp8").bytes <= room:
             return Advice("use --quantization fp8", "quantization")
-        for ranks in (2, 4, 8):
+        for ranks in self.splits:
             if ranks > self.ranks and self._replace(ranks=ranks).bytes <= room:
                 return Advice(f"use --tp {ranks}", "tp")
         return Advice("use a smaller model", "model")
+
+
+def splits(spec: ModelSpec, gpus: int) -> tuple[int, ...]:
+    """Numbers of ranks, up to ``gpus``, over which the heads can be split."""
+
+    def fits(ranks: int) -> bool:
+        try:
+            split_heads(spec.heads, spec.kv_heads, Shard(0, ranks))
+        except ConfigError:
+            return False
+        return True
+
+    return tuple(ranks for ranks in SPLITS if ranks <= gpus and fits(ranks))
 
 
 def ledger_of(peak: Peak, graphs: int) -> dict[str, int]:
@@ -123,7 +140,7 @@ def size_pool(
     pages, least = room // page, 1 + pages_for(wanted or 1, page_size)
     if pages >= least:
         return pages
-    missing = least * page - room
+    missing = max(MIB, least * page - room)
     if budget is not None and least * page <= free:
         advice = Advice(f"raise --kv-cache-bytes to {-(-least * page // MIB)}M", "kv_cache_bytes")
     elif pages > 1:
@@ -139,10 +156,16 @@ def size_pool(
 
 @contextmanager
 def within_memory(phase: str, advise: Callable[[], Advice]) -> Iterator[None]:
-    """Turns torch's error into OutOfMemory. ``phase``: what is being done."""
+    """Turns torch's and CUDA's errors into OutOfMemory. ``phase``: what is being done."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (
+        RuntimeError
+    ) as error:  # of which torch.OutOfMemoryError is one; those of graphs and of cuBLAS are others
+        if not re.search(r"out of memory|ALLOC_FAILED", str(error)) and not isinstance(
+            error, torch.OutOfMemoryError
+        ):
+            raise
         free = torch.cuda.mem_get_info()[0]
         asked = re.search(r"Tried to allocate ([\d.]+) (\w+)", str(error))
         missing = int(float(asked[1]) * UNITS[asked[2]]) - free if asked else 0

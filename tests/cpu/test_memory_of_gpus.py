@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.model.spec import ModelSpec
-from sgla.worker.gpu_memory import Advice, Peak, Weights, size_pool, within_memory
+from sgla.worker.gpu_memory import Advice, Peak, Weights, size_pool, splits, within_memory
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[1] / "bench/models"
@@ -79,6 +80,7 @@ def test_the_setting_that_frees_enough_of_the_peak() -> None:
     )
     assert reads.shrink(801, 8192, 256) is None
     assert samples.shrink(801, 8192, 256) is None
+    assert reads.shrink(799, 1, 256) is None  # not to 0
 
 
 def test_weights_that_do_not_fit() -> None:
@@ -100,6 +102,16 @@ def test_weights_that_do_not_fit() -> None:
         weights.check(MIB)
 
 
+def test_only_ranks_that_can_be_are_advised() -> None:
+    plain = spec("qwen3-8b")
+    assert splits(plain, 8) == (2, 4, 8)
+    assert splits(plain, 2) == (2,)
+    assert splits(dataclasses.replace(plain, heads=28, kv_heads=4), 8) == (2, 4)
+    weights = Weights(plain, "bfloat16", None, 1, False, ())
+    with pytest.raises(OutOfMemory, match="use a smaller model$"):
+        weights.check(weights.bytes // 2)
+
+
 @pytest.mark.parametrize(
     ("asked", "missing"), [("2.00 GiB", "1,748 MiB"), ("20.00 MiB", "1 MiB"), (None, "1 MiB")]
 )
@@ -113,6 +125,21 @@ def test_torch_runs_out(monkeypatch: pytest.MonkeyPatch, asked: str | None, miss
         within_memory("loading", lambda: Advice("less", "x")),
     ):
         raise torch.OutOfMemoryError(text)
+
+
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuBLAS: CUBLAS_STATUS_ALLOC_FAILED"])
+def test_others_run_out(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, GIB))
+    with (
+        pytest.raises(OutOfMemory, match="while capturing: 0 MiB are free"),
+        within_memory("capturing", lambda: Advice("less", "x")),
+    ):
+        raise RuntimeError(text)
+    with (
+        pytest.raises(RuntimeError, match="^other$"),
+        within_memory("capturing", lambda: Advice("less", "x")),
+    ):
+        raise RuntimeError("other")
 
 
 def test_torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +167,8 @@ def test_runners_that_do_not_fit_and_runners_of_short_contexts() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     weights, steps, pool, whole, *short = map(json.loads, done.stdout.splitlines())
-    assert (weights["code"], weights["param"]) == ("out_of_memory", "tp")
-    assert weights["error"].endswith("46 MiB more than the 20 MiB that are free; use --tp 8")
+    assert (weights["code"], weights["param"]) == ("out_of_memory", "model")  # there is one GPU
+    assert weights["error"].endswith("46 MiB more than the 20 MiB that are free; use a smaller model")
     assert (steps["code"], steps["param"]) == ("out_of_memory", "model")
     assert (pool["code"], pool["param"]) == ("out_of_memory", "kv_cache_bytes")
     assert whole["late"] == []

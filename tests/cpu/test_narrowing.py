@@ -1,5 +1,5 @@
-"""Bad words, allowed tokens and limits of reasoning: on the host and by torch, against their definitions; penalties and biases
-by torch against those on the host."""
+"""Bad words, allowed tokens and limits of reasoning: on the host and by the GPU's kernels, against their definitions; penalties and
+biases by these kernels against those on the host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def change(sampler: DeviceSampler, logits: torch.Tensor, slots: list[int], posit
 
 
 def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """The same by torch, as the second of two rows."""
+    """The same by the GPU's kernels, as the second of two rows."""
     table = torch.zeros(4, CONTEXT, dtype=torch.int32)
     table[1, : len(tokens)] = torch.from_numpy(tokens)
     sampler = DeviceSampler(table, VOCAB)
