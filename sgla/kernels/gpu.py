@@ -292,7 +292,7 @@ class GpuOps:
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for n, k in self._shapes:
                 ways = [
-                    (prompt_gemm.supported(m, n, k, g), batch_gemm.choose(m, n, k, g)) for g in (False, True)
+                    prompt_gemm.supported(m, n, k, g) or batch_gemm.choose(m, n, k, g) for g in (False, True)
                 ]
                 first.setdefault((n, k, *ways), m)
         return sorted(set(first.values()))

@@ -17,7 +17,7 @@ from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, RowSampling
 Int32s = NDArray[np.int32]
 # Numbers of the largest record. A word of one token is an entry, two numbers; a longer one has less than two for each token.
 WIDTH = rules.HEAD.value + 1 + 2 * (MAX_BIASES + MAX_STOP_IDS + MAX_WORD_TOKENS)
-COUNTED = 64  # rows whose tokens are counted at a time
+AT_ONCE = 64  # rows whose tokens are counted at a time
 PENALIZED, BIASED, WORDS, ALLOWED, THINKING = (1 << i for i in range(5))  # what a row wants
 
 
@@ -28,7 +28,7 @@ class DeviceRules:
         slots, device = tokens.shape[0], tokens.device
         self._tokens, self._vocab = tokens, vocab_size
         self._records = torch.zeros(slots, WIDTH, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(min(slots, COUNTED), vocab_size, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(min(slots, AT_ONCE), vocab_size, dtype=torch.int32, device=device)
         self._wants = np.zeros(slots, np.uint8)
         self._words = np.zeros(slots, np.int32)  # how many of more than one token
         self._allowed: dict[int, Tensor] = {}  # slot -> int32[ceil(V / 32)]: bits of the only tokens

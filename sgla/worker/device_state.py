@@ -9,6 +9,7 @@ from torch import Tensor
 from sgla.kernels.triton import step
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.device import DeviceSampler
+from sgla.sampling.device_rules import send
 from sgla.worker.state import Int32s, SlotTables, column
 
 
@@ -90,8 +91,7 @@ class DeviceTables:
 
 def upload(host: Int32s) -> Tensor:
     """A host array on the GPU, without waiting."""
-    contiguous = np.ascontiguousarray(host, np.int32)
-    return torch.from_numpy(contiguous).pin_memory().to("cuda", non_blocking=True)
+    return send(np.ascontiguousarray(host, np.int32), torch.device("cuda"))
 
 
 def upload_columns(columns: list[Int32s]) -> list[Tensor]:

@@ -57,7 +57,7 @@ def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> 
 def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "HISTORY", 8)
     monkeypatch.setattr(rules, "DEEP", 2)
-    monkeypatch.setattr(device_rules, "COUNTED", 3)
+    monkeypatch.setattr(device_rules, "AT_ONCE", 3)
 
 
 EITHER = pytest.mark.parametrize("narrowed", [on_host, on_device])

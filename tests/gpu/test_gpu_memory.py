@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_gpu_runner import plan
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling, StepPlan
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling
 from sgla.sampling.constraints import Masks, Taken
 
 MODEL: dict[str, Any] = json.loads(
@@ -67,19 +68,6 @@ def runner() -> Iterator[Any]:
     torch.cuda.empty_cache()
 
 
-def plan(rows: list[tuple[int, int, int]], flags: int = SAMPLE, new: NewRow | None = None) -> StepPlan:
-    """``rows``: slot, start, length."""
-    slots, starts, lens = (np.array(column, np.int32).tobytes() for column in zip(*rows))
-    return StepPlan(
-        step=0,
-        slots=slots,
-        starts=starts,
-        q_lens=lens,
-        flags=bytes([flags]) * len(rows),
-        new=[new] if new else [],
-    )
-
-
 def admit(slot: int) -> NewRow:
     """All rows share their history but for the last page of the prompt and what comes behind."""
     whole = LENGTH // PAGE - 1
@@ -104,19 +92,18 @@ def test_nothing_runs_out(runner: Any) -> None:
     scores = SAMPLE | PROMPT_LOGPROBS
     for start in range(0, LENGTH, STEP):
         count = min(STEP, LENGTH - start)
-        runner.execute(plan([(0, start, count)], scores, admit(0) if start == 0 else None))
+        runner.execute(plan(0, [(0, start, count, scores)], [admit(0)] if start == 0 else None))
     for slot in range(1, SLOTS):
-        runner.execute(plan([(slot, LENGTH - PAGE, PAGE)], scores, admit(slot)))
+        runner.execute(plan(0, [(slot, LENGTH - PAGE, PAGE, scores)], [admit(slot)]))
     for i in range(4):
-        runner.execute(plan([(slot, LENGTH + i, 1) for slot in range(SLOTS)]))
+        runner.execute(plan(0, [(slot, LENGTH + i, 1, SAMPLE) for slot in range(SLOTS)]))
     rng = np.random.default_rng(0)
     for n in (STEP, *rng.integers(STEP // 8, STEP, 12).tolist()):
         decodes = int(rng.integers(1, SLOTS - 1))
-        rows = [(slot, LENGTH + 4, 1) for slot in range(decodes)]
-        left = n - decodes
-        runner.execute(
-            plan([*rows, (decodes, 0, left // 2), (decodes + 1, LENGTH // 2, left - left // 2)], scores)
-        )
+        rows = [(slot, LENGTH + 4, 1, scores) for slot in range(decodes)]
+        half = (n - decodes) // 2
+        rows += [(decodes, 0, half, scores), (decodes + 1, LENGTH // 2, n - decodes - half, scores)]
+        runner.execute(plan(0, rows))
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     least = torch.cuda.mem_get_info()[0]
