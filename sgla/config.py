@@ -141,6 +141,12 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         list[str],
         Doc(description="keys for aborts, pauses, profiles and the cache; without one, any key will do"),
     ] = []
+    isolate_keys: Annotated[
+        bool,
+        Doc(
+            description="each API key reuses the KV of its own prompts alone, so that no time of an answer tells what others sent"
+        ),
+    ] = False
     ssl_certfile: Annotated[
         str | None, Doc(description="PEM file with the certificate chain: serve HTTPS")
     ] = None

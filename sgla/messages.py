@@ -111,6 +111,7 @@ class Job(msgspec.Struct, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = True
     stream: bool = False
+    client: str = ""  # who asks, for what is shared out fairly (http.clients)
     priority: int = 0
     deadline: float | None = None  # absolute, on clock.now()
     namespace: str = ""  # prefix-cache isolation (cache_salt)

@@ -292,6 +292,10 @@ def check(config: Config) -> None:
         raise ConfigError("--model and --served-model-name cannot be empty", param="model")
     if "" in (*config.api_key, *config.admin_api_key):
         raise ConfigError("--api-key is empty; leave it out to serve without one", param="api_key")
+    if config.isolate_keys and not config.api_key:
+        raise ConfigError(
+            "--isolate-keys needs --api-key, by which clients are told apart", param="isolate_keys"
+        )
     if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
         raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", param="ssl_certfile")
     for entry in config.moderation_labels:

@@ -14,6 +14,7 @@ from sgla.config import Config
 from sgla.errors import NotFound, SglaError
 from sgla.http import admin, control, ollama, openapi, page
 from sgla.http.anthropic import messages as anthropic
+from sgla.http.clients import CLIENT
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
 from sgla.http.native import generate as native
@@ -168,7 +169,7 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
     try:
         if request.method == "OPTIONS":
             return preflight(request)
-        request.app[GATE].check(request, path)
+        request[CLIENT] = request.app[GATE].check(request, path)
         return await find(request.method, route)(request)
     except SglaError as error:
         return refusal(request, route, error)

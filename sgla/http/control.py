@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from sgla.errors import InvalidField, NotFound, Unauthorized
+from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
@@ -25,11 +26,12 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI)."""
+    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). Without an admin key, those with
+    the same API key alone."""
     fields = await intake(request, ABORT)
     if not fields.rid and not fields.abort_all:
         raise InvalidField("give rid, or abort_all: true", param="rid")
-    aborted = request.app[SERVER].abort(None if fields.abort_all else fields.rid)
+    aborted = request.app[SERVER].abort(None if fields.abort_all else fields.rid, request[CLIENT])
     return json_response({"success": True, "aborted": aborted})
 
 

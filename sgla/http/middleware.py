@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from sgla.errors import Unauthorized
+from sgla.http.clients import Client, with_key, without_key
 from sgla.http.request.intake import IGNORED_FIELDS
 from sgla.http.request.schema import header_value
 from sgla.http.server import RID, SERVER, UID, unique
@@ -50,24 +51,27 @@ class Gate:
     """Who may use which route. Keys are compared in constant time, each with all of them."""
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        self._admin = [key.encode() for key in admin_keys or keys]
-        self._all = [key.encode() for key in (*keys, *admin_keys)] if keys else []
+        users = [(key.encode(), with_key(key.encode(), admin=key in admin_keys)) for key in keys]
+        admins = [(key.encode(), with_key(key.encode(), admin=True)) for key in admin_keys]
+        self._admin = admins or users
+        self._all = [*users, *admins] if keys else []
 
-    def check(self, request: web.Request, path: str) -> None:
-        """Raise Unauthorized unless the path is open or the key is right: a bearer token, or Anthropic's x-api-key."""
+    def check(self, request: web.Request, path: str) -> Client:
+        """Who asks. Raises Unauthorized unless the path is open or the key is right: a bearer token, or Anthropic's x-api-key."""
         first = path.split("/")[1]
         keys = self._admin if first in ADMIN else self._all
         if not keys or first in OPEN:
-            return
+            return without_key(request.remote)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = request.headers.get("x-api-key", "")
             if not given:
                 raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
         sent = given.strip().encode("utf-8", "surrogateescape")
-        matches = [hmac.compare_digest(sent, key) for key in keys]
-        if not any(matches):
+        matches = [client for key, client in keys if hmac.compare_digest(sent, key)]
+        if not matches:
             raise Unauthorized("the API key is wrong")
+        return matches[0]
 
 
 def preflight(request: web.Request) -> web.Response:

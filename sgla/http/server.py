@@ -16,6 +16,7 @@ from sgla import __version__, clock
 from sgla.config import Config
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
+from sgla.http.clients import CLIENT, Client
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
@@ -36,6 +37,7 @@ class Work(msgspec.Struct, kw_only=True):
 
     rid: str  # as the client knows it
     uid: str  # unique among all requests of this server
+    client: Client
     jobs: list[Job]
     n: int
     size: int  # bytes of the request body
@@ -111,15 +113,25 @@ class Server:
         self.metrics.slow_reader()
         self.close(work, "slow")
 
-    def abort(self, rid: str | None) -> int:
-        """End the running requests with this id, or all of them for None. Returns how many there were."""
+    def abort(self, rid: str | None, client: Client | None = None) -> int:
+        """End the running requests with this id, or all of them for None; those of ``client`` alone, if it is given and no
+        admin. Returns how many there were."""
         found = [
-            (work, sink) for work, sink in self._live.values() if rid is None or rid in (work.rid, work.uid)
+            work.uid
+            for work, _ in self._live.values()
+            if (rid is None or rid in (work.rid, work.uid))
+            and (client is None or client.admin or client.owner == work.client.owner)
         ]
-        for work, sink in found:
+        for uid in found:
+            self.end(uid)
+        return len(found)
+
+    def end(self, uid: str) -> None:
+        """End one running request; no effect on one that has ended."""
+        if uid in self._live:
+            work, sink = self._live[uid]
             self.close(work)
             sink.abort()
-        return len(found)
 
     async def collect(self, work: Work) -> list[Choice]:
         """Run ``work`` to its end; the choices in index order. A request that is rejected raises."""
@@ -176,7 +188,9 @@ def make_work(
         )
     uid = request[UID] if rid is None else unique(rid)
     common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
-    common["namespace"] = "\0".join(filter(None, (fields.cache_salt, fields.extra_key)))
+    client = request[CLIENT]
+    owner = client.owner if request.app[SERVER].config.isolate_keys else ""
+    common["namespace"] = "\0".join(filter(None, (owner, fields.cache_salt, fields.extra_key)))
     jobs = [
         Job(
             rid=uid if len(prompts) == 1 else f"{uid}.{i}",
@@ -184,6 +198,7 @@ def make_work(
             stream=bool(fields.stream),
             priority=fields.priority or 0,
             index_base=i * n,
+            client=client.name,
             **prompt,
             **common,
         )
@@ -193,6 +208,7 @@ def make_work(
     return Work(
         rid=rid or request[RID],
         uid=uid,
+        client=client,
         jobs=jobs,
         n=n,
         size=request.content_length or 0,

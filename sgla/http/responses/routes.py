@@ -170,7 +170,7 @@ async def cancel(request: web.Request) -> web.Response:
     """End a response that is still in progress; one that has ended stays as it is."""
     entry = find(request)
     if entry.uid is not None:
-        request.app[SERVER].abort(entry.uid)
+        request.app[SERVER].end(entry.uid)
         for _ in range(100):  # whoever runs it sees the end in the loop's next turns
             if entry.uid is None:
                 break

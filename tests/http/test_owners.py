@@ -1,0 +1,86 @@
+"""What keeps the clients of one server apart: their keys, else their addresses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from http_fake import FakeIngress
+from http_site import Serve, Site
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.http.clients import with_key, without_key
+from sgla.resolve import check
+
+KEYS = ["anna", "ben"]
+
+
+def by(key: str, **headers: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {key}", **headers}}
+
+
+def test_clients_are_told_apart_by_digests_or_addresses() -> None:
+    anna, ben = (with_key(key.encode(), admin=False) for key in KEYS)
+    assert anna.owner != ben.owner
+    assert anna == with_key(b"anna", admin=False)
+    assert "anna" not in "".join(map(str, anna))
+    for address, same in (
+        ("1.2.3.4", "::ffff:1.2.3.4"),
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2"),
+        ("", None),
+    ):
+        assert without_key(address) == without_key(same)
+    assert (
+        len({without_key(address).name for address in ("1.2.3.4", "1.2.3.5", "2001:db8::", "fe80::1")}) == 4
+    )
+    assert without_key("1.2.3.4").owner == ""
+
+
+async def running(site: Site, key: str, rid: str) -> asyncio.Task[int]:
+    async def ask() -> int:
+        return (await site.post("/v1/completions", {"prompt": "x"}, **by(key, **{"X-Request-Id": rid})))[0]
+
+    before = len(site.ingress.jobs)
+    task = asyncio.ensure_future(ask())
+    while len(site.ingress.jobs) == before:
+        await asyncio.sleep(0.001)
+    return task
+
+
+async def test_without_an_admin_key_clients_abort_their_own_requests(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True), api_key=KEYS)
+    annas, bens = await running(site, "anna", "same"), await running(site, "ben", "same")
+    for body in ({"rid": "same"}, {"abort_all": True}):
+        status, reply = await site.post("/abort_request", body, **by("ben"))
+        assert (status, reply["aborted"]) == (200, 1 if "rid" in body else 0)
+    assert await bens == 400
+    assert not annas.done()
+    assert (await site.post("/abort_request", {"rid": "same"}, **by("anna")))[1]["aborted"] == 1
+    assert await annas == 400
+
+
+async def test_an_admin_aborts_everything(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True), api_key=KEYS, admin_api_key=["root"])
+    tasks = [await running(site, key, "r") for key in KEYS]
+    assert (await site.post("/abort_request", {"abort_all": True}, **by("ben")))[0] == 401
+    assert (await site.post("/abort_request", {"abort_all": True}, **by("root")))[1]["aborted"] == 2
+    assert [await task for task in tasks] == [400, 400]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+async def test_keys_may_have_prefix_caches_of_their_own(serve: Serve, isolate: bool) -> None:
+    site = await serve(api_key=KEYS, isolate_keys=isolate)
+    for key in KEYS:
+        for salt in ({}, {"cache_salt": "s"}):
+            assert (await site.post("/v1/completions", {"prompt": "x", **salt}, **by(key)))[0] == 200
+    spaces = [job.namespace for job in site.ingress.jobs]
+    assert len(set(spaces)) == (4 if isolate else 2)
+    assert (spaces[0] == "") != isolate
+    assert len({job.client for job in site.ingress.jobs}) == 2
+
+
+def test_caches_for_each_key_need_keys() -> None:
+    with pytest.raises(ConfigError, match="--isolate-keys needs --api-key"):
+        check(Config(isolate_keys=True))
