@@ -1,4 +1,4 @@
-"""What every actor is: a bounded mailbox whose messages are handled, without awaiting, in one turn of the loop."""
+"""What every actor is: a mailbox whose messages are handled, without awaiting, in one turn of the loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
-
-from sgla.errors import Overloaded
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -41,12 +39,11 @@ def in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
 
 
 class Actor(Generic[M]):
-    """Subclasses implement ``handle``. Never blocks, never awaits: a turn is a plain function call.
+    """Subclasses implement ``handle``. Never blocks, never awaits: a turn is a plain function call. Mailboxes hold what the ingress has
+    admitted, which bounds them: no actor refuses what another has accepted.
 
     ``on_crash`` is told of an exception that ``handle`` let out: a bug, since user errors travel as messages.
     """
-
-    limit = 100_000
 
     def __init__(self, on_crash: Callable[[str, BaseException], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,9 +52,7 @@ class Actor(Generic[M]):
         self._on_crash = on_crash
 
     def post(self, message: M) -> None:
-        """Put a message into the mailbox; it is handled in the loop's next turn. A full mailbox raises Overloaded."""
-        if len(self._mailbox) >= self.limit:
-            raise Overloaded(f"the {type(self).__name__.lower()} mailbox is full", retry_after=1.0)
+        """Put a message into the mailbox; it is handled in the loop's next turn."""
         self._mailbox.append(message)
         self.wake()
 

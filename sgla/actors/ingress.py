@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
@@ -44,7 +44,8 @@ class _Open:
 class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
-    Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
+    Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that are open, wherever
+    they are. Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
     or one Rejected; then it is forgotten.
     """
 
@@ -67,6 +68,9 @@ class Ingress:
         self._bytes = 0
         self._capacity = 0
         self._freed = asyncio.Event()  # set when a choice ends or a request is forgotten
+        self._last_end: float | None = None
+        self._interval = 1.0  # smoothed seconds between these ends
+        self._refused = 0  # requests, for want of room
         self._tokenize: Tokenize | None = None
         self._stats: Callable[[], Stats] | None = None
         self._control: Callable[[Control], Awaitable[Any]] | None = None
@@ -113,40 +117,50 @@ class Ingress:
             raise Loading(f"the model is not loaded yet (phase {self.phase}{detail})", retry_after=1.0)
 
     def stats(self) -> Stats | None:
-        return self._stats() if self._stats is not None else None
+        if self._stats is None:
+            return None
+        stats = self._stats()
+        stats.rejected += self._refused
+        return stats
 
     # requests --------------------------------------------------------------------------------------------------------
 
     def open(self, job: Job, sink: Sink) -> None:
         """Admit a request or raise the SglaError that refuses it; never waits. ``job.rid`` must be new."""
+        self.open_all([(job, sink)])
+
+    def open_all(self, jobs: Sequence[tuple[Job, Sink]]) -> None:
+        """``open`` for jobs that belong together: all of them are admitted, or none."""
         self.require_ready()
         assert self._tokenize is not None
-        if job.rid in self._open:
-            raise BadRequest(f"a request with id {job.rid!r} is already running", param="request_id")
-        check_task(job, self.facts)
-        n = job.sampling.n
-        cost = job_bytes(job)
-        full = self._full(n, cost, self._capacity)
+        for job, _ in jobs:
+            if job.rid in self._open:
+                raise BadRequest(f"a request with id {job.rid!r} is already running", param="request_id")
+            check_task(job, self.facts)
+        costs = [job_bytes(job) for job, _ in jobs]
+        full = self._full(sum(job.sampling.n for job, _ in jobs), sum(costs))
         if full:
+            self._refused += 1
             raise Overloaded(full, retry_after=self._retry_after())
-        job.arrival = clock.now()
-        self._open[job.rid] = _Open(sink, n, cost)
-        self._children += n
-        self._bytes += cost
-        self._tokenize.post(job)
+        now = clock.now()
+        for (job, sink), cost in zip(jobs, costs):
+            job.arrival = now
+            self._open[job.rid] = _Open(sink, job.sampling.n, cost)
+            self._children += job.sampling.n
+            self._bytes += cost
+            self._tokenize.post(job)
 
     async def room(self, job: Job) -> None:
-        """Wait until ``open`` would refuse ``job`` no longer for want of room. Then not more are open than may wait, since before the
-        next step all of them do."""
-        while self._full(job.sampling.n, job_bytes(job), self.config.max_queued_requests):
+        """Wait until ``open`` would refuse ``job`` no longer for want of room."""
+        while self._full(job.sampling.n, job_bytes(job)):
             self._freed.clear()
             await self._freed.wait()
 
-    def _full(self, n: int, cost: int, most: int) -> str:
-        """Why ``n`` more choices of a prompt of ``cost`` bytes are too much where ``most`` may be open; "" if they are not."""
+    def _full(self, n: int, cost: int) -> str:
+        """Why ``n`` more choices of prompts of ``cost`` bytes are too much; "" if they are not. Alone, a request always has room."""
         if not self._open:
             return ""
-        if self._children + n > most:
+        if self._children + n > self._capacity:
             return f"{self._children} requests are open, which is the limit; retry later or raise --max-queued-requests"
         if self._bytes + cost > OPEN_BYTES:
             return f"the prompts of the open requests fill the {OPEN_BYTES >> 20} MiB there are for them; retry later"
@@ -174,7 +188,7 @@ class Ingress:
             if entry.children == 0:
                 del self._open[event.rid]
                 self._bytes -= entry.cost
-            self._freed.set()
+            self._free()
         entry.sink.push(event)
 
     def reject(self, rejected: Rejected) -> None:
@@ -198,13 +212,19 @@ class Ingress:
         if entry is not None:
             self._children -= entry.children
             self._bytes -= entry.cost
-            self._freed.set()
+            self._free()
         return entry
 
+    def _free(self) -> None:
+        now = clock.now()
+        if self._last_end is not None:
+            self._interval = 0.9 * self._interval + 0.1 * (now - self._last_end)
+        self._last_end = now
+        self._freed.set()
+
     def _retry_after(self) -> float:
-        """Seconds after which a slot is likely: a rough guess from the queue's length, within [1, 60]."""
-        running = max(1, self.facts.slots if self.facts else 1)
-        return float(min(60, max(1, self._children // running)))
+        """Seconds until about a quarter of the open choices has gone, as choices end now; within [1, 60]."""
+        return min(60.0, 1.0 + self._interval * self._children / 4)
 
     # services --------------------------------------------------------------------------------------------------------
 

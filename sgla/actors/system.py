@@ -257,7 +257,6 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         mixed_longest=facts.mixed_longest,
         depth=config.depth or 2,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
-        max_queued=config.max_queued_requests,
         policy=config.policy,
         eviction=config.eviction,
         # Only the last token's hidden state can be had without those before it.

@@ -93,14 +93,10 @@ class Server:
     # running requests ------------------------------------------------------------------------------------------------
 
     def open(self, work: Work, sink: EndableSink) -> None:
-        """Admit all jobs or none of them; raises the SglaError that refuses the first refused one."""
+        """Admit all jobs or none of them; raises the SglaError that refuses them."""
+        sinks = [PromptOnly(sink) if prompt_only else sink for prompt_only in work.prompt_only]
+        self.ingress.open_all(list(zip(work.jobs, sinks)))
         self._live[work.uid] = (work, sink)
-        try:
-            for job, prompt_only in zip(work.jobs, work.prompt_only):
-                self.ingress.open(job, PromptOnly(sink) if prompt_only else sink)
-        except BaseException:
-            self.close(work, "client")
-            raise
 
     def close(self, work: Work, reason: str = "client") -> None:
         """Cancel what is still running of ``work``; idempotent."""

@@ -279,7 +279,9 @@ class Metrics(Collector):
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
         yield self._gauge("num_retracted_reqs", "Preempted requests that wait to run again", stats.retracted)
         yield self._counter("steps", "Model steps", stats.steps)
-        yield self._counter("rejected_requests", "Requests refused by the scheduler", stats.rejected)
+        yield self._counter(
+            "rejected_requests", "Requests refused: no room, or they could never run", stats.rejected
+        )
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from msgspec.structs import replace
 
-from sgla.errors import DeadlineExceeded, Overloaded, SglaError
+from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
@@ -61,18 +61,15 @@ class Core:
     # --- requests come and go
 
     def offer(self, submit: Submit, now: float) -> None:
-        """Take a request. ``max_new`` is cut to what the context and the pool can hold.
+        """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is not decided here: whoever
+        admits requests has done so.
 
-        Raises Overloaded (queue full), ContextTooLong (it could never run), InvalidField (empty prompt, huge parameters or
-        answers).
+        Raises ContextTooLong (it could never run), InvalidField (empty prompt, huge parameters or answers).
         """
         self._now = now
         assert submit.rid not in self._open, f"request {submit.rid} offered twice"
         try:
             max_new, baggage = self.limits.outputs(submit), baggage_of(submit.sampling)
-            if len(self._waiting) >= self.limits.max_queued:
-                message = f"{len(self._waiting)} requests are waiting already. Please retry later."
-                raise Overloaded(message, retry_after=self._ledger.retry_after(len(self._waiting)))
         except SglaError:
             self._ledger.counts.rejected += 1
             raise

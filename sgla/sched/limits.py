@@ -29,7 +29,6 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     mixed_longest: int = LONGEST  # tokens of the longest prompt that can wait
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
-    max_queued: int = 1024  # waiting requests before Overloaded
     policy: str = "fcfs"
     eviction: str = "lru"
     prefix_cache: bool = True

@@ -41,7 +41,7 @@ class Stats(msgspec.Struct, kw_only=True):
     query_tokens: int = 0  # counter: tokens looked up in the tree, once a request
     hit_tokens: int = 0  # counter: of those, found
     preemptions: int = 0  # counter
-    rejected: int = 0  # counter: refused by offer
+    rejected: int = 0  # counter: refused by offer, or before it for want of room
     finished: dict[str, int] = {}  # counter by reason
     prompt_tokens: int = 0  # counter: prompts of admitted requests
     output_tokens: int = 0  # counter: committed
@@ -61,15 +61,10 @@ class Ledger:
     def __init__(self) -> None:
         self.counts = Stats()
         self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
-        self._last_end: float | None = None
-        self._interval = 1.0  # smoothed seconds between ends
 
     def ended(self, request: Request, reason: str, now: float) -> None:
         """The request has ended."""
         self.counts.finished[reason] = self.counts.finished.get(reason, 0) + 1
-        if self._last_end is not None:
-            self._interval = 0.9 * self._interval + 0.1 * max(now - self._last_end, 0.0)
-        self._last_end = now
         self._finished.append(
             Finished(
                 rid=request.rid,
@@ -84,10 +79,6 @@ class Ledger:
                 preemptions=request.preemptions,
             )
         )
-
-    def retry_after(self, waiting: int) -> float:
-        """Seconds until about a quarter of the ``waiting`` requests has gone, as requests end now."""
-        return min(60.0, 1.0 + self._interval * waiting / 4)
 
     def drain(self) -> list[Finished]:
         """The ends since the last call, the latest ``FINISHED_KEPT`` at most."""

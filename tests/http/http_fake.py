@@ -114,6 +114,10 @@ class FakeIngress:
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
+    def open_all(self, jobs: Any) -> None:
+        for job, sink in jobs:
+            self.open(job, sink)
+
     def cancel(self, rid: str, reason: str) -> bool:
         if self.open_jobs.pop(rid, None) is None:
             return False

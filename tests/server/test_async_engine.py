@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from sgla import Engine, SamplingParams
 from sgla.actors.ingress import Ingress, Sink
@@ -99,7 +98,7 @@ def test_a_batch_larger_than_there_is_room_for_waits(
     sampling = [SamplingParams(max_tokens=1 + i % 5, n=1 + i % 2, ignore_eos=True) for i in range(40)]
     monkeypatch.setattr(ingress, "open", open_)
     monkeypatch.setattr("sgla.actors.ingress.OPEN_BYTES", prompt_bytes)
-    monkeypatch.setattr(ingress, "config", replace(ingress.config, max_queued_requests=queued))
+    monkeypatch.setattr(ingress, "_capacity", queued)
     outputs = engine.generate(prompts, sampling)
     assert max(most) < 10
     found = [output if isinstance(output, list) else [output] for output in outputs]

@@ -15,7 +15,7 @@ from simulation import Simulation, make_limits, make_submit, random_submits
 
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import RadixCache
-from sgla.errors import ContextTooLong, InvalidField, Overloaded
+from sgla.errors import ContextTooLong, InvalidField
 from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
 from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult
@@ -272,20 +272,25 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
 
 
 def test_refusals() -> None:
-    simulation = Simulation(make_limits(max_queued=2, slots=1))
+    simulation = Simulation(make_limits(slots=1))
     with pytest.raises(ContextTooLong, match="maximum context length is 96 tokens"):
         simulation.offer(make_submit("long", [1] * 96))
     with pytest.raises(InvalidField):
         simulation.offer(make_submit("empty", []))
-    for rid in ("a", "b"):
-        simulation.offer(make_submit(rid, PROMPT))
-    with pytest.raises(Overloaded) as refusal:
-        simulation.offer(make_submit("c", PROMPT))
-    assert refusal.value.retry_after is not None
-    assert refusal.value.retry_after >= 1
+    simulation.offer(make_submit("a", PROMPT))
     simulation.run()
     simulation.verify()
-    assert simulation.core.stats().rejected == 3
+    assert simulation.core.stats().rejected == 2
+
+
+def test_what_was_admitted_is_never_refused_however_many_wait() -> None:
+    simulation = Simulation(make_limits(slots=2))
+    for i in range(100):
+        simulation.offer(make_submit(str(i), PROMPT, max_new=2))
+    assert simulation.core.stats().waiting == 100
+    simulation.run()
+    simulation.verify()
+    assert simulation.core.stats().finished == {"length": 100}
 
 
 def test_a_prompt_that_the_pool_can_never_hold_is_refused_and_the_longest_one_that_fits_ends() -> None:

@@ -1,0 +1,111 @@
+"""More requests at once than there is room for: each is answered in full, or refused before its first byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_server import Local, local_server
+from server_process import serving
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "stream": True}
+RESPONSE = {"input": "hi", "max_output_tokens": 16}
+ROUTES: dict[str, tuple[str, dict[str, Any], int]] = {  # path, body, choices
+    "chat": ("/v1/chat/completions", CHAT, 1),
+    "choices": ("/v1/chat/completions", {**CHAT, "n": 3}, 3),
+    "whole": ("/v1/chat/completions", {**CHAT, "stream": False}, 1),
+    "prompts": ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 8, "stream": True}, 2),
+    "native": ("/generate", {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 8}}, 1),
+    "anthropic": ("/v1/messages", CHAT, 1),
+    "ollama": ("/api/generate", {"model": "tiny", "prompt": "a", "options": {"num_predict": 8}}, 1),
+    "responses": ("/v1/responses", {**RESPONSE, "stream": True}, 1),
+    "background": ("/v1/responses", {**RESPONSE, "background": True}, 1),
+    "background stream": ("/v1/responses", {**RESPONSE, "background": True, "stream": True}, 1),
+}
+ENDS = ("data: [DONE]\n\n", '"message_stop"}\n\n', '"done":true', "response.completed", "response.incomplete")
+ERRORS = ('"error":{', '"error":"', "event: error", "response.failed")
+
+
+def judged(status: int, retry_after: str | None, text: str) -> str:
+    """complete | refused | what is wrong with the answer."""
+    if status == 429:
+        return "refused" if retry_after else "refused without Retry-After"
+    if status != 200 or any(error in text for error in ERRORS):
+        return f"broken: {status} {text[-300:]}"
+    if text.startswith("{") and '"object":' in text:  # in one piece
+        return "complete"
+    return "complete" if any(end in text for end in ENDS) else "cut"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_what_is_refused_is_refused_before_its_first_byte(tiny_model: Path, route: str) -> None:
+    """No row has a slot while the server is paused, so all that it admits waits."""
+    path, body, choices = ROUTES[route]
+    room, asked = {"max_running_requests": 3, "max_queued_requests": 9}, 20
+    async with local_server(
+        model=str(tiny_model), served_model_name=["tiny"], sampling_defaults="openai", **room
+    ) as local:
+        local.system.ingress.pause(True)
+        answers = [asyncio.ensure_future(ask(local, path, body)) for _ in range(asked)]
+        while sum(answer.done() for answer in answers) < asked - 12 // choices:
+            await asyncio.sleep(0.01)
+        local.system.ingress.pause(False)
+        found = Counter(await asyncio.gather(*answers))
+        assert found == {"complete": 12 // choices, "refused": asked - 12 // choices}
+        stats = local.system.ingress.stats()
+        assert stats is not None
+        assert stats.rejected == asked - 12 // choices
+        while local.system.ingress.open_requests:  # in the background
+            await asyncio.sleep(0.01)
+
+
+async def ask(local: Local, path: str, body: dict[str, Any]) -> str:
+    async with local.client.post(path, json=body) as response:
+        text = await response.text()
+        return judged(response.status, response.headers.get("Retry-After"), text)
+
+
+async def test_a_request_larger_than_all_room_is_served_alone(tiny_model: Path) -> None:
+    """Refusing it as overload would make its client try for ever."""
+    async with local_server(
+        model=str(tiny_model), max_running_requests=2, max_queued_requests=2, sampling_defaults="openai"
+    ) as local:
+        body = {"prompt": ["a"] * 10, "max_tokens": 2}
+        status, text = await local.post("/v1/completions", body)
+        assert (status, len(json.loads(text)["choices"])) == (200, 10)
+
+
+def test_two_thousand_streams_at_once(tiny_model: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("the system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    with serving("--model", str(tiny_model), "--executor", "fake") as server:
+        found = asyncio.run(burst(server.port, 2000, {**CHAT, "temperature": 0, "ignore_eos": True}))
+        assert found["complete"] + found["refused"] == 2000, found
+        assert found["complete"] >= 1024  # as many as may wait, at least
+        assert server.metric("sgla:num_requests_total") == found["complete"]
+
+
+async def burst(port: int, count: int, body: dict[str, Any]) -> Counter[str]:
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+    async def one() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        raw = (await reader.read()).decode()
+        writer.close()
+        headers, _, text = raw.partition("\r\n\r\n")
+        if "chunked" in headers and not text.endswith("\r\n0\r\n\r\n"):
+            return "cut"
+        retry_after = "yes" if "\r\nRetry-After: " in headers else None
+        return judged(int(headers.split()[1]), retry_after, text)
+
+    return Counter(await asyncio.gather(*(one() for _ in range(count))))
