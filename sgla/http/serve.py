@@ -86,6 +86,8 @@ async def _serve(
         watch.close()
         if tracing is not None:
             await asyncio.wait([in_thread(tracing.close)], timeout=LINGER)
+        if system.metrics.dump is not None:
+            system.metrics.dump.flush(LINGER)
     return code
 
 

@@ -66,7 +66,7 @@ class Server:
             "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
         )
         self.responses = ResponseStore(config.response_store, config.response_ttl)
-        self.dump = RequestDump(config.dump_requests) if config.dump_requests else None
+        self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.sessions = Sessions(config.response_store, config.response_ttl)
         self._live: dict[str, tuple[Work, EndableSink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()

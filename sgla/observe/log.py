@@ -16,10 +16,22 @@ COLOURS = {
     logging.CRITICAL: "\x1b[31m",
 }
 RESET = "\x1b[0m"
+# What a terminal or a reader of logs could take for a command or a line's end, and what is no text: controls, separators
+# of lines and paragraphs, marks that turn the direction of text, lone surrogates.
+CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+MARKS = (*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
+UNSAFE = {code: f"\\x{code:02x}" for code in CONTROLS} | {code: f"\\u{code:04x}" for code in MARKS}
+UNSAFE |= {ord("\t"): "\t", ord("\n"): "\\n", ord("\r"): "\\r"}
+JSON_UNSAFE = {code: f"\\u{code:04x}" for code in UNSAFE if code >= 0x7F}  # json escapes the others itself
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes in place of control characters, whoever sent them."""
+    return text.translate(UNSAFE)
 
 
 class LineFormatter(logging.Formatter):
-    """``12:34:56.789 info http: message``; line breaks inside the message are escaped, a traceback follows indented."""
+    """``12:34:56.789 info http: message``; control characters are escaped, a traceback follows indented."""
 
     def __init__(self, colours: bool) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -28,15 +40,13 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         name = record.name.removeprefix("sgla.")
         time = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
-        message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
-        line = f"{time} {record.levelname.lower():7} {name}: {message}"
+        line = f"{time} {record.levelname.lower():7} {name}: {printable(record.getMessage())}"
         colour = COLOURS.get(record.levelno) if self._colours else None
         if colour:
             line = f"{colour}{line}{RESET}"
         if record.exc_info:
-            line += "\n" + "\n".join(
-                "    " + part for part in self.formatException(record.exc_info).splitlines()
-            )
+            trace = self.formatException(record.exc_info).split("\n")
+            line += "\n" + "\n".join("    " + printable(part) for part in trace)
         return line
 
 
@@ -54,7 +64,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, ensure_ascii=False, default=str).translate(JSON_UNSAFE)
 
 
 def setup_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:

@@ -22,6 +22,7 @@ from sgla.sched.stats import Finished, Stats
 if TYPE_CHECKING:
     from sgla.grammar.compiler import Compiler
     from sgla.messages import Facts, Opened
+    from sgla.observe.requests import RequestDump
     from sgla.observe.tracing import Tracing
 
 PREFIX = "sgla:"
@@ -48,6 +49,7 @@ class Metrics(Collector):
         self.compilation = Histogram(LATENCY)
         self.compiler: Compiler | None = None  # once it runs
         self.tracing: Tracing | None = None  # if asked for
+        self.dump: RequestDump | None = None  # if asked for
         self.inference_time = Histogram(LATENCY)
         self.loop_lag = Histogram(LAG)
         self.asked_choices = Histogram(SIZES)
@@ -209,6 +211,10 @@ class Metrics(Collector):
         }
         yield self._counter("http_responses", "HTTP responses", responses, ["method", "endpoint", "status"])
         yield self._gauge("http_requests_active", "HTTP requests being answered", self.http_active)
+        if self.dump is not None:
+            yield self._counter(
+                "undumped_requests", "Requests that --dump-requests could not write", self.dump.dropped
+            )
 
     def _model(self, facts: Facts) -> Iterator[Metric]:
         yield self._gauge(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from sgla.errors import ConfigError
 from sgla.http import wire
 from sgla.http.middleware import ADMIN
 from sgla.http.serve import unreadable
-from sgla.observe.log import JsonFormatter
-from sgla.observe.requests import read_dump
+from sgla.observe import requests
+from sgla.observe.log import JsonFormatter, LineFormatter
+from sgla.observe.requests import RequestDump, read_dump
 
 
 def bearer(key: str) -> dict[str, Any]:
@@ -104,6 +107,8 @@ async def test_requests_are_dumped_and_sent_again(serve: Serve, tmp_path: Path) 
             pass
     await site.post("/v1/completions", b"not JSON", **bearer("secret"))
     await site.post("/v1/completions", bodies[0])  # without the key
+    assert site.metrics.dump is not None
+    site.metrics.dump.flush(10)
     assert b"secret" not in path.read_bytes()
     assert path.stat().st_mode & 0o077 == 0
     dumped = read_dump(str(path))
@@ -117,6 +122,67 @@ async def test_requests_are_dumped_and_sent_again(serve: Serve, tmp_path: Path) 
     assert [job.text for job in again.ingress.jobs] == [job.text for job in site.ingress.jobs]
     with pytest.raises(ConfigError, match="dump-requests"):
         await serve(dump_requests=str(tmp_path / "no" / "folder"))
+
+
+async def test_a_full_disk_costs_no_request(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await serve(dump_requests="/dev/full")
+    for _ in range(3):
+        assert (await site.post("/v1/completions", {"prompt": "x"}))[0] == 200
+    dump = site.metrics.dump
+    assert dump is not None
+    dump.flush(10)
+    monkeypatch.setattr(requests, "BACKLOG_BYTES", 5)
+    assert (await site.post("/v1/completions", {"prompt": "x"}))[0] == 200
+    assert dump.dropped == 4
+    assert b"undumped_requests_total" in site.metrics.text()
+    (record,) = [record for record in caplog.records if record.name == "sgla.observe.requests"]
+    assert "No space left on device" in record.getMessage()
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = RequestDump(str(tmp_path / "requests.jsonl"))
+    dump.add("a", "POST", "/x", b'{"a":\r\n1}')
+    dump.flush(10)
+    monkeypatch.setattr(requests, "SLICE", 4)
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if b"much" in data:
+            raise OSError(errno.ENOSPC, "full")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    dump.add("b", "POST", "/x", b'{"a":"..much"}')
+    dump.add("c", "POST", "/x", b'{"a":2222222}')
+    dump.flush(10)
+    assert [(line.rid, bytes(line.body)) for line in read_dump(str(tmp_path / "requests.jsonl"))] == [
+        ("a", b'{"a":  1}'),
+        ("c", b'{"a":2222222}'),
+    ]
+    assert dump.dropped == 1
+
+
+@pytest.mark.parametrize("formatter", [LineFormatter(colours=False), JsonFormatter()])
+def test_control_characters_do_not_reach_the_log(formatter: logging.Formatter) -> None:
+    sent = "\x1b]0;owned\x07\x00\x7f\x9b31m\u2028\u202e\ud800\r\n"
+    try:
+        raise ValueError(sent)
+    except ValueError as error:
+        info = (ValueError, error, None)
+    record = logging.LogRecord("sgla.x", logging.ERROR, "", 1, "it %s", (sent,), info)
+    record.fields = {"route": sent}
+    line = formatter.format(record)
+    assert [char for char in line.replace("\n    ", "") if not char.isprintable()] == []
+    if isinstance(formatter, JsonFormatter):
+        told = json.loads(line)
+        assert (told["message"], told["route"]) == (f"it {sent}", sent)
+        assert sent in told["exception"]
+    else:
+        assert line.count(r"\x1b]0;owned\x07") == 2
 
 
 def test_what_is_no_http_is_logged_without_its_headers() -> None:
