@@ -23,15 +23,16 @@ async def serve() -> AsyncIterator[Serve]:
     async def start(ingress: FakeIngress | None = None, key: str = "none", **settings: Any) -> Site:
         ingress = ingress or FakeIngress()
         metrics = Metrics("fake")
+        app = make_app(ingress, Config(**settings), metrics)
         runner = web.AppRunner(
-            make_app(ingress, Config(**settings), metrics),
+            app,
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=0.5,
         )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        site = Site(ingress, metrics, runner.addresses[0][1], key)
+        site = Site(ingress, app, metrics, runner.addresses[0][1], key)
         closers.extend((site.close, runner.cleanup))
         return site
 

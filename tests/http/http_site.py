@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from http_fake import FakeIngress
 from openai import AsyncOpenAI
 
@@ -16,8 +17,11 @@ from sgla.observe.metrics import Metrics
 class Site:
     """A running server: its fake engine, its metrics, clients for it."""
 
-    def __init__(self, ingress: FakeIngress, metrics: Metrics, port: int, key: str) -> None:
+    def __init__(
+        self, ingress: FakeIngress, app: web.Application, metrics: Metrics, port: int, key: str
+    ) -> None:
         self.ingress = ingress
+        self.app = app
         self.metrics = metrics
         self.port = port
         self.url = f"http://127.0.0.1:{port}"

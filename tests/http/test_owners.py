@@ -84,3 +84,60 @@ async def test_keys_may_have_prefix_caches_of_their_own(serve: Serve, isolate: b
 def test_caches_for_each_key_need_keys() -> None:
     with pytest.raises(ConfigError, match="--isolate-keys needs --api-key"):
         check(Config(isolate_keys=True))
+
+
+async def test_responses_of_another_key_are_not_there(serve: Serve) -> None:
+    site = await serve(api_key=KEYS, admin_api_key=["root"])
+    asked = {"model": "fake", "input": [{"role": "user", "content": "secret", "id": "mine"}]}
+    status, mine = await site.post("/v1/responses", asked, **by("anna"))
+    assert status == 200
+    for other in ("ben", "root"):
+        for method, tail in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            replies = []
+            for uid in (mine["id"], "resp_none"):
+                async with site.http.request(method, f"/v1/responses/{uid}{tail}", **by(other)) as response:
+                    replies.append((response.status, (await response.text()).replace(uid, "UID")))
+            assert replies[0] == replies[1]
+            assert replies[0][0] == 404
+        for wanted in (
+            {"input": "x", "previous_response_id": mine["id"]},
+            {"input": [{"type": "item_reference", "id": "mine"}]},
+            {"input": [{"type": "item_reference", "id": mine["output"][0]["id"]}]},
+        ):
+            status, _ = await site.post("/v1/responses", wanted, **by(other))
+            assert status == (404 if "previous_response_id" in wanted else 400)
+    assert (await site.post("/v1/responses", {"input": [{"id": "mine"}]}, **by("anna")))[0] == 200
+    assert (await site.get(f"/v1/responses/{mine['id']}", **by("anna")))[1] == mine
+
+
+async def test_another_key_does_not_push_out_what_is_stored(serve: Serve) -> None:
+    site = await serve(api_key=KEYS, response_store=4)
+    asked = {"input": "x", "max_output_tokens": 1}
+    kept = (await site.post("/v1/responses", asked, **by("anna")))[1]["id"]
+    for _ in range(9):
+        assert (await site.post("/v1/responses", asked, **by("ben")))[0] == 200
+    assert (await site.get(f"/v1/responses/{kept}", **by("anna")))[0] == 200
+
+
+async def test_a_key_is_nowhere_in_what_is_said(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    key = "sk-anna-0123456789"
+    site = await serve(api_key=[key], admin_api_key=["root"], log_requests=True)
+    said = []
+    with caplog.at_level("DEBUG"):
+        for path in (
+            "/server_info",
+            "/get_server_info",
+            "/metrics",
+            "/load",
+            "/v1/responses/none",
+            "/none",
+            "/openapi.json",
+        ):
+            for sent in (key, f"{key}x", "root"):
+                async with site.http.get(path, **by(sent)) as response:
+                    said.append(f"{response.headers} {await response.text()}")
+        status, made = await site.post("/v1/responses", {"input": "x"}, **by(key))
+        assert status == 200
+        said += [str(made), caplog.text]
+    assert not [text for text in said if key in text]
+    assert not [text for text in said if with_key(key.encode(), admin=False).owner in text]

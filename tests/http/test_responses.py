@@ -11,12 +11,10 @@ import pytest
 from http_fake import FakeIngress, ScriptedIngress, expected_text
 from http_site import Serve, Site
 
-from sgla import clock
 from sgla.errors import BadRequest, WorkerDied
 from sgla.http.answer.collect import Choice
 from sgla.http.responses.input import RESPONSES, chat_request, check_fields, input_items, resolved
 from sgla.http.responses.routes import Answer, ResponseStream
-from sgla.http.responses.store import ResponseStore, Stored
 from sgla.messages import Event, TokenLogprob, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
@@ -119,25 +117,6 @@ async def test_what_is_not_stored_is_not_found(serve: Serve) -> None:
     with pytest.raises(openai.NotFoundError):
         await site.client.responses.retrieve(kept[2].id)
     assert (await site.client.responses.retrieve(kept[1].id)).id == kept[1].id
-
-
-def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(clock, "now", lambda: now)
-
-    def entry(i: int, size: int = 10) -> Stored:
-        return Stored(response={"id": str(i), "output": []}, input=[], uid=None, size=size)
-
-    store = ResponseStore(3, ttl=10.0)
-    for i in range(5):
-        store.put(entry(i))
-        now += 1
-    assert [store.get(str(i)) is not None for i in range(5)] == [False, False, True, True, True]
-    store.put(entry(9, size=1 << 40))
-    assert len(store) == 0
-    store.put(entry(6))
-    now += 10
-    assert store.get("6") is None
 
 
 async def test_background_and_cancel(serve: Serve) -> None:

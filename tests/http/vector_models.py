@@ -87,10 +87,11 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Site, Sy
     config = Config(**fixed | settings)
     system = System(config)
     await system.start()
-    runner = web.AppRunner(make_app(system.ingress, config, system.metrics), handler_cancellation=True)
+    app = make_app(system.ingress, config, system.metrics)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    site = Site(system.ingress, system.metrics, runner.addresses[0][1], "none")  # type: ignore[arg-type]
+    site = Site(system.ingress, app, system.metrics, runner.addresses[0][1], "none")  # type: ignore[arg-type]
     try:
         yield site, system
         assert system.ingress.open_requests == 0

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import web
 
 from sgla.http.answer.sse import HEADERS, Encoder
 from sgla.messages import Event, Rejected, Usage
 
+BLOCK = 64  # bytes that a block takes beside its text
+PIECE = 64  # blocks that are written at once, so that a client that does not read is not given everything
+
 
 class Recorder:
-    """A sink that keeps the blocks of a stream with one choice, in order. ``ended`` is set after the last one."""
+    """A sink that keeps the blocks of a stream with one choice, in order. ``ended`` is set after the last one.
 
-    def __init__(self, encoder: Encoder) -> None:
+    ``size``: bytes that are kept; ``grown`` is told of what is added to them.
+    """
+
+    def __init__(self, encoder: Encoder, grown: Callable[[int], None]) -> None:
         self.blocks: list[bytes] = []
+        self.size = 0
+        self._grown = grown
         self.ended = asyncio.Event()
         self._encoder = encoder
         self._news = asyncio.Event()
         self._add(encoder.begin())
-
-    @property
-    def size(self) -> int:
-        """Bytes that are kept."""
-        return sum(map(len, self.blocks))
 
     def push(self, message: Event | Rejected) -> None:
         if self.ended.is_set():
@@ -42,7 +46,11 @@ class Recorder:
         self.push(Event(rid="", index=0, finish="abort", usage=Usage()))
 
     def _add(self, data: bytes) -> None:
-        self.blocks += [block + b"\n\n" for block in data.split(b"\n\n") if block]
+        blocks = [block + b"\n\n" for block in data.split(b"\n\n") if block]
+        self.blocks += blocks
+        size = sum(map(len, blocks)) + BLOCK * len(blocks)
+        self.size += size
+        self._grown(size)
 
     async def play(self, request: web.Request, start: int = 0) -> web.StreamResponse:
         """Stream the blocks from number ``start`` on, those to come included."""
@@ -50,10 +58,10 @@ class Recorder:
         await response.prepare(request)
         while True:
             news, over = self._news, self.ended.is_set()
-            data = b"".join(self.blocks[start:])
-            start = max(start, len(self.blocks))
-            if data:
-                await response.write(data)
+            while start < len(self.blocks):
+                blocks = self.blocks[start : start + PIECE]
+                start += len(blocks)
+                await response.write(b"".join(blocks))
             if over:
                 return response
             await news.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -187,13 +187,22 @@ def custom_names(fields: ResponsesRequest) -> frozenset[str]:
 # items ----------------------------------------------------------------------------------------------------------------
 
 
+def is_reference(item: Item) -> bool:
+    return item.get("type") == "item_reference" or (
+        "type" not in item and "role" not in item and "id" in item
+    )
+
+
+def referred(items: list[Item]) -> Iterator[str]:
+    """The ids of the stored items that ``items`` refer to."""
+    return (str(item.get("id")) for item in items if is_reference(item))
+
+
 def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item]:
     """``items`` with the stored ones in place of references to them."""
     result = []
     for i, item in enumerate(items):
-        if item.get("type") == "item_reference" or (
-            "type" not in item and "role" not in item and "id" in item
-        ):
+        if is_reference(item):
             found = find(str(item.get("id")))
             if found is None:
                 raise InvalidField(

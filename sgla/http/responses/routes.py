@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, NotFound, Overloaded, SglaError
@@ -16,11 +17,12 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, Collector
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
-from sgla.http.errors import Busy
+from sgla.http.clients import CLIENT
 from sgla.http.openai.chat import chat_work
 from sgla.http.request.intake import IGNORED_FIELDS, intake
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses.background import Recorder
+from sgla.http.responses.conversation import gather, to_keep
 from sgla.http.responses.input import (
     CLIENT_TOOLS,
     RESPONSES,
@@ -29,11 +31,9 @@ from sgla.http.responses.input import (
     chat_request,
     check_fields,
     custom_names,
-    input_items,
-    resolved,
 )
 from sgla.http.responses.output import OutputItems, new_id
-from sgla.http.responses.store import ResponseStore, Stored
+from sgla.http.responses.store import Part, ResponseStore, Stored
 from sgla.http.server import PATH_ID, SERVER, Server, Work
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
@@ -41,14 +41,11 @@ from sgla.text.logprobs import chat_logprobs
 from sgla.text.tools.cursor import CONTENT, Piece
 
 PREFIX = "/v1/responses"
+MAX_PAGE = 100  # items
 
 
 class ResponseNotFound(NotFound):
     code = "response_not_found"
-
-
-class PreviousResponseNotFound(NotFound):
-    code = "previous_response_not_found"
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -58,17 +55,27 @@ async def create(request: web.Request) -> web.StreamResponse:
     check_fields(fields)
     kinds = {str(tool.get("type")) for tool in fields.tools or [] if tool.get("type") not in CLIENT_TOOLS}
     request[IGNORED_FIELDS] += [f"tools.{kind}" for kind in sorted(kinds)]
-    store = server.responses
-    own = [{"id": new_id("item"), **item} for item in resolved(input_items(fields), store.item)]
-    items = [*earlier(store, fields.previous_response_id), *own]
+    store, owner = server.responses, request[CLIENT].owner
+    before, own, items = await gather(fields, store, owner, server.config.max_body_bytes)
     chat = chat_request(fields, items)
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
     work.jobs[0].drop_turns = fields.truncation == "auto"
     answer = Answer(fields, reading.reader(), store.limit > 0, logprobs_of(server, chat))
-    entry = Stored(response=answer.response, input=own, items=items, uid=work.uid, size=work.size)
+    asked = await to_keep(own) if answer.response["store"] else []
+    entry = Stored(
+        id=answer.response["id"],
+        owner=owner,
+        part=Part(before, asked),
+        asked=len(asked),
+        uid=work.uid,
+        live=answer.response,
+    )
+    if fields.background:
+        entry.stop = partial(server.end, work.uid)
     if fields.stream and fields.background:
-        entry.recorder = Recorder(ResponseStream(answer))
+        entry.recorder = Recorder(ResponseStream(answer), partial(store.grow, entry))
+        entry.size += entry.recorder.size
         server.open(work, entry.recorder)
     sink = None if fields.stream else server.start(work)
     if answer.response["store"]:
@@ -85,21 +92,6 @@ async def create(request: web.Request) -> web.StreamResponse:
         answer.forget()
         raise error
     return json_response(answer.response)
-
-
-def earlier(store: ResponseStore, uid: str | None) -> list[Item]:
-    """The conversation that the request goes on with."""
-    if uid is None:
-        return []
-    entry = store.get(uid)
-    if entry is None:
-        raise PreviousResponseNotFound(
-            f"there is no stored response {uid[:200]!r}; responses are kept for a while and up to a number",
-            param="previous_response_id",
-        )
-    if entry.uid is not None:
-        raise Busy(f"response {uid!r} is still in progress", param="previous_response_id")
-    return entry.items
 
 
 async def stream(request: web.Request, server: Server, work: Work, answer: Answer) -> web.StreamResponse:
@@ -139,17 +131,21 @@ async def finish(server: Server, work: Work, sink: Collector, answer: Answer) ->
 
 def find(request: web.Request) -> Stored:
     uid = request[PATH_ID]
-    entry = request.app[SERVER].responses.get(uid)
+    entry = request.app[SERVER].responses.get(uid, request[CLIENT].owner)
     if entry is None:
         raise ResponseNotFound(f"there is no stored response {uid[:200]!r}")
     return entry
+
+
+def shown(entry: Stored) -> web.Response:
+    return web.Response(body=entry.shown(), content_type="application/json")
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """The response; with ``stream=true`` its events, those after number ``starting_after`` if that is given."""
     entry = find(request)
     if request.query.get("stream") != "true":
-        return json_response(entry.response)
+        return shown(entry)
     if entry.recorder is None:
         raise BadRequest(
             "only a response that was made with background: true and stream: true can be streamed again"
@@ -162,8 +158,8 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
 
 async def delete(request: web.Request) -> web.Response:
     entry = find(request)
-    request.app[SERVER].responses.delete(entry.response["id"])
-    return json_response({"id": entry.response["id"], "object": "response", "deleted": True})
+    request.app[SERVER].responses.delete(entry.id)
+    return json_response({"id": entry.id, "object": "response", "deleted": True})
 
 
 async def cancel(request: web.Request) -> web.Response:
@@ -175,17 +171,26 @@ async def cancel(request: web.Request) -> web.Response:
             if entry.uid is None:
                 break
             await asyncio.sleep(0)
-    return json_response(entry.response)
+    return shown(entry)
 
 
 async def input_list(request: web.Request) -> web.Response:
-    """What the request sent, newest first as OpenAI lists it, or oldest first with ``order=asc``."""
-    items = [listed(item) for item in find(request).input]
-    if request.query.get("order") != "asc":
-        items = items[::-1]
+    """A page of what the request sent: newest first as OpenAI lists it, or oldest first with ``order=asc``."""
+    entry, query = find(request), request.query
+    limit = query.get("limit", "20")
+    if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
+        raise InvalidField(f"limit must be from 1 to {MAX_PAGE}", param="limit")
+    numbers = range(entry.asked) if query.get("order") == "asc" else range(entry.asked)[::-1]
+    if after := query.get("after"):
+        place = request.app[SERVER].responses.place(after, entry)
+        if place is None or place not in numbers:
+            raise InvalidField("after must be the id of an input item of this response", param="after")
+        numbers = numbers[numbers.index(place) + 1 :]
+    items = [listed(msgspec.json.decode(entry.part.items[i].json)) for i in numbers[: int(limit)]]
     ids = [item["id"] for item in items] or [None]
+    more = len(numbers) > len(items)
     return json_response(
-        {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+        {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": more}
     )
 
 
@@ -285,10 +290,7 @@ class Answer:
     def _end(self, status: str, **fields: Any) -> None:
         self.response.update(status=status, output=self._output.items, **fields)
         if self._entry is not None and self._store is not None:
-            self._entry.uid = None
-            self._entry.items = [*self._entry.items, *self._output.items]
-            recorded = self._entry.recorder.size if self._entry.recorder is not None else 0
-            self._store.grow(self._entry, len(encode(self._output.items)) + recorded)
+            self._store.end(self._entry, self._output.items)
 
 
 def logprobs_of(server: Server, chat: ChatRequest) -> Callable[[list[TokenLogprob]], list[Any]] | None:
