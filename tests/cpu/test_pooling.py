@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import SMALL, VOCAB, random_prompts
 from safetensors.torch import load_file, save_file
-from tiny import Transcript, make_core, run, submit, tiny_config
+from tiny import Transcript, check_draws, make_core, run, submit, tiny_config
 from torch import Tensor, nn
 
 from sgla.errors import ConfigError, WeightError
@@ -354,6 +354,7 @@ def test_labels_behind_a_prompt_equal_transformers_beside_running_text(tmp_path:
         tiny_config(step_tokens=24), open_source(tmp_path), 0, 1, "", lambda progress: None
     )
     assert runner.facts.scores
+    check_draws(runner)
     prompts = random_prompts([5, 40, 12, 1])
     labels = [[7, 9], [300, 3, 5], [0], [11, 12]]
     scored = [submit(f"s{i}", p, 0, pool=ids) for i, (p, ids) in enumerate(zip(prompts, labels))]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
+from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from sgla.dist import Shard, join
@@ -223,9 +223,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 def generate(shard: Shard) -> dict[str, list[list[int]]]:
     prompts = random_prompts([5, 30])
     models = {name: load_model(dummy(**changes), "float32", q, shard) for name, (changes, q) in CASES.items()}
-    return {
-        name: [row.tokens for row in Eager(model, 16).generate(prompts, 12)] for name, model in models.items()
-    }
+    return {name: decided(Eager(model, 16).generate(prompts, 12)) for name, model in models.items()}
 
 
 def rank_main(rank: int, folder: str) -> None:

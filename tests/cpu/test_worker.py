@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config, tiny_source
+from tiny import VOCAB, check_draws, make_core, run, run_executor, submit, tiny_config, tiny_source
 
 from sgla.errors import ConfigError, InvalidField, OutOfMemory, UnsupportedField
 from sgla.executor.inline import InlineExecutor
@@ -65,7 +65,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
     return runner
 
 
-def make_requests(seed: int = 0) -> list[Submit]:
+def make_requests(seed: int = 2) -> list[Submit]:
     """Greedy and seeded, with and without rules; two share a prefix of several pages."""
     rng = random.Random(seed)
     prompt = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
@@ -86,6 +86,7 @@ def make_requests(seed: int = 0) -> list[Submit]:
 def alone() -> dict[str, list[int]]:
     """What each request gives by itself: torch, depth 1, cold cache, the prompt in as few steps as it fits."""
     runner = make_runner()
+    check_draws(runner)
     tokens: dict[str, list[int]] = {}
     for request in make_requests():
         tokens |= run(runner, [request], depth=1, prefix_cache=False).tokens()

@@ -77,7 +77,6 @@ def start(folder: Path) -> Iterator[Callable[..., Engine]]:
                 "kv_cache_bytes": 4 << 20,
                 "max_running_requests": 32,
                 "threads": 1,
-                "native_kernels": False,
                 "random_seed": 3,
             }
             engines[key] = Engine(str(folder), **settings | changes)

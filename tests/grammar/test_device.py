@@ -32,7 +32,6 @@ def ahead(folder: Path) -> Iterator[Engine]:
         context_length=128,
         max_running_requests=32,
         threads=1,
-        native_kernels=False,
         random_seed=3,
         depth=3,
     )
