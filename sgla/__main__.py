@@ -1,8 +1,6 @@
 """``python -m sgla`` is ``sgla``."""
 
-import sys
-
-from sgla.cli import main
+from sgla.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -168,10 +168,13 @@ class System:
         deadline = clock.now() + timeout
         while self.ingress.open_requests and clock.now() < deadline and not self.died.done():
             await asyncio.sleep(0.02)
+        self.end_requests()
+
+    def end_requests(self) -> None:
+        """End the open requests with a typed 503."""
+        error = Draining("the server shut down before the request finished", retry_after=5.0)
         for rid in self.ingress.rids():
-            self.ingress.reject(
-                Draining("the server shut down before the request finished", retry_after=5.0).rejected(rid)
-            )
+            self.ingress.reject(error.rejected(rid))
 
     async def close(self) -> None:
         """Stop the actors and the workers; idempotent."""
@@ -182,6 +185,13 @@ class System:
         if self._executor is not None:
             await self._executor.close()
             self._executor = None
+
+    def abandon(self) -> None:
+        """``close`` in any thread, for a process that ends although its loop hangs: no process and no file is left behind."""
+        if self._executor is not None:
+            self._executor.kill()
+        if self._tokenize is not None:
+            self._tokenize.close()
 
 
 def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource]:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from sgla.cli.args import parse
 from sgla.errors import ConfigError, SglaError
+from sgla.leaving import leave
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def entry() -> None:
+    """``main`` as a process. Threads that Python would wait for, and that may never end, are not waited for."""
+    code = main()
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        leave(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,6 +45,10 @@ class Executor(Protocol):
         """Stop the workers; idempotent."""
         ...
 
+    def kill(self) -> None:
+        """End worker processes at once and remove their files, in any thread; ``on_death`` is not told."""
+        ...
+
 
 class Results:
     """Step results on their way to the loop: any thread puts, the loop drains when ``fd`` (an eventfd) is readable."""

@@ -321,6 +321,9 @@ class FakeExecutor:
         self._dead = True
         self._results.close()
 
+    def kill(self) -> None:
+        self._dead = True
+
 
 class FakeFlight(msgspec.Struct):
     """A step of ``FakeRunner``: its result counts from ``due`` on."""

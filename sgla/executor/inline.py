@@ -136,3 +136,6 @@ class InlineExecutor:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
         self._results.close()
+
+    def kill(self) -> None:
+        self._gone = True

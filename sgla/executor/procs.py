@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
 
 RUNNERS = {"cpu": "sgla.worker.start:cpu_runner", "cuda": "sgla.worker.cuda:CudaRunner"}  # by device
-GRACE = 2.0  # seconds a worker gets to leave by itself
+GRACE = 1.0  # seconds workers get to leave by themselves
 LAST_LINES = 20
 ENTRY = "from sgla.executor.child import main; main()"
 
@@ -304,13 +304,21 @@ class ProcsExecutor:
             rank.pipe.close()
             if rank.facts is None:
                 rank.process.kill()
-        for rank in ranks:
-            if not await rank.ended(GRACE):
+        left = await asyncio.gather(*(rank.ended(GRACE) for rank in ranks))
+        for rank, ended in zip(ranks, left):
+            if not ended:
                 rank.process.kill()
-                await rank.ended(GRACE)
+        for rank in ranks:
+            await rank.ended(GRACE)
             self._loop.remove_reader(rank.stderr)
             rank.forward_stderr()
             rank.close()
+        self._remove_rendezvous()
+
+    def kill(self) -> None:
+        self._gone = True
+        for rank in self._ranks:
+            rank.process.kill()
         self._remove_rendezvous()
 
     def _remove_rendezvous(self) -> None:

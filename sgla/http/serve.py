@@ -19,8 +19,10 @@ from sgla.actors.system import System
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
+from sgla.leaving import LastResort
 from sgla.messages import Facts, Progress
 from sgla.observe.loop import LoopWatch
+from sgla.observe.metrics import Metrics
 
 if TYPE_CHECKING:
     from sgla.observe.tracing import Tracing
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
 LINGER = 1.0  # seconds that clients get to read their 503 after a worker has died
+LEAVE = 1.5  # seconds from the last answer to the end of the process
 
 
 def run(
@@ -36,7 +39,7 @@ def run(
     on_progress: Callable[[Progress], None] | None = None,
     on_ready: Callable[[Facts, str, float], None] | None = None,
 ) -> int:
-    """Serve until a signal or a failure; returns the process's exit code.
+    """Serve until a signal or a failure; returns the process's exit code. What then does not end in time ends with the process.
 
     ``on_ready(facts, url, seconds)`` is called once requests are accepted.
     """
@@ -46,8 +49,7 @@ def run(
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     except ImportError:  # not on every platform
         runner = asyncio.Runner()
-    with runner:
-        return runner.run(_serve(config, on_progress, on_ready))
+    return runner.run(_serve(config, on_progress, on_ready))  # not closed: that waits for the loop's threads
 
 
 async def _serve(
@@ -56,12 +58,10 @@ async def _serve(
     on_ready: Callable[[Facts, str, float], None] | None,
 ) -> int:
     started = clock.now()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     system = System(config, on_progress)
-    tracing = system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
+    last_resort = LastResort(system.abandon)
+    signals = Signals(system, last_resort)
+    system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
     logging.getLogger("aiohttp.server").addFilter(unreadable)
     watch = LoopWatch(system.metrics.loop_lag.observe)
     runner = web.AppRunner(
@@ -71,24 +71,55 @@ async def _serve(
         shutdown_timeout=1.0,
     )
     await runner.setup()
+    code = EXIT_DIED
     try:
         url = await _listen(runner, config)
         print(f"listening on {url} (503 until the model is loaded)", flush=True)
         code = await _supervise(
-            system, stop, lambda facts: on_ready and on_ready(facts, url, clock.now() - started)
+            system, signals, lambda facts: on_ready and on_ready(facts, url, clock.now() - started)
         )
     except ConfigError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         code = EXIT_CONFIG
     finally:
-        await system.close()
-        await runner.cleanup()
+        last_resort.within(LEAVE, code)
+        await asyncio.gather(system.close(), runner.cleanup(), _write_rest(system.metrics))
         watch.close()
-        if tracing is not None:
-            await asyncio.wait([in_thread(tracing.close)], timeout=LINGER)
-        if system.metrics.dump is not None:
-            system.metrics.dump.flush(LINGER)
     return code
+
+
+async def _write_rest(metrics: Metrics) -> None:
+    """What is on its way to a collector or a file gets ``LINGER`` seconds."""
+    writing = []
+    if metrics.tracing is not None:
+        writing.append(in_thread(metrics.tracing.close))
+    if metrics.dump is not None:
+        writing.append(in_thread(metrics.dump.flush, LINGER))
+    if writing:
+        await asyncio.wait(writing, timeout=LINGER)
+
+
+class Signals:
+    """SIGTERM and SIGINT. The first asks for a drain (``stop``), the second for an end at once (``hurry``); a server that hangs
+    is ended by ``last_resort``. Handlers are Python's, not the loop's, which may be what hangs."""
+
+    def __init__(self, system: System, last_resort: LastResort) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._system = system
+        self._last_resort = last_resort
+        self._count = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        self._count += 1
+        if self._count > 2 or self._system.died.done():
+            return
+        drains = self._count == 1 and self._system.ingress.phase == "ready"
+        self._last_resort.within((self._system.config.drain_timeout if drains else 0.0) + LEAVE, EXIT_OK)
+        self._loop.call_soon_threadsafe((self.stop if self._count == 1 else self.hurry).set)
 
 
 def start_tracing(config: Config, model: str) -> Tracing | None:
@@ -143,10 +174,10 @@ def tls_context(config: Config) -> ssl.SSLContext | None:
     return context
 
 
-async def _supervise(system: System, stop: asyncio.Event, ready: Callable[[Facts], object]) -> int:
-    """Start, serve until ``stop`` or death, drain. A second signal during the drain ends it at once."""
+async def _supervise(system: System, signals: Signals, ready: Callable[[Facts], object]) -> int:
+    """Start, serve until a signal or death, drain. A second signal during the drain ends it at once."""
     starting = asyncio.ensure_future(system.start())
-    stopping = asyncio.ensure_future(stop.wait())
+    stopping = asyncio.ensure_future(signals.stop.wait())
     await first(starting, stopping, system.died)
     if not starting.done():
         starting.cancel()
@@ -164,12 +195,12 @@ async def _supervise(system: System, stop: asyncio.Event, ready: Callable[[Facts
     await first(stopping, system.died)
     stopping.cancel()
     if not system.died.done():
-        stop.clear()
-        again = asyncio.ensure_future(stop.wait())
+        hurrying = asyncio.ensure_future(signals.hurry.wait())
         draining = asyncio.ensure_future(system.drain(system.config.drain_timeout))
-        await first(draining, again, system.died)
-        again.cancel()
+        await first(draining, hurrying, system.died)
+        hurrying.cancel()
         draining.cancel()
+        system.end_requests()
     return await _linger(system)
 
 
