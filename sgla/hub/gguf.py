@@ -1,118 +1,87 @@
-"""GGUF files: metadata, HF-style configuration, raw tokenizer tables and tensors under their HF names.
+"""GGUF files: HF-style configuration, raw tokenizer tables and tensors under their HF names.
 
-The header is parsed here, because the ``gguf`` package's reader makes numpy views of every token string (seconds for a
-large vocabulary, against a tenth of one). Quantized blocks are decoded by the package (``gguf.quants``).
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+``gguf_header`` reads the file, ``gguf_keys`` says which keys are honoured. The configuration is one that HF's class of the
+architecture could have, so what HF has no words for is refused. Quantized blocks are decoded by the ``gguf`` package.
 """
 
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import isclose, log, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
+from sgla.hub.gguf_header import check_places, parse, type_name
+from sgla.hub.gguf_keys import read_keys, read_vocabulary, token_id
 
 FourBit = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
+_NAMED = 8  # tensor names shown in an error
+
+
+class _Place(NamedTuple):
+    """Where HF has a tensor, and the dims of its weight: d hidden, f of the MLP, q and k of all heads, h of one, v tokens."""
+
+    stem: str
+    dims: str
+
 
 _TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+    "token_embd": _Place("model.embed_tokens", "vd"),
+    "output_norm": _Place("model.norm", "d"),
+    "output": _Place("lm_head", "vd"),
 }
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_LLAMA = {
+    "attn_norm": _Place("input_layernorm", "d"),
+    "attn_q": _Place("self_attn.q_proj", "qd"),
+    "attn_k": _Place("self_attn.k_proj", "kd"),
+    "attn_v": _Place("self_attn.v_proj", "kd"),
+    "attn_output": _Place("self_attn.o_proj", "dq"),
+    "ffn_norm": _Place("post_attention_layernorm", "d"),
+    "ffn_gate": _Place("mlp.gate_proj", "fd"),
+    "ffn_up": _Place("mlp.up_proj", "fd"),
+    "ffn_down": _Place("mlp.down_proj", "df"),
 }
-_GEMMA_LAYER_TENSORS = _LAYER_TENSORS | {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+_QWEN3 = _LLAMA | {
+    "attn_q_norm": _Place("self_attn.q_norm", "h"),
+    "attn_k_norm": _Place("self_attn.k_norm", "h"),
 }
+_GEMMA3 = _QWEN3 | {
+    "ffn_norm": _Place("pre_feedforward_layernorm", "d"),
+    "post_attention_norm": _Place("post_attention_layernorm", "d"),
+    "post_ffw_norm": _Place("post_feedforward_layernorm", "d"),
+}
+_QKV, _MLP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up", "ffn_down")
+
+
+class _Architecture(NamedTuple):
+    """HF's class, its ``model_type``, the tensors of a layer, and those that have biases: always, all of them or none by
+    HF's ``attention_bias``, all or none by ``mlp_bias``."""
+
+    hf_class: str
+    model_type: str
+    layer: dict[str, _Place]
+    biased: tuple[str, ...] = ()
+    attention_bias: tuple[str, ...] = (*_QKV, "attn_output")
+    mlp_bias: tuple[str, ...] = ()
+
+
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
+    "llama": _Architecture("LlamaForCausalLM", "llama", _LLAMA, mlp_bias=_MLP),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA, biased=_QKV, attention_bias=()),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", _QWEN3),
+    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA3),
 }
-
-
-class _Cursor:
-    """Reads GGUF values from a buffer; ``at`` is the offset of the next byte."""
-
-    def __init__(self, buffer: mmap.mmap) -> None:
-        self.buffer = buffer
-        self.at = 0
-
-    def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self.buffer, self.at)
-        self.at += struct.calcsize("<" + code)
-        return value
-
-    def string(self) -> str:
-        return self.strings(1)[0]
-
-    def strings(self, count: int) -> list[str]:
-        """``count`` length-prefixed strings; the hot loop of the parse (10^5 tokens)."""
-        unpack, buffer, at = struct.Struct("<Q").unpack_from, self.buffer, self.at
-        found = []
-        for _ in range(count):
-            end = at + 8 + unpack(buffer, at)[0]
-            raw = buffer[at + 8 : end]
-            if len(raw) != end - at - 8:
-                raise ValueError("a string runs past the end of the file")
-            found.append(raw.decode("utf-8", "replace"))
-            at = end
-        self.at = at
-        return found
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            return self.scalar(_SCALARS[kind])
-        item, count = self.scalar("I"), self.scalar("Q")
-        if item == _STRING:
-            return self.strings(count)
-        if item == _ARRAY:
-            return [self.value(_ARRAY) for _ in range(count)]
-        array = np.frombuffer(self.buffer, np.dtype("<" + _SCALARS[item]), count, self.at)
-        self.at += array.nbytes
-        return array.tolist()
-
-
-@dataclass(frozen=True)
-class GGUFTensor:
-    """One tensor in the file. ``shape`` is row-major as in torch; ``type`` a GGML type number; ``offset`` in bytes."""
-
-    name: str
-    type: int
-    shape: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -185,9 +154,10 @@ class GGUFFile:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.metadata, self._tensors, self._data = _parse(self._map)
-        except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
-            raise ConfigError(f"{path} is not a complete GGUF file: {error}") from error
+            self._header = parse(self._map)
+        except (OSError, struct.error, ValueError) as error:
+            raise ConfigError(f"{path} is not a valid GGUF file: {error}") from error
+        self.metadata, self._tensors = self._header.metadata, self._header.tensors
         self.architecture = str(self.metadata.get("general.architecture"))
         if self.architecture not in _ARCHITECTURES:
             raise ConfigError(
@@ -195,166 +165,260 @@ class GGUFFile:
                 f"supported: {', '.join(sorted(_ARCHITECTURES))}"
             )
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The metadata value ``<architecture>.<key>``."""
-        return self.metadata.get(f"{self.architecture}.{key}", default)
-
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` of the same model would say."""
+        """What ``config.json`` of the same model would say. Raises ConfigError for keys that are not supported, and WeightError
+        for tensors that do not fit them, so that no size in it is larger than the file's."""
         try:
-            heads, hidden = self.get("attention.head_count"), self.get("embedding_length")
-            config = {
-                "architectures": [_ARCHITECTURES[self.architecture]],
-                "model_type": "gemma3_text" if self.architecture == "gemma3" else self.architecture,
-                "hidden_size": hidden,
-                "intermediate_size": self.get("feed_forward_length"),
-                "num_hidden_layers": self.get("block_count"),
-                "num_attention_heads": heads,
-                "num_key_value_heads": self.get("attention.head_count_kv", heads),
-                "head_dim": self.get("attention.key_length", hidden // heads),
-                "max_position_embeddings": self.get("context_length"),
-                "rms_norm_eps": self.get("attention.layer_norm_rms_epsilon"),
-                "vocab_size": self._tensors["token_embd.weight"].shape[0],
-                "tie_word_embeddings": "output.weight" not in self._tensors,
-                "rope_theta": self.get("rope.freq_base", 1e6 if self.architecture == "gemma3" else 1e4),
-                "rope_scaling": self._rope_scaling(),
-                "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
-                "eos_token_id": self.eos_token_ids,
-                "torch_dtype": "float32",
-            }
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise ConfigError(f"{self.path}: the GGUF metadata lacks {error}") from error
-        if self.architecture == "gemma3":
-            config |= self._gemma_config(config)
+            keys = read_keys(self.metadata, self.architecture)
+            check_places(self._header, len(self._map))
+            config = self._read_config(keys)
+            self._check_tensors(config)
+        except WeightError as error:
+            raise WeightError(f"{self.path}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
         return config
 
-    def _gemma_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        layers = config["num_hidden_layers"]
-        # The 27B model alone scales queries by hidden/heads; the metadata does not say so.
-        scalar = (
-            config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
-        )
-        return {
-            "query_pre_attn_scalar": scalar,
-            "sliding_window": self.get("attention.sliding_window"),
-            "sliding_window_pattern": 6,
-            "rope_local_base_freq": self.get("rope.freq_base_swa", 10000.0),
-            "hidden_activation": "gelu_pytorch_tanh",
-            "final_logit_softcapping": self.get("final_logit_softcapping"),
+    def _read_config(self, keys: dict[str, Any]) -> dict[str, Any]:
+        hidden, heads = keys["embedding_length"], keys["attention.head_count"]
+        head_dim = keys.get("attention.key_length", hidden // heads)
+        if head_dim < 2 or head_dim % 2:
+            raise ConfigError(f"heads of {head_dim} values are not supported; their size must be even")
+        architecture = _ARCHITECTURES[self.architecture]
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if keys.get(name, head_dim) != head_dim:
+                raise ConfigError(
+                    f"{self.architecture}.{name} is {keys[name]}, and only the size of a head, {head_dim}, is supported"
+                )
+        config = {
+            "architectures": [architecture.hf_class],
+            "model_type": architecture.model_type,
+            "hidden_size": hidden,
+            "intermediate_size": keys["feed_forward_length"],
+            "num_hidden_layers": keys["block_count"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": keys["context_length"],
+            "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+            "vocab_size": self._vocab_size(),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "rope_theta": keys.get("rope.freq_base", 1e6 if self.architecture == "gemma3" else 1e4),
+            "rope_scaling": self._rope_scaling(keys),
+            "bos_token_id": token_id(self.metadata, "bos"),
+            "eos_token_id": self.eos_token_ids,
+            "torch_dtype": "float32",
         }
+        for flag, stems in (
+            ("attention_bias", architecture.attention_bias),
+            ("mlp_bias", architecture.mlp_bias),
+        ):
+            if any(f"blk.0.{stem}.bias" in self._tensors for stem in stems):
+                config[flag] = True
+        scale = keys.get("attention.scale") or self._default_scale(config)
+        if self.architecture == "gemma3":
+            config |= _gemma_config(keys, scale)
+        elif not isclose(scale, head_dim**-0.5, rel_tol=1e-5):
+            raise ConfigError(
+                f"{self.architecture}.attention.scale is {scale:g}, and only 1/sqrt({head_dim}) is supported"
+            )
+        return config
 
-    def _rope_scaling(self) -> dict[str, Any] | None:
-        if factors := self._tensors.get("rope_freqs.weight"):  # Llama 3.x: the scaling comes as a table
-            values = np.frombuffer(self._map, "<f4", prod(factors.shape), self._data + factors.offset)
-            return {"rope_type": "factors", "factors": values.tolist()}
-        kind = self.get("rope.scaling.type", "none")
-        if kind == "none":
+    def _default_scale(self, config: dict[str, Any]) -> float:
+        """Of queries. Gemma's 27B model alone has hidden/heads instead of the size of a head; the metadata does not say so."""
+        if self.architecture == "gemma3" and config["num_hidden_layers"] == 62:
+            return float((config["hidden_size"] // config["num_attention_heads"]) ** -0.5)
+        return float(config["head_dim"] ** -0.5)
+
+    def _vocab_size(self) -> int:
+        if "token_embd.weight" not in self._tensors:
+            raise WeightError("the tensor token_embd.weight is missing")
+        return self._tensors["token_embd.weight"].shape[0]
+
+    def _rope_scaling(self, keys: dict[str, Any]) -> dict[str, Any] | None:
+        """In HF's words. As in llama.cpp a factor without a type is linear, and a factor of 0 is none."""
+        factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
+        kind = keys.get("rope.scaling.type", "linear")
+        attention = keys.get("rope.scaling.attn_factor", 1.0)
+        if kind != "yarn" and attention != 1.0:
+            raise ConfigError(f"{self.architecture}.rope.scaling.attn_factor is supported with yarn alone")
+        plain = kind == "none" or (kind == "linear" and factor == 1.0)
+        if "rope_freqs.weight" in self._tensors:  # Llama 3.x: the scaling comes as a table
+            if not plain:
+                raise ConfigError("rope_freqs.weight and rope.scaling at once are not supported")
+            return {"rope_type": "factors", "factors": self._rope_factors()}
+        if plain:
             return None
-        scaling = {"rope_type": kind, "factor": self.get("rope.scaling.factor", 1.0)}
-        if original := self.get("rope.scaling.original_context_length"):
-            scaling["original_max_position_embeddings"] = original
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            names = {
+                "original_context_length": "original_max_position_embeddings",
+                "yarn_beta_fast": "beta_fast",
+                "yarn_beta_slow": "beta_slow",
+            }
+            given = {hf: keys.get(f"rope.scaling.{name}") for name, hf in names.items()}
+            scaling |= {hf: value for hf, value in given.items() if value is not None}
+            scaling["attention_factor"] = attention * (0.1 * log(factor) + 1.0 if factor > 1 else 1.0)
         return scaling
+
+    def _rope_factors(self) -> list[float]:
+        table = self._tensors["rope_freqs.weight"]
+        if type_name(table.type) != "F32":
+            raise WeightError(f"rope_freqs.weight has type {type_name(table.type)}, not F32")
+        values = np.frombuffer(self._map, "<f4", prod(table.shape), self._header.data + table.offset)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise WeightError("rope_freqs.weight has values that are no positive numbers")
+        factors: list[float] = values.tolist()
+        return factors
+
+    def _check_tensors(self, config: dict[str, Any]) -> None:
+        """Raises WeightError naming missing, unexpected and misshapen tensors."""
+        layers = {
+            name.split(".")[1] for name in self._tensors if name.startswith("blk.") and name.count(".") > 1
+        }
+        if config["num_hidden_layers"] != len(layers):
+            raise WeightError(
+                f"{self.architecture}.block_count is {config['num_hidden_layers']}, and there are tensors of "
+                f"{len(layers)} layers"
+            )
+        expected = self._expected(config)
+        absent = set() if "output.weight" in self._tensors else {"output.weight"}
+        misshapen = [
+            f"{name} has shape {list(tensor.shape)}, expected {list(expected[name][1])}"
+            for name, tensor in self._tensors.items()
+            if name in expected and expected[name][1] != tensor.shape
+        ]
+        complaints = (
+            _complain(
+                "missing", [name for name in expected if name not in self._tensors and name not in absent]
+            )
+            + _complain("unexpected", [name for name in self._tensors if name not in expected])
+            + _complain("misshapen", misshapen)
+        )
+        if complaints:
+            raise WeightError(f"the tensors do not fit a {self.architecture} model: " + "; ".join(complaints))
+
+    def _expected(self, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """GGUF name -> HF name and shape of every tensor that the file may have."""
+        architecture, head_dim = _ARCHITECTURES[self.architecture], config["head_dim"]
+        dims = {
+            "d": config["hidden_size"],
+            "f": config["intermediate_size"],
+            "q": config["num_attention_heads"] * head_dim,
+            "k": config["num_key_value_heads"] * head_dim,
+            "h": head_dim,
+            "v": config["vocab_size"],
+        }
+        biased = set(architecture.biased)
+        biased.update(architecture.attention_bias if "attention_bias" in config else ())
+        biased.update(architecture.mlp_bias if "mlp_bias" in config else ())
+        places = {stem: (place, False) for stem, place in _TENSORS.items()}
+        for i in range(config["num_hidden_layers"]):
+            for stem, place in architecture.layer.items():
+                hf = place._replace(stem=f"model.layers.{i}.{place.stem}")
+                places[f"blk.{i}.{stem}"] = hf, stem in biased
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for stem, (place, bias) in places.items():
+            shape = tuple(dims[dim] for dim in place.dims)
+            expected[f"{stem}.weight"] = f"{place.stem}.weight", shape
+            if bias:
+                expected[f"{stem}.bias"] = f"{place.stem}.bias", shape[:1]
+        if self.architecture == "llama" and "rope_freqs.weight" in self._tensors:
+            expected["rope_freqs.weight"] = "", (head_dim // 2,)
+        return expected
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Ids that end a generation: eos, eot and well-known end-of-turn tokens of the vocabulary."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        ids = {self.metadata[key] for key in keys if key in self.metadata}
-        tokens = self.metadata.get("tokenizer.ggml.tokens", [])
-        return sorted(ids | {i for i, token in enumerate(tokens) if token in _END_OF_TURN})
+        ids = {index for name in ("eos", "eot") if (index := token_id(self.metadata, name)) is not None}
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        named = enumerate(tokens) if isinstance(tokens, list) else ()
+        return sorted(ids | {i for i, token in named if token in _END_OF_TURN})
 
     @cached_property
     def tokenizer_raw(self) -> dict[str, Any]:
         """The vocabulary: model, pre, tokens, token_type, merges, scores, the special ids, flags and chat template.
 
-        Absent entries are ``None``. ``model`` is ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+        Absent entries are ``None``. ``model`` is ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece). ``chat_template`` is
+        its source, or sources by name. Raises ConfigError for keys that are not supported.
         """
+        try:
+            keys = read_vocabulary(self.metadata)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path}: {error}; name the original model's folder with --tokenizer", param="tokenizer"
+            ) from error
         raw = {
-            key: self.metadata.get(f"tokenizer.ggml.{key}")
+            key: keys.get(f"tokenizer.ggml.{key}")
             for key in ("model", "pre", "tokens", "token_type", "merges", "scores", "add_space_prefix")
         }
-        for short, key in (
+        for short, name in (
             ("bos", "bos"),
             ("eos", "eos"),
             ("eot", "eot"),
             ("unk", "unknown"),
             ("pad", "padding"),
         ):
-            raw[f"{short}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        raw["add_bos"] = self.metadata.get("tokenizer.ggml.add_bos_token")
-        raw["add_eos"] = self.metadata.get("tokenizer.ggml.add_eos_token")
-        raw["chat_template"] = self.metadata.get("tokenizer.chat_template")
+            raw[f"{short}_token_id"] = keys.get(f"tokenizer.ggml.{name}_token_id")
+        raw["add_bos"] = keys.get("tokenizer.ggml.add_bos_token")
+        raw["add_eos"] = keys.get("tokenizer.ggml.add_eos_token")
+        template, before = keys.get("tokenizer.chat_template"), "tokenizer.chat_template."
+        named = {key.removeprefix(before): text for key, text in keys.items() if key.startswith(before)}
+        raw["chat_template"] = (named | {"default": template} if template else named) if named else template
         return raw
 
     def tensors(self) -> Iterator[LazyTensor]:
-        """Every weight under its HF name and in HF's row order. Raises WeightError for an unknown or cut tensor."""
+        """Every weight under its HF name and in HF's row order. Raises as ``config`` does."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+        expected = self._expected(self.config)
         for tensor in self._tensors.values():
             if tensor.name == "rope_freqs.weight":
                 continue
-            try:
-                kind = GGMLQuantizationType(tensor.type)
-            except ValueError as error:
-                raise WeightError(
-                    f"{self.path}: tensor {tensor.name} has unknown type {tensor.type}"
-                ) from error
+            name, shape = expected[tensor.name]
+            kind = GGMLQuantizationType(tensor.type)
             block, size = GGML_QUANT_SIZES[kind]
-            rows, row_bytes = prod(tensor.shape[:-1]), tensor.shape[-1] // block * size
-            start = self._data + tensor.offset
-            if start + rows * row_bytes > len(self._map):
-                raise WeightError(
-                    f"{self.path}: the file ends before tensor {tensor.name}; is the download complete?"
-                )
+            rows, row_bytes = prod(shape[:-1]), shape[-1] // block * size
+            start = self._header.data + tensor.offset
             blocks = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).reshape(rows, row_bytes)
-            name = self._hf_name(tensor.name)
-            yield LazyTensor(name, kind.name, tensor.shape, self._reorder(name, blocks), self._shift(name))
+            if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+                if len(shape) == 1 and block > 1:
+                    raise WeightError(
+                        f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order"
+                    )
+                blocks = self._reorder(blocks, "q_proj" in name, size if len(shape) == 1 else row_bytes)
+            yield LazyTensor(name, kind.name, shape, blocks, self._shift(name))
 
-    def _hf_name(self, name: str) -> str:
-        stem, _, suffix = name.rpartition(".")
-        if stem in _TENSORS:
-            return f"{_TENSORS[stem]}.{suffix}"
-        table = _GEMMA_LAYER_TENSORS if self.architecture == "gemma3" else _LAYER_TENSORS
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if match is None or match[2] not in table:
-            raise WeightError(f"{self.path}: unexpected tensor {name} for architecture {self.architecture}")
-        return f"model.layers.{match[1]}.{table[match[2]]}.{suffix}"
-
-    def _reorder(self, name: str, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart."""
-        for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if self.architecture == "llama" and projection in name:
-                heads = self.config[key]
-                halves = blocks.reshape(heads, -1, 2, blocks.shape[-1]).swapaxes(1, 2)
-                return np.ascontiguousarray(halves).reshape(blocks.shape)
-        return blocks
+    def _reorder(self, blocks: NDArray[np.uint8], query: bool, size: int) -> NDArray[np.uint8]:
+        """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart. ``size``: bytes of a row, or of
+        one value of a bias."""
+        heads = self.config["num_attention_heads" if query else "num_key_value_heads"]
+        halves = blocks.reshape(heads, -1, 2, size).swapaxes(1, 2)
+        return np.ascontiguousarray(halves).reshape(blocks.shape)
 
     def _shift(self, name: str) -> float:
         """Gemma files hold 1 + w of HF's norm weights w."""
         return -1.0 if self.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
 
 
-def _parse(buffer: mmap.mmap) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-    """Metadata, tensor table by GGUF name, and the offset of the tensor data."""
-    cursor = _Cursor(buffer)
-    if buffer[:4] != b"GGUF":
-        raise ValueError("it does not start with the bytes GGUF")
-    cursor.at = 4
-    version, tensor_count, count = cursor.scalar("I"), cursor.scalar("Q"), cursor.scalar("Q")
-    if version not in (2, 3):
-        raise ValueError(f"version {version} is not known (2 and 3, little-endian, are)")
-    metadata: dict[str, Any] = {}
-    for _ in range(count):
-        key = cursor.string()
-        metadata[key] = cursor.value(cursor.scalar("I"))
-    tensors = {}
-    for _ in range(tensor_count):
-        name = cursor.string()
-        shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))[::-1]
-        tensors[name] = GGUFTensor(name, cursor.scalar("I"), shape, cursor.scalar("Q"))
-    align = int(metadata.get("general.alignment", 32))
-    return metadata, tensors, -(-cursor.at // align) * align
+def _gemma_config(keys: dict[str, Any], scale: float) -> dict[str, Any]:
+    scalar = scale**-2
+    return {
+        "query_pre_attn_scalar": round(scalar) if isclose(scalar, round(scalar), rel_tol=1e-5) else scalar,
+        "sliding_window": keys.get("attention.sliding_window", 0),
+        "sliding_window_pattern": keys.get("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": keys.get("rope.freq_base_swa", 10000.0),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
+    }
+
+
+def _complain(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}"]
 
 
 def read_gguf(path: str | Path) -> GGUFFile:

@@ -12,17 +12,22 @@ import json
 import logging
 import os
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, SglaError
 from sgla.text.decoding import CHAR_OF, SPACE
 
 log = logging.getLogger(__name__)
 
+MOST_WORK = (
+    10**9
+)  # characters looked at to find the merges of SentencePiece; Gemma's vocabulary takes 2 * 10^7
 VERSION = 2  # of the conversion; part of the cache key
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -78,10 +83,22 @@ def backend_from_gguf(raw: dict[str, Any], cache: Path | None = None) -> Tokeniz
             return Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception; a damaged file is made anew
             log.warning("ignoring the cached tokenizer %s: %s", file, error)
-    tokenizer = _build(raw)
+    with readable("the GGUF file's vocabulary cannot be read"):
+        tokenizer = _build(raw)
     if file is not None:
         _save(tokenizer, file)
     return tokenizer
+
+
+@contextmanager
+def readable(complaint: str) -> Iterator[None]:
+    """Turns whatever the ``tokenizers`` library raises, plain Exceptions and panics of Rust, into ConfigError."""
+    try:
+        yield
+    except (SglaError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{complaint}: {error}", param="tokenizer") from error
 
 
 def _digest(raw: dict[str, Any]) -> str:
@@ -109,6 +126,8 @@ def _save(tokenizer: Tokenizer, file: Path) -> None:
 
 def _build(raw: dict[str, Any]) -> Tokenizer:
     kind = raw.get("model")
+    if len(set(raw["tokens"])) < len(raw["tokens"]):
+        raise ConfigError("the GGUF file's vocabulary has a token twice", param="tokenizer")
     if kind == "gpt2":
         tokenizer = _byte_level(raw)
     elif kind == "llama":
@@ -198,6 +217,8 @@ def _fallback_bpe(raw: dict[str, Any], tokens: list[str], scores: dict[str, floa
 def _merges(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, str]]:
     """Every pair of tokens whose concatenation is a token: best result first, then the longest parts."""
     merges = []
+    if sum(len(token) ** 2 for token in vocab) > MOST_WORK:
+        raise ConfigError("the GGUF file's tokens are too long to find their merges", param="tokenizer")
     for token in vocab:
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
@@ -208,7 +229,10 @@ def _merges(vocab: dict[str, int], scores: dict[str, float]) -> list[tuple[str, 
 
 
 def _types(raw: dict[str, Any]) -> list[int]:
-    return raw.get("token_type") or [NORMAL] * len(raw["tokens"])
+    types = raw.get("token_type") or [NORMAL] * len(raw["tokens"])
+    if not 0 <= min(types) <= max(types) <= BYTE:
+        raise ConfigError("tokenizer.ggml.token_type has a value that is not known", param="tokenizer")
+    return types
 
 
 def _add_tokens(tokenizer: Tokenizer, raw: dict[str, Any]) -> None:

@@ -1,0 +1,243 @@
+"""Which keys of GGUF metadata are honoured, and what becomes of all others.
+
+In the namespace of the architecture (``llama.*``) every key must be in its table: the keys that ``GGUFFile.config`` reads, and
+keys that change nothing, some of them at certain values only. Any other key, and any other value, is refused by name.
+``general.*`` describes the file, but for a few keys. In ``tokenizer.*`` the same rule holds as in the architecture's namespace,
+unless the vocabulary is not used. Namespaces that other tools write for themselves (``quantize.*``, ``mradermacher.*``) are
+ignored, those that stand for another kind of file are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from sgla.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Number:
+    """Values of a key: whole numbers or any finite ones, from ``low`` on; ``layers``: or a list with one for each layer,
+    which must all be the same."""
+
+    whole: bool = False
+    low: float = 0.0
+    layers: bool = False
+
+    def fits(self, value: Any) -> bool:
+        kinds = (int,) if self.whole else (int, float)
+        return type(value) in kinds and isfinite(value) and self.low <= value < 2**31
+
+    def __str__(self) -> str:
+        return f"a {'whole ' if self.whole else ''}number from {self.low:g} on"
+
+
+@dataclass(frozen=True)
+class Only:
+    """Values of a key that change nothing, or that alone are supported."""
+
+    values: tuple[Any, ...]
+
+    def fits(self, value: Any) -> bool:
+        return not isinstance(value, list) and value in self.values
+
+    def __str__(self) -> str:
+        return " or ".join(map(repr, self.values))
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string, or a list of items of one type."""
+
+    items: type | None = None
+
+    def fits(self, value: Any) -> bool:
+        if self.items is None:
+            return isinstance(value, str)
+        return isinstance(value, list) and (not value or type(value[0]) is self.items)
+
+    def __str__(self) -> str:
+        return "a string" if self.items is None else f"a list of {self.items.__name__}"
+
+
+SIZE = Number(whole=True, low=1)
+SIZE_OF_LAYERS = Number(whole=True, low=1, layers=True)
+POSITIVE = Number(low=1e-30)
+TOKEN = Number(whole=True)
+FLAG = Only((True, False))
+Rule = Number | Only | Text
+
+REQUIRED = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+
+_COMMON: dict[str, Rule] = {
+    "block_count": SIZE,
+    "context_length": SIZE,
+    "embedding_length": SIZE,
+    "feed_forward_length": SIZE_OF_LAYERS,
+    "vocab_size": SIZE,  # the embedding says it too
+    "attention.head_count": SIZE_OF_LAYERS,
+    "attention.head_count_kv": SIZE_OF_LAYERS,
+    "attention.key_length": SIZE,
+    "attention.value_length": SIZE,
+    "attention.layer_norm_rms_epsilon": Number(),
+    "attention.scale": Number(),
+    "attention.causal": Only((True,)),
+    "rope.dimension_count": SIZE,
+    "rope.freq_base": POSITIVE,
+    "rope.scale_linear": Number(),  # what rope.scaling.factor was called
+    "rope.scaling.type": Only(("none", "linear", "yarn")),
+    "rope.scaling.factor": Number(),
+    "rope.scaling.original_context_length": SIZE,
+    "rope.scaling.attn_factor": POSITIVE,
+    "rope.scaling.finetuned": Only((True, False)),  # says how the model was made
+    "rope.scaling.yarn_ext_factor": Only((1.0,)),
+    "rope.scaling.yarn_beta_fast": POSITIVE,
+    "rope.scaling.yarn_beta_slow": POSITIVE,
+    "rope.scaling.yarn_log_multiplier": Only((0.0,)),
+    # Off, in models that have them not. transformers and llama.cpp disagree on yarn_attn_factor, so no value is allowed.
+    "attention.clamp_kqv": Only((0.0,)),
+    "attention.max_alibi_bias": Only((0.0,)),
+    "attention.sliding_window": Only((0,)),
+    "attn_logit_softcapping": Only((0.0,)),
+    "final_logit_softcapping": Only((0.0,)),
+    "embedding_scale": Only((0.0, 1.0)),
+    "residual_scale": Only((0.0, 1.0)),
+    "logit_scale": Only((0.0, 1.0)),
+    "expert_count": Only((0,)),
+    "expert_used_count": Only((0,)),
+    "expert_shared_count": Only((0,)),
+    "nextn_predict_layers": Only((0,)),
+    "pooling_type": Only((0,)),
+    "use_parallel_residual": Only((False,)),
+}
+_TABLES: dict[str, dict[str, Rule]] = {
+    "llama": _COMMON | {"tensor_data_layout": Only(("Meta AI original pth",))},
+    "qwen2": _COMMON,
+    "qwen3": _COMMON,
+    "gemma3": _COMMON
+    | {
+        "attention.sliding_window": Number(whole=True),
+        "attention.sliding_window_pattern": SIZE,
+        "final_logit_softcapping": Number(),
+        "rope.freq_base_swa": POSITIVE,
+    },
+}
+_FILES: dict[str, Rule] = {
+    "general.type": Only(("model",)),
+    "general.quantization_version": Only((2,)),
+    "split.count": Only((0, 1)),
+}
+_TOKENIZER: dict[str, Rule] = {
+    "tokenizer.ggml.model": Text(),
+    "tokenizer.ggml.pre": Text(),
+    "tokenizer.ggml.tokens": Text(str),
+    "tokenizer.ggml.token_type": Text(int),
+    "tokenizer.ggml.scores": Text(float),
+    "tokenizer.ggml.merges": Text(str),
+    "tokenizer.ggml.add_bos_token": FLAG,
+    "tokenizer.ggml.add_eos_token": FLAG,
+    "tokenizer.ggml.add_sep_token": Only((False,)),
+    "tokenizer.ggml.add_space_prefix": FLAG,
+    "tokenizer.ggml.remove_extra_whitespaces": Only((False,)),
+    "tokenizer.ggml.token_type_count": SIZE,  # of encoders
+    "tokenizer.huggingface.json": Text(),  # says the same again
+    "tokenizer.chat_template": Text(),
+    "tokenizer.chat_templates": Text(str),  # names
+}
+_TOKEN_IDS = (
+    *(
+        "bos",
+        "eos",
+        "eot",
+        "eom",
+        "unknown",
+        "padding",
+        "seperator",
+        "mask",
+        "cls",
+        "prefix",
+        "suffix",
+        "middle",
+    ),
+    *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+)
+_TOKENIZER |= {f"tokenizer.ggml.{name}_token_id": TOKEN for name in _TOKEN_IDS}
+_ADVICE = {
+    "split.count": "; join the parts with llama-gguf-split --merge",
+    "pooling_type": "; serve embedding models from a folder with safetensors",
+}
+_OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.")
+
+
+def read_keys(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The values of the architecture's own keys, by names without the architecture; one number for each list over layers.
+
+    Raises ConfigError for a key that is neither honoured nor harmless, for a value of a wrong kind, and for a missing key.
+    """
+    table, found = _TABLES[architecture], {}
+    for key, value in metadata.items():
+        if key in _FILES:
+            _check(key, value, _FILES[key])
+        elif key.startswith(_OTHER_FILES):
+            raise ConfigError(f"the key {key} belongs to another kind of GGUF file than a language model's")
+        elif key.startswith(f"{architecture}."):
+            name = key.removeprefix(f"{architecture}.")
+            if name not in table:
+                raise ConfigError(
+                    f"the key {key} is not supported, and it may change what the model computes"
+                )
+            found[name] = _check(key, value, table[name], metadata.get(f"{architecture}.block_count"))
+    for name in REQUIRED:
+        if name not in found:
+            raise ConfigError(f"the GGUF metadata lacks {architecture}.{name}")
+    return found
+
+
+def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``tokenizer.*``, by their whole names. Raises ConfigError as ``read_keys`` does."""
+    found = {}
+    for key, value in metadata.items():
+        if key.startswith("tokenizer."):
+            rule = Text() if key.startswith("tokenizer.chat_template.") else _TOKENIZER.get(key)
+            if rule is None:
+                raise ConfigError(f"the key {key} is not supported, and it may change the tokens of a text")
+            found[key] = _check(key, value, rule)
+    tokens = found.get("tokenizer.ggml.tokens", [])
+    for key, value in found.items():
+        if key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores") and len(value) != len(tokens):
+            raise ConfigError(f"{key} has {len(value)} values for {len(tokens)} tokens")
+        if key.endswith("_token_id") and tokens and value >= len(tokens):
+            raise ConfigError(f"{key} is {value}, and there are {len(tokens)} tokens")
+    return found
+
+
+def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """``name``: bos | eos | ... Raises ConfigError for what is no id."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    value: int | None = _check(key, metadata[key], TOKEN) if key in metadata else None
+    return value
+
+
+def _check(key: str, value: Any, rule: Rule, layers: Any = None) -> Any:
+    """The value, or the one that a list repeats."""
+    if isinstance(rule, Number) and rule.layers and isinstance(value, list):
+        if len(value) != layers or len(set(value)) != 1:
+            raise ConfigError(
+                f"{key} has {len(value)} values, {len(set(value))} of them different; "
+                "only one value for all layers is supported"
+            )
+        value = value[0]
+    if not rule.fits(value):
+        advice = next((text for name, text in _ADVICE.items() if key.endswith(name)), "")
+        shown = f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:100]
+        raise ConfigError(f"{key} is {shown}, which is not supported; it must be {rule}{advice}")
+    return value
