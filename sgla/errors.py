@@ -8,6 +8,7 @@ SglaError
   Overloaded 429            retryable
   NotReady 503              Loading, Draining, WorkerDied   (retryable)
   DeadlineExceeded 408
+  InvalidLogits 500         the model's logits or vectors are no numbers; other requests go on
   ConfigError               wrong flags or files: the command line prints it and exits 2
   OutOfMemory (ConfigError) says how many bytes are missing and which setting frees them
   WeightError (ConfigError) names the tensors
@@ -135,6 +136,10 @@ class DeadlineExceeded(SglaError):
     status = 408
     code = "deadline_exceeded"
     type = "timeout_error"
+
+
+class InvalidLogits(SglaError):
+    code = "invalid_logits"
 
 
 class ConfigError(SglaError):

@@ -257,6 +257,15 @@ class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
     asked: int = 0
 
 
+class Failed(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a step that cannot go on; its token, block or vector means nothing. ``fault``: the model is to blame, whose
+    logits or vectors are no numbers, and not what the request asks for."""
+
+    row: int
+    why: str
+    fault: bool = False
+
+
 class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     """Worker rank 0 -> schedule. ``tokens`` int32[S]: one for each SAMPLE row, in row order."""
 
@@ -266,7 +275,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     seconds: float = 0.0  # duration of the step on the device
     gap: float = 0.0  # idle time of the worker before this step, waiting for a plan
     error: str | None = None  # the step failed; fatal to the worker
-    failed: list[tuple[int, str]] = []  # (i, why): the i-th SAMPLE row cannot go on; its token means nothing
+    failed: list[Failed] = []
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
     # (i, int32[k]): tokens that the grammar forces behind the one of the i-th SAMPLE row; the token table has them. A row
     # that was planned to sample one of them returns it.

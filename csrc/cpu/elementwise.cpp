@@ -197,15 +197,23 @@ void run_gather(Context& c, const Instr& i) {
 
 namespace {
 
+// NaN if one of them is.
 float largest(const float* x, int64_t n) {
   vf m[4];
+  vi odd{};
   UNROLL for (int v = 0; v < 4; v++) m[v] = splat(-INFINITY);
   int64_t j = 0;
   for (; j + 4 * LANES <= n; j += 4 * LANES)
-    UNROLL for (int v = 0; v < 4; v++) m[v] = vmax(load(x + j + v * LANES), m[v]);
+    UNROLL for (int v = 0; v < 4; v++) {
+      vf y = load(x + j + v * LANES);
+      odd |= y != y;
+      m[v] = vmax(y, m[v]);
+    }
   float best = max_of(vmax(vmax(m[0], m[1]), vmax(m[2], m[3])));
-  for (; j < n; j++) best = x[j] > best ? x[j] : best;
-  return best;
+  bool bad = false;
+  UNROLL for (int v = 0; v < LANES; v++) bad |= odd[v] != 0;
+  for (; j < n; j++) best = x[j] > best ? x[j] : best, bad |= x[j] != x[j];
+  return bad ? NAN : best;
 }
 
 }  // namespace
@@ -217,10 +225,12 @@ int32_t argmax_row(const float* x, int64_t n) {
   int64_t place = 0;
   for (int64_t j = 0; j < n; j += CHUNK) {
     float m = largest(x + j, n - j < CHUNK ? n - j : CHUNK);
+    if (m != m) return -1;
     if (m > best) best = m, place = j;
   }
-  while (place < n && x[place] != best) place++;
-  return place < n ? (int32_t)place : 0;
+  if (!std::isfinite(best)) return -1;
+  while (x[place] != best) place++;
+  return (int32_t)place;
 }
 
 // in: 0 x [rows, k]; out: 0 int32[rows]

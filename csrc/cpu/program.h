@@ -129,7 +129,7 @@ void run_linear(Context& c, const Instr& i);
 void run_attention(Context& c, const Instr& i);
 void run_draw(Context& c, const Instr& i);
 
-int32_t argmax_row(const float* x, int64_t n);  // the first of equals
+int32_t argmax_row(const float* x, int64_t n);  // the first of equals; -1: the largest is not finite, or one is NaN
 
 int query_block(const Instr& attention);  // tokens of a row that one task takes
 std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock>& blocks);

@@ -2,6 +2,8 @@
 //
 // A logit costs an upper bound of its score. Only where one of a warp's is not below the best score known of its row are exact
 // scores computed; the best of each row goes to global memory after each tile, and comes back from there with the next one.
+//
+// A NaN has the score +inf, as there.
 #pragma once
 
 struct Race {
@@ -14,6 +16,7 @@ struct Race {
 
 constexpr float COLD = 1e-5f, LOG2_E = 1.442695041f;
 #define NOTHING __int_as_float(0xff800000)  // -inf
+#define INF __int_as_float(0x7f800000)
 constexpr long long WORST = -0x7fffffffffffffff - 1;
 
 struct Runner {  // what makes a row's noise: see _hash. Greedy rows have 0 and `one` = 2.f, which makes no noise
@@ -54,7 +57,12 @@ __device__ __forceinline__ float score(float x, const Runner& r, float one, u32 
   const float v = fminf((float(h << 9 | h >> 23) + 0.5f) * (1.f / 4294967296.f), 0.99999994f);
   const float e = v < 0.015625f ? v * (1.f + v * (0.5f + v * 0.33333334f)) : -0.6931472f * log2_fast(1.f - v);
   const float s = fmaf(x, r.inverse, one == 1.f ? -log2_fast(e) : 0.f);
-  return s == s ? s : NOTHING;
+  return s == s ? s : INF;
+}
+__device__ __forceinline__ float larger(float a, float b) {  // NaN if one is
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
 }
 // Bounds are exact but for rounding.
 __device__ __forceinline__ float least_of(float score, float one) { return one == 1.f ? score - (1e-5f + 1e-6f * fabsf(score)) : score; }
@@ -83,7 +91,7 @@ __device__ __forceinline__ void line_up(const Race& race, Runners<ROWS>& runners
     }
   }
   runners.row[i] = r, runners.one[i] = one, runners.best[i] = WORST;
-  runners.least[i] = i < m ? NOTHING : __int_as_float(0x7fc00000);  // which nothing exceeds
+  runners.least[i] = i < m ? NOTHING : INF;
 }
 
 // The exact scores of tokens `token` and `token` + 8 (of this lane) in rows `row` and `row` + 1.
@@ -132,8 +140,8 @@ __device__ __forceinline__ void run(float (&x)[N], Runners<ROWS>& runners, int t
     const Runner a = runners.row[row], b = runners.row[row + 1];
     const float2 one = *reinterpret_cast<const float2*>(runners.one + row);
     const volatile float* least = runners.least + row;
-    const float most_a = fmaxf(bound(x[j], a, one.x, start), bound(x[j + 2], a, one.x, start + 8 * STRIDE));
-    const float most_b = fmaxf(bound(x[j + 1], b, one.y, start), bound(x[j + 3], b, one.y, start + 8 * STRIDE));
-    if (__any_sync(~0u, most_a >= least[0] || most_b >= least[1])) run_close(x[j], x[j + 1], x[j + 2], x[j + 3], row, token + g, runners);
+    const float most_a = larger(bound(x[j], a, one.x, start), bound(x[j + 2], a, one.x, start + 8 * STRIDE));
+    const float most_b = larger(bound(x[j + 1], b, one.y, start), bound(x[j + 3], b, one.y, start + 8 * STRIDE));
+    if (__any_sync(~0u, !(most_a < least[0] && most_b < least[1]))) run_close(x[j], x[j + 1], x[j + 2], x[j + 3], row, token + g, runners);
   }
 }

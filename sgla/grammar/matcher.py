@@ -245,6 +245,8 @@ class Constraint:
         ids: NDArray[np.intp] | None = None
         if 4 * int(np.count_nonzero(allowed)) < len(allowed):
             ids = np.flatnonzero(allowed)
+            if not len(ids):
+                raise MatchFailed("the grammar leaves no token")
             logits = logits[ids]
         else:
             logits[np.flatnonzero(~allowed)] = -np.inf

@@ -332,7 +332,7 @@ def call(fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Index of the first largest value of each row: float [S, V] -> int32[S]."""
+    """Index of the first largest value of each row: float [S, V] -> int32[S]. Native: -1 where that is not finite, or one is NaN."""
     if recorder is not None:
         return recorder.argmax(logits)
     return logits.argmax(-1).to(torch.int32)

@@ -284,6 +284,11 @@ class Metrics(Collector):
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
         yield self._gauge("num_retracted_reqs", "Preempted requests that wait to run again", stats.retracted)
+        yield self._counter(
+            "invalid_logits",
+            "Requests ended because the model's logits or vectors were no numbers",
+            stats.invalid_logits,
+        )
         yield self._counter("steps", "Model steps", stats.steps)
         yield self._counter(
             "rejected_requests", "Requests refused: no room, or they could never run", stats.rejected

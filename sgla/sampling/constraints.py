@@ -29,7 +29,7 @@ class Masks(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """See StepResult."""
+    """``failed``: (i, why) of the i-th of the rows given; ``forced``: see StepResult."""
 
     failed: list[tuple[int, str]]
     forced: list[tuple[int, bytes]]
@@ -119,12 +119,13 @@ class Constraints:
         return Masks(*(x[:count].to(device, non_blocking=True) for x in (self._rows, self._words))), failed
 
     def take(self, slots: Int32s, positions: Int32s, tokens: Int32s) -> Taken:
-        """``tokens`` have been sampled for ``positions`` of ``slots``. What is forced behind them is in the host's token table,
-        and the next samples planned of these rows will be that."""
+        """``tokens`` have been sampled for ``positions`` of ``slots``; negative ones are none. What is forced behind them is in the
+        host's token table, and the next samples planned of these rows will be that."""
         failed: list[tuple[int, str]] = []
         runs: dict[int, list[int]] = {}
         few = self._jumps and len(slots) <= JUMP_ROWS
-        for i in np.flatnonzero(self._has[slots] & (positions >= self._known[slots])).tolist():
+        due = self._has[slots] & (positions >= self._known[slots]) & (tokens >= 0)
+        for i in np.flatnonzero(due).tolist():
             slot, position = int(slots[i]), int(positions[i])
             self._tokens[slot, position] = tokens[i]
             try:

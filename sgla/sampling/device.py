@@ -38,13 +38,13 @@ class Scored(NamedTuple):
     top_values: Tensor
     named: tuple[Tensor, Tensor] | None = None
 
-    def block(self) -> LogprobBlock:
-        """The message; the step must be done."""
+    def block(self) -> LogprobBlock | None:
+        """The message; None where logits were no numbers. The step must be done."""
         tops = [self.top_ids, self.top_values]
         if self.named is not None:
             tops = [torch.cat(pair, 1) for pair in zip(tops, self.named)]
         scores = Scores(*(part.numpy() for part in (self.values, self.ranks, *tops)))
-        return scores.block(self.row, self.prompt, self.start, self.asked)
+        return scores.block(self.row, self.prompt, self.start, self.asked) if scores.sound else None
 
 
 class Named(NamedTuple):
@@ -112,6 +112,10 @@ class DeviceSampler:
     def plain(self, slots: Int32s) -> bool:
         """True if ``draw`` alone serves these slots."""
         return not self._wants[slots].any()
+
+    def ruled(self, slot: int) -> bool:
+        """The request in ``slot`` has rules or a grammar."""
+        return bool(self._wants[slot] & (RULED | GRAMMAR))
 
     def _that(self, want: int, slots: Int32s) -> list[int]:
         """The rows that want this."""
@@ -187,7 +191,9 @@ class DeviceSampler:
         if raw is None:
             return []
         return self._score(
-            raw, out[which], [(int(rows[i]), int(host_slots[i]), int(host_positions[i])) for i in wanted]
+            raw,
+            out[which].clamp(min=0),
+            [(int(rows[i]), int(host_slots[i]), int(host_positions[i])) for i in wanted],
         )
 
     def _score(self, raw: Tensor, chosen: Tensor, wanted: list[tuple[int, int, int]]) -> list[Scored]:

@@ -51,10 +51,10 @@ def _mix(z: int) -> int:
 
 
 def draw(logits: Floats, shape: Shape, u: float) -> int:
-    """Token at ``u`` of the CDF of ``logits`` float32[V]. Logits that are not finite at the top: the argmax."""
+    """Token at ``u`` of the CDF of ``logits`` float32[V]; -1 if the largest is not finite, or one is NaN."""
     top = float(logits.max())
     if not np.isfinite(top):
-        return int(logits.argmax())
+        return -1
     if shape.top_k > 0 or shape.top_p < 1:
         return _draw_sorted(logits, top, shape, u)
     weights = _weights(logits, top, shape)

@@ -20,6 +20,11 @@ class Scores(NamedTuple):
     top_ids: NDArray[np.int32]  # [n, k]
     top_values: Floats  # [n, k]
 
+    @property
+    def sound(self) -> bool:
+        """False where logits were no numbers; a logprob may be -inf."""
+        return not np.isnan(self.values).any()
+
     def block(self, row: int, prompt: bool, start: int, asked: int = 0) -> LogprobBlock:
         """The message for row ``row`` of the step, tokens from position ``start`` on. ``asked``: see ``LogprobBlock``."""
         return LogprobBlock(
@@ -38,7 +43,8 @@ class Scores(NamedTuple):
 def score(
     logits: Floats, targets: Sequence[int] | NDArray[np.int32], k: int, asked: Sequence[int] = ()
 ) -> Scores:
-    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V], and the tokens ``asked`` for."""
+    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V], and the tokens ``asked`` for. Logits with a NaN or +inf, or all
+    -inf, make logprobs of NaN."""
     n, k = len(targets), min(k, logits.shape[1])
     scores = Scores(
         np.empty(n, np.float32),
@@ -49,6 +55,10 @@ def score(
     others = np.array(asked, np.intp)
     for i, (row, target) in enumerate(zip(logits, targets)):
         top = row.max()
+        if not np.isfinite(top):
+            scores.values[i], scores.top_values[i] = np.nan, np.nan
+            scores.ranks[i], scores.top_ids[i] = 1, 0
+            continue
         shifted = row - top
         norm = top + np.log(np.exp(shifted, out=shifted).sum())
         scores.values[i] = row[target] - norm

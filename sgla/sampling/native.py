@@ -17,6 +17,6 @@ def find_draw() -> Draw:
     def drawn(logits: Floats, shape: Shape, u: float) -> int:
         assert logits.flags.c_contiguous
         token: int = native(logits.ctypes.data, len(logits), *shape, u)
-        return token if token >= 0 else draw(logits, shape, u)
+        return token
 
     return drawn

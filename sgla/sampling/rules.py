@@ -99,7 +99,7 @@ class Allowed:
     def apply(self, logits: Floats, position: int) -> None:
         kept = logits[self._ids]
         logits[:] = -np.inf
-        logits[self._ids] = kept if kept.max() > -np.inf else 0
+        logits[self._ids] = 0 if (kept == -np.inf).all() else kept
 
 
 class ThinkingBudget:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
 from sgla.kernels.native import DRAW
-from sgla.messages import LogprobBlock, RowSampling
+from sgla.messages import Failed, LogprobBlock, RowSampling
+from sgla.sampling import faults
 from sgla.sampling.draw import Draw, Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
 from sgla.sampling.rules import Rule, make_rules
@@ -20,8 +21,15 @@ COLD = 1e-5  # temperatures below are greedy
 class Samples(NamedTuple):
     tokens: NDArray[np.int32]  # [S]
     logprobs: list[LogprobBlock]
-    failed: list[tuple[int, str]]  # StepResult.failed
+    failed: list[Failed]
     forced: list[tuple[int, bytes]]  # StepResult.forced
+
+
+class Unusable(Exception):
+    """A row's logits give no token. ``failed`` says why."""
+
+    def __init__(self, failed: Failed) -> None:
+        self.failed = failed
 
 
 class Choice(NamedTuple):
@@ -107,7 +115,7 @@ class Sampler:
         ``self.draws``; tokens that they have already are taken from there.
         """
         blocks: list[LogprobBlock] = []
-        failed: list[tuple[int, str]] = []
+        failed: list[Failed] = []
         forced: list[tuple[int, bytes]] = []
         chosen = np.full(len(slots), -1, np.int32)
         if draws is not None:
@@ -123,7 +131,10 @@ class Sampler:
                     forced.append((i, run))
             except MatchFailed as error:
                 chosen[i] = 0
-                failed.append((i, str(error)))
+                failed.append(Failed(row, str(error)))
+            except Unusable as error:
+                chosen[i] = 0
+                failed.append(error.failed)
         self._tokens[slots, positions] = chosen
         return Samples(chosen, blocks, failed, forced)
 
@@ -141,12 +152,19 @@ class Sampler:
             logits, ids = choice.constraint.narrow(logits, position)
         if choice.shape is None:
             token = int(logits.argmax())
+            usable = np.isfinite(logits[token])
         else:
             token = self._draw(logits, choice.shape, uniform(choice.seed, position))
+            usable = token >= 0
+        if not usable:
+            fault = faults.NONE_LEFT if logits.max() == -np.inf else faults.NOT_NUMBERS
+            raise Unusable(faults.no_token(row, fault, bool(changed)))
         if ids is not None:
             token = int(ids[token])
         if choice.logprobs >= 0:
             scores = score(raw[None], [token], choice.logprobs, choice.logprob_ids)
+            if not scores.sound:
+                raise Unusable(faults.no_logprobs(row))
             blocks.append(scores.block(row, False, position, len(choice.logprob_ids)))
         return token
 

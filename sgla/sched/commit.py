@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from sgla.errors import BadRequest
+from sgla.errors import BadRequest, InvalidLogits
 from sgla.messages import Delta, StepResult
 from sgla.sched.logprobs import attach, collect_prompt
 from sgla.sched.request import Request
@@ -13,12 +13,14 @@ from sgla.sched.step import Step
 
 
 class Outcome(NamedTuple):
-    """``ended``: requests whose ``finish`` was set. Counts of tokens: ``outputs``, and those of them that were ``jumped`` to."""
+    """``ended``: requests whose ``finish`` was set. Counts of tokens: ``outputs``, and those of them that were ``jumped`` to;
+    of requests: those that ended by a ``fault`` of the model."""
 
     deltas: list[Delta]
     ended: list[Request]
     outputs: int
     jumped: int
+    faults: int
 
 
 def commit(step: Step, result: StepResult, now: float) -> Outcome:
@@ -27,7 +29,7 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
         collect_prompt(step.rows, result.logprobs)
     deltas: list[Delta] = []
     ended: list[Request] = []
-    broken = _fail(step, result, ended) if result.failed else []
+    broken, faults = _fail(step, result, ended) if result.failed else ([], 0)
     tokens = array("i", result.tokens)
     assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
     for request, token in zip(step.samples, tokens):
@@ -59,7 +61,7 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
             _first(request, delta, now)
             deltas.append(delta)
             ended.append(request)
-    return Outcome(deltas, ended, sampled + jumped, jumped)
+    return Outcome(deltas, ended, sampled + jumped, jumped, faults)
 
 
 def _jump(step: Step, result: StepResult, deltas: list[Delta], ended: list[Request]) -> int:
@@ -85,17 +87,19 @@ def _jump(step: Step, result: StepResult, deltas: list[Delta], ended: list[Reque
     return total
 
 
-def _fail(step: Step, result: StepResult, ended: list[Request]) -> list[Delta]:
-    """End the requests that the worker could not go on with."""
-    deltas = []
-    for index, why in result.failed:
-        request = step.samples[index]
+def _fail(step: Step, result: StepResult, ended: list[Request]) -> tuple[list[Delta], int]:
+    """End the requests that the worker could not go on with. Returns also how many the model is to blame for."""
+    deltas: list[Delta] = []
+    faults = 0
+    for failed in result.failed:
+        request = step.rows[failed.row]
         if request.finish is None:
             request.finish = "error"
-            error = BadRequest(why).rejected(request.submit.parent)
-            deltas.append(Delta(rid=request.rid, finish="error", error=error))
+            error = InvalidLogits(failed.why) if failed.fault else BadRequest(failed.why)
+            faults += failed.fault
+            deltas.append(Delta(rid=request.rid, finish="error", error=error.rejected(request.submit.parent)))
             ended.append(request)
-    return deltas
+    return deltas, faults
 
 
 def _first(request: Request, delta: Delta, now: float) -> None:

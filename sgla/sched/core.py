@@ -417,6 +417,7 @@ class Core:
         outcome = commit(step, result, now)
         self._ledger.counts.output_tokens += outcome.outputs
         self._ledger.counts.jumped_tokens += outcome.jumped
+        self._ledger.counts.invalid_logits += outcome.faults
         self._conclude(outcome.ended, step.number)
         return outcome.deltas
 

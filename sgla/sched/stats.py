@@ -46,6 +46,7 @@ class Stats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0  # counter: prompts of admitted requests
     output_tokens: int = 0  # counter: committed
     jumped_tokens: int = 0  # counter: of those, forced by a grammar and not sampled
+    invalid_logits: int = 0  # counter: requests ended because the model's logits or vectors were no numbers
     steps: int = 0  # counter
     step_seconds: float = 0.0  # counter: the worker was busy
     gap_seconds: float = 0.0  # counter: the worker waited for a plan

@@ -36,6 +36,7 @@ class PromptSpan(NamedTuple):
 class PooledRow(NamedTuple):
     """A row whose prompt is complete and which is for a vector: its last token in the step, and its slot."""
 
+    row: int
     token: int
     slot: int
 
@@ -63,7 +64,7 @@ def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
     ]
     last = ends[sampled] - 1
     pooled = [
-        PooledRow(int(ends[row]) - 1, int(slots[row]))
+        PooledRow(row, int(ends[row]) - 1, int(slots[row]))
         for row in np.flatnonzero(flags & POOL).tolist()
         if starts[row] + q_lens[row] == tables.prompt_len[slots[row]]
     ]

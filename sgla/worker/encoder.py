@@ -21,6 +21,7 @@ from sgla.messages import Control, Facts, Pooling, Progress, StepPlan, StepResul
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
+from sgla.sampling import faults
 from sgla.worker.forward import compiled, describe
 from sgla.worker.memory import BYTES, available_bytes, check_weights, resident_bytes
 from sgla.worker.profile import Profiler
@@ -86,9 +87,7 @@ class EncoderRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         assert len(plan.new) * 4 == len(plan.slots), "a row that is not a whole new prompt"
         vectors = self._vectors([column(new.tokens) for new in plan.new], [new.segment for new in plan.new])
-        return StepResult(
-            step=plan.step, tokens=b"", vectors=[vector.tobytes() for vector in vectors.numpy()]
-        )
+        return vector_result(plan.step, vectors, np.arange(len(plan.new)))
 
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
         """float32 ``[rows, size]``. Prompts of equal length lie together in the batch, so that they are pooled together."""
@@ -113,6 +112,17 @@ class EncoderRunner:
             case "profile_stop":
                 return self._profiler.stop()
         raise UnsupportedField(f"an encoder has no control command {command.verb!r}", param="verb")
+
+
+def vector_result(step: int, vectors: Tensor, rows: Any) -> StepResult:
+    """``vectors`` float32 ``[n, size]`` of the ``rows`` int[n] of a step; those with a NaN or an infinity fail."""
+    broken = rows[~torch.isfinite(vectors).all(1).numpy()]
+    return StepResult(
+        step=step,
+        tokens=b"",
+        vectors=[vector.tobytes() for vector in vectors.numpy()],
+        failed=[faults.no_vector(row) for row in broken.tolist()],
+    )
 
 
 def make_batch(prompts: list[Any], segments: list[int]) -> tuple[ForwardBatch, Tensor]:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.messages import StepPlan, StepResult
+from sgla.messages import SAMPLE, Failed, StepPlan, StepResult
+from sgla.sampling import faults
 from sgla.sampling.constraints import Constraints, Masks
 from sgla.sampling.device import DeviceSampler, Scored, Undrawn, to_host
 from sgla.worker.device_state import DeviceTables
@@ -20,9 +21,10 @@ from sgla.worker.state import column
 class Flight:
     """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``undrawn``: its rows, if a draw by temperature
     is not all that they want and they are not sampled yet; ``on_host``: their slots and positions. A step that is ``held`` waits
-    with these for the result of the step before, since grammars do. Once ``end`` has passed, ``tokens``, pinned, holds the ids."""
+    with these for the result of the step before, since grammars do. Once ``end`` has passed, ``tokens``, pinned, holds the ids,
+    negative where there is none (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on."""
 
-    step: int
+    plan: StepPlan
     out: Tensor
     count: int
     undrawn: Undrawn | None
@@ -32,8 +34,12 @@ class Flight:
     due: float = 0.0  # when it will end is not known
     held: bool = False
     tokens: Tensor | None = None
-    failed: list[tuple[int, str]] = field(default_factory=list)
+    unmet: list[tuple[int, str]] = field(default_factory=list)
     on_host: tuple[Any, Any] | None = None
+
+    @property
+    def step(self) -> int:
+        return self.plan.step
 
     @property
     def done(self) -> bool:
@@ -59,7 +65,7 @@ class Flights:
     ) -> Flight:
         """The forward pass of ``plan`` has been queued. ``landed``: pinned memory that it brings the tokens to by itself."""
         end = torch.cuda.Event(enable_timing=True)
-        flight = Flight(plan.step, out, count, undrawn, scored, begin, end, tokens=landed)
+        flight = Flight(plan, out, count, undrawn, scored, begin, end, tokens=landed)
         constraints = self._constraints
         flight.on_host = undrawn and undrawn.on_host
         flight.held = undrawn is not None and constraints is not None and constraints.any(undrawn.on_host[0])
@@ -73,7 +79,7 @@ class Flights:
         assert flight.undrawn is not None
         assert self._constraints is not None
         slots, positions = flight.undrawn.on_host
-        masks, flight.failed = self._constraints.masks(slots, positions, flight.out.device)
+        masks, flight.unmet = self._constraints.masks(slots, positions, flight.out.device)
         self._sample(flight, masks)
 
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
@@ -95,15 +101,32 @@ class Flights:
         result = StepResult(
             step=flight.step,
             tokens=tokens.tobytes(),
-            logprobs=[scored.block() for scored in flight.scored],
             seconds=flight.begin.elapsed_time(flight.end) / 1e3,
             gap=max(0.0, gap),
         )
+        for scored in flight.scored:
+            block = scored.block()
+            if block is None:
+                result.failed.append(faults.no_logprobs(scored.row))
+            else:
+                result.logprobs.append(block)
+        unmet = flight.unmet
         if flight.on_host is not None and self._constraints is not None:
             taken = self._constraints.take(*flight.on_host, tokens)
-            result.failed, result.forced = flight.failed + taken.failed, taken.forced
+            unmet, result.forced = unmet + taken.failed, taken.forced
             self._put(*flight.on_host, taken.forced)
+        if unmet or (len(tokens) and tokens.min() < 0):
+            result.failed += self._failed(flight.plan, unmet, tokens)
         return result
+
+    def _failed(self, plan: StepPlan, unmet: list[tuple[int, str]], tokens: Any) -> list[Failed]:
+        """Samples whose grammar cannot go on, and those without a token."""
+        rows = np.flatnonzero(np.frombuffer(plan.flags, np.uint8) & SAMPLE)
+        slots = column(plan.slots)[rows]
+        return [Failed(int(rows[i]), why) for i, why in unmet] + [
+            faults.no_token(int(rows[i]), int(tokens[i]), self._sampler.ruled(slots[i]))
+            for i in np.flatnonzero(tokens < 0)
+        ]
 
     def _put(self, slots: Any, positions: Any, forced: list[tuple[int, bytes]]) -> None:
         """Bring forced tokens into the token table. Queued behind the next step, which may be on its way; it returns the

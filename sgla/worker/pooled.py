@@ -17,7 +17,7 @@ from sgla.model.base import CausalLM
 from sgla.model.heads import Accumulator, apply
 from sgla.model.load_pooled import load_decoder
 from sgla.worker.batch import Columns, build
-from sgla.worker.encoder import VECTOR_BYTES
+from sgla.worker.encoder import VECTOR_BYTES, vector_result
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.runner import Runner
 from sgla.worker.state import column
@@ -83,5 +83,4 @@ class PooledRunner(Runner):
                 self._sums.add(slot, start, hidden[end - length : end])
             pooled = [self._sums.take(slots[row], int(self.tables.prompt_len[slots[row]])) for row in done]
             hidden = torch.stack(pooled) if pooled else hidden[:0]
-        vectors = apply(self._head, hidden).numpy()
-        return StepResult(step=plan.step, tokens=b"", vectors=[vector.tobytes() for vector in vectors])
+        return vector_result(plan.step, apply(self._head, hidden), done)

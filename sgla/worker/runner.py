@@ -24,6 +24,7 @@ from sgla.messages import (
     SAMPLE,
     Control,
     Facts,
+    Failed,
     NewRow,
     Progress,
     RowSampling,
@@ -33,7 +34,7 @@ from sgla.messages import (
 from sgla.model.base import CausalLM, KVSpec
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
-from sgla.sampling import Sampler, Samples
+from sgla.sampling import Sampler, Samples, faults
 from sgla.sampling.draw import draw
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
@@ -172,6 +173,7 @@ class Runner:
         exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
         rows: list[torch.Tensor] = []
+        failed: list[Failed] = []
         at = 0
         for part in parts:
             logits, tokens = self._forward(build(part, self.tables)), part.logits + at
@@ -181,7 +183,10 @@ class Runner:
             rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
             for row in wanted.pooled:
                 for index in np.flatnonzero(tokens == row.token):
-                    vectors.append(label_logprobs(logits[index], self._labels[row.slot]))
+                    values = label_logprobs(logits[index], self._labels[row.slot])
+                    vectors.append(values.tobytes())
+                    if np.isnan(values).any():
+                        failed.append(faults.no_logprobs(row.row))
             for span, found in zip(wanted.prompt_spans, scores):
                 inside = np.flatnonzero((tokens >= span.first) & (tokens < span.end))
                 if len(inside):
@@ -191,12 +196,17 @@ class Runner:
                     part_logits = logits.numpy()[inside[0] : inside[-1] + 1]
                     found.append(score(part_logits, targets, k, self.sampler.logprob_ids(span.slot)))
         samples = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
-        prompts = [
-            join_scores(f).block(s.row, True, s.start, len(self.sampler.logprob_ids(s.slot)))
-            for s, f in zip(wanted.prompt_spans, scores)
-            if f
-        ]
-        return samples._replace(logprobs=prompts + samples.logprobs)
+        prompts = []
+        for span, found in zip(wanted.prompt_spans, scores):
+            if not found:
+                continue
+            whole = join_scores(found)
+            if whole.sound:
+                asked = len(self.sampler.logprob_ids(span.slot))
+                prompts.append(whole.block(span.row, True, span.start, asked))
+            else:
+                failed.append(faults.no_logprobs(span.row))
+        return samples._replace(logprobs=prompts + samples.logprobs, failed=failed + samples.failed)
 
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""
@@ -221,9 +231,9 @@ class Runner:
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
 
 
-def label_logprobs(logits: torch.Tensor, labels: list[int]) -> bytes:
+def label_logprobs(logits: torch.Tensor, labels: list[int]) -> NDArray[np.float32]:
     """float32[labels]: log-probabilities of these tokens; logits ``[V]``."""
-    return logits.log_softmax(-1)[labels].numpy().tobytes()
+    return logits.log_softmax(-1)[labels].numpy()
 
 
 def kv_of(spec: ModelSpec, shard: Shard) -> KVSpec:

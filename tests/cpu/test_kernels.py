@@ -206,6 +206,17 @@ def test_argmax_takes_the_first_of_equals() -> None:
 
 
 @pytest.mark.parametrize("isa", WIDTHS)
+@pytest.mark.parametrize("width", [7, 1024, 3000])
+def test_argmax_knows_rows_without_a_largest_number(width: int, isa: str) -> None:
+    x = torch.randn(8, width)
+    for row, place in enumerate((0, width // 2, width - 1)):
+        x[row, place], x[row + 3, place] = torch.nan, torch.inf
+    x[6] = -torch.inf
+    got = run(lambda b, x: ops.argmax(x), tokens(8), x, isa=isa)
+    assert got.tolist() == [-1] * 7 + [int(x[7].argmax())]
+
+
+@pytest.mark.parametrize("isa", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rot"), [(9, 3, 64, 64), (4, 1, 80, 40), (2, 2, 18, 18)]

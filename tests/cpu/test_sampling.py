@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from sgla.kernels import build, native
 from sgla.messages import RowSampling
-from sgla.sampling import Sampler
+from sgla.sampling import Sampler, faults
 from sgla.sampling.device import score as device_score
-from sgla.sampling.draw import CANDIDATES, Shape, draw, uniform
+from sgla.sampling.draw import CANDIDATES, Draw, Shape, draw, uniform
 from sgla.sampling.logprobs import join, score
 from sgla.sampling.native import find_draw
 
@@ -116,17 +118,66 @@ def test_uniform_is_even_and_its_streams_are_unrelated() -> None:
     assert np.abs(correlation - np.eye(5)).max() < 0.08
 
 
-def test_logits_that_are_not_numbers_give_a_valid_id() -> None:
-    for bad in (np.nan, -np.inf, np.inf):
-        assert 0 <= draw(np.full(VOCAB, bad, np.float32), Shape(1.0, 5, 0.9, 0.1), 0.5) < VOCAB
+def broken(bad: float, places: slice | int) -> np.ndarray:
+    logits = make_logits(4)
+    logits[places] = bad
+    return logits
+
+
+BROKEN = {
+    "a NaN": (broken(np.nan, 77), faults.NOT_NUMBERS),
+    "a NaN in the last place": (broken(np.nan, VOCAB - 1), faults.NOT_NUMBERS),
+    "all NaN": (broken(np.nan, slice(None)), faults.NOT_NUMBERS),
+    "+inf": (broken(np.inf, 3), faults.NOT_NUMBERS),
+    "all -inf": (broken(-np.inf, slice(None)), faults.NONE_LEFT),
+    "NaN and -inf": (np.where(np.arange(VOCAB) == 5, np.nan, -np.inf), faults.NOT_NUMBERS),
+}
+
+
+@pytest.mark.parametrize(("logits", "fault"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(
+    "wants", [{}, {"logprobs": 0}, {"logprobs": 3, "logprob_ids": [5, 9]}, {"presence": 0.5}]
+)
+@pytest.mark.parametrize(
+    "shape", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.0, "min_p": 0.1}]
+)
+def test_broken_logits_end_their_row_alone(
+    logits: np.ndarray, fault: int, wants: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    for pick in {draw, find_draw()}:
+        bench = Bench(pick=pick)
+        for slot in range(3):
+            bench.sampler.admit(slot, 5, RowSampling(**wants | shape))
+        rows = np.stack([make_logits(1), logits, make_logits(2)]).astype(np.float32)
+        found = bench.run(rows, [0, 1, 2], [5, 5, 5])
+        (failed,) = found.failed
+        assert (failed.row, failed.fault) == (1, fault == faults.NOT_NUMBERS or "presence" not in wants)
+        alone = bench.run(rows[[0, 2]], [0, 2], [5, 5])
+        assert found.tokens[[0, 2]].tolist() == alone.tokens.tolist()
+        assert [block.values for block in found.logprobs] == [block.values for block in alone.logprobs]
+        assert bench.tokens[1, 5] == 0  # the next step, which may be on its way, finds an embedding
+
+
+def test_what_a_request_forbids_itself_is_its_own_fault() -> None:
+    bench = Bench()
+    everything = [[token] for token in range(VOCAB)]
+    bench.sampler.admit(0, 5, RowSampling(bad_words=everything))
+    bench.sampler.admit(1, 5, RowSampling(allowed=[VOCAB + 1]))
+    bench.sampler.admit(2, 5, RowSampling(allowed=[7, 8], temperature=1.0))
+    rows = np.stack([make_logits(i) for i in range(3)])
+    rows[2, 7] = np.nan  # a token that may come
+    failed = bench.run(rows, [0, 1, 2], [5, 5, 5]).failed
+    assert [(f.row, f.fault) for f in failed] == [(0, False), (1, False), (2, True)]
+    assert "forbids" in failed[0].why
+    assert "NaN" in failed[2].why
 
 
 class Bench:
     """A sampler with its token table."""
 
-    def __init__(self, slots: int = 8, context: int = 64, vocab: int = VOCAB) -> None:
+    def __init__(self, slots: int = 8, context: int = 64, vocab: int = VOCAB, pick: Draw = draw) -> None:
         self.tokens = rng(9).integers(0, vocab, (slots, context + 1)).astype(np.int32)
-        self.sampler = Sampler(self.tokens, vocab)
+        self.sampler = Sampler(self.tokens, vocab, draw=pick)
 
     def run(self, logits: np.ndarray, slots: list[int], positions: list[int]):  # type: ignore[no-untyped-def]
         columns = [np.array(c, np.int32) for c in (range(len(slots)), slots, positions)]

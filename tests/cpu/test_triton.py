@@ -160,7 +160,7 @@ def draw(
             logits, slots, temperatures, full("top_k", 0).int(), full("top_p", 1.0), full("min_p", 0.0)
         )
     sampling.sample(logits, slots, positions, torch.tensor(seeds), temperatures, table, out, cuts)
-    assert torch.equal(table[:, position], out)
+    assert torch.equal(table[:, position], out.clamp(min=0))
     return out, cuts
 
 
@@ -279,6 +279,58 @@ def test_masks_leave_what_is_allowed(vocab: int) -> None:
     bits = allowed.view(4, -1, 32).long() << torch.arange(32, device=DEVICE)
     sampling.mask(logits, rows, bits.sum(-1).to(torch.int32))
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("cut", [False, True])
+def test_logits_without_a_token(ranks: int, temperature: float, cut: bool) -> None:
+    """Marked in the output, a token in the table; other rows draw as they did."""
+    vocab, half = 5000, 2500
+    torch.manual_seed(5)
+    clean = torch.randn(7, vocab)
+    logits = clean.clone()
+    logits[0, 17], logits[1, vocab - 1], logits[2], logits[3] = torch.nan, torch.inf, -torch.inf, torch.nan
+    logits[4] = -torch.inf
+    logits[4, 3000] = 0.5
+    rows = len(logits)
+    slots, positions, seeds = torch.arange(rows).int(), torch.arange(1, rows + 1).int(), torch.arange(rows)
+    temperatures = torch.full((rows,), temperature)
+
+    def draw(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cuts = torch.full((rows,), -2.0) if cut else None
+        table, out = torch.zeros(rows, rows + 1).int(), torch.zeros(rows).int()
+        keys: list[torch.Tensor] = []
+
+        def best_of_ranks(own: torch.Tensor) -> None:
+            keys.append(own.clone())
+            own.copy_(torch.stack(keys).max(0).values)
+
+        for first, stop in [(0, vocab)] if ranks == 1 else [(0, half), (half, vocab)]:
+            sampling.sample(
+                logits[:, first:stop].contiguous(), slots, positions, seeds, temperatures, table, out, cuts, first,
+                best_of_ranks if ranks > 1 else None,
+            )  # fmt: skip
+        return table, out
+
+    table, out = draw(logits)
+    assert out[:5].tolist() == [-1, -1, -2, -1, 3000]
+    assert torch.equal(out[5:], draw(clean)[1][5:])
+    assert torch.equal(table[slots.long(), positions.long()], out.clamp(min=0))
+
+
+def test_a_mask_hides_no_broken_logits() -> None:
+    """Where all that is allowed is NaN, or a part of it; not where it is allowed not."""
+    logits = torch.randn(3, 5000)
+    logits[0, :40], logits[1, 5], logits[2, 4000] = torch.nan, torch.nan, torch.nan
+    words = torch.zeros(3, -(-5000 // 32), dtype=torch.int32)
+    words[:, 0] = 0b111111
+    sampling.mask(logits, torch.arange(3).int(), words)
+    out, _ = draw(logits, 0.7, [1, 2, 3])
+    assert out[:2].tolist() == [-1, -1]
+    assert 0 <= out[2] < 6
+    sampling.mask(logits, torch.arange(3).int(), words * 0)
+    assert draw(logits, 0.7, [1, 2, 3])[0].tolist() == [-2] * 3
 
 
 def test_ranks_draw_what_one_would() -> None:

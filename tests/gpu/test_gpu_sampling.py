@@ -70,10 +70,72 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
         assert not untouched.any()
         assert torch.equal(outs[0], outs[1])
         assert torch.equal(tables[0], tables[1])
-    x[3] = float("nan")  # of a broken model: the next step must find an embedding all the same
-    batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
-    sampling.follow(keys, slots, positions, tables[1], outs[1])
-    assert 0 <= int(outs[1][3]) < first + n
+
+
+@pytest.mark.parametrize("m", [9, 64, 137, 192])
+@pytest.mark.parametrize("n", [151936, 10008])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy: bool) -> None:
+    """The same rows as the draw from logits, and the other rows as they were."""
+    from sgla.kernels.cuda import batch_gemm
+    from sgla.kernels.triton import sampling
+
+    config = batch_gemm.choose_race(m)
+    assert config is not None
+    weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
+    x = torch.randn(m, 1024, dtype=BF16, device="cuda")
+    slots, positions = torch.arange(m, device="cuda").int(), torch.arange(1, m + 1, device="cuda").int()
+    seeds = torch.randint(0, 1 << 62, (m,), device="cuda")
+    temperatures = torch.full((m,), 0.0 if greedy else 0.9, device="cuda")
+    keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
+    race = batch_gemm.Race(slots, positions, seeds, temperatures, keys, torch.ones_like(slots[:1]), 0)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        table, out = torch.zeros(m, m + 2, device="cuda").int(), torch.zeros(m, device="cuda").int()
+        batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+        sampling.follow(keys, slots, positions, table, out)
+        return table, out
+
+    good = draw()[1]
+    x[3], x[m - 1] = float("nan"), float("inf")  # all logits are NaN, or infinite and NaN
+    table, out = draw()
+    rows = torch.arange(m, device="cuda")
+    broken = (rows == 3) | (rows == m - 1)
+    assert torch.equal(out, torch.where(broken, -1, good))
+    assert torch.equal(table[rows, positions.long()], out.clamp(min=0))
+    x[3], x[m - 1] = 0.5, 0.25
+    weight[n - 1] = float("nan")  # one logit of every row
+    assert (draw()[1] == -1).all()
+    logits = (x.float() @ weight.float().t()).contiguous()
+    other = torch.zeros(m, device="cuda").int()
+    sampling.sample(logits, slots, positions, seeds, temperatures, table, other)
+    assert (other == -1).all()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_draws_from_logits_that_give_no_token(cut: bool) -> None:
+    from sgla.kernels.cuda.cuts import find_cuts
+    from sgla.kernels.triton import sampling
+
+    rows, vocab = 6, 151936
+    logits = torch.randn(rows, vocab, device="cuda")
+    logits[0, 777], logits[1, vocab - 1], logits[2] = float("nan"), float("inf"), float("-inf")
+    logits[3], logits[4, 1:] = float("nan"), float("-inf")
+    slots, positions = (torch.arange(i, rows + i, device="cuda").int() for i in range(2))
+    temperatures = torch.tensor([0.0, 0.8] * 3, device="cuda")
+    for _ in range(2):
+        full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+        cuts = None
+        if cut:
+            cuts = find_cuts(logits, slots, temperatures, full(40).int(), full(0.9), full(0.05))
+        table, out = torch.zeros(rows, rows + 1, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+        sampling.sample(
+            logits, slots, positions, torch.arange(rows, device="cuda"), temperatures, table, out, cuts
+        )
+        assert out[:5].tolist() == [-1, -1, -2, -1, 0]
+        assert 0 <= int(out[5]) < vocab
+        assert torch.equal(table[slots.long(), positions.long()], out.clamp(min=0))
+        temperatures = temperatures.flip(0)
 
 
 def test_sampling_at_full_vocabulary() -> None:

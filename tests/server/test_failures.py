@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from server_process import ServerProcess, serving
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True, "temperature": 0}
@@ -165,3 +167,27 @@ def test_overload_is_refused_at_once(tiny_model: Path) -> None:
         for thread in threads:
             thread.join(60)
         assert [status for status, _ in answers] == [200, 200]
+
+
+def test_a_broken_input_is_a_typed_error(tiny_model: Path, tmp_path: Path) -> None:
+    """Of a model with a NaN in one embedding: for a stream, a whole answer, and several prompts; others are served meanwhile."""
+    folder = tmp_path / "poisoned"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][13] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with serving("--model", str(folder), "--context-length", "4096") as server:
+        body: dict[str, Any] = {"prompt": [40, 13, 41], "max_tokens": 4}
+        good = {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        before = server.request("POST", "/v1/completions", good)[1]["choices"][0]["text"]
+        for wish in ({}, {"logprobs": 2}, {"temperature": 0}, {"echo": True, "logprobs": 1, "max_tokens": 0}):
+            status, answer = server.request("POST", "/v1/completions", body | wish)
+            assert (status, answer["error"]["code"]) == (500, "invalid_logits"), answer
+            assert "NaN" in answer["error"]["message"]
+        status, text = server.request("POST", "/v1/completions", body | {"stream": True})
+        assert (
+            '"code":"invalid_logits"' in str(text).replace(" ", "")
+            or text["error"]["code"] == "invalid_logits"
+        )
+        assert server.request("POST", "/v1/completions", good)[1]["choices"][0]["text"] == before
+        assert server.metric("sgla:invalid_logits_total") == 5

@@ -6,6 +6,9 @@ counter hash of (seed, position, token), so neither batch nor history of the pro
 an upper bound of that is computed, for half the work; then the chunks are searched that can hold the winner, mostly one.
 top-k, top-p and min-p (in this order, each on the renormalised rest) become one threshold on the logits, found by
 searching the bits of the float order: eight passes of 16 thresholds each, no sort.
+
+A NaN counts as +inf. So the best score of a row is finite, or the row has no token: ``out`` then gets NOT_NUMBERS (+inf) or
+NONE_LEFT (-inf, all are), and the token table 0.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ RACERS = 2048  # logits a program of the race looks at
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
 LOG2_E = tl.constexpr(1.4426950408889634)
 WORST = -(1 << 63)  # key of a rank that has no candidate
+INF_ORDER = tl.constexpr(
+    0x7F800000
+)  # upper half of the key of a score of +inf; that of -inf is its complement
+NOT_NUMBERS, NONE_LEFT = tl.constexpr(-1), tl.constexpr(-2)  # as in ``sampling/faults.py``
 
 
 @triton.jit
@@ -69,6 +76,13 @@ def _least_noise(h, FAST: tl.constexpr):
     return _log2(bits.to(tl.float32, bitcast=True) - 1.0, FAST)
 
 
+@triton.jit
+def _usable(x, cut):
+    """Logits above the cut; a NaN, which the cut must not hide, is +inf."""
+    x = tl.where(x < cut, float("-inf"), x)
+    return tl.where(x != x, float("inf"), x)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _race(
     logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
@@ -81,8 +95,7 @@ def _race(
     temperature = tl.load(temperatures + slot)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
-    if HAS_CUTS:
-        x = tl.where(x >= tl.load(cuts + row), x, float("-inf"))
+    x = _usable(x, tl.load(cuts + row) if HAS_CUTS else float("-inf"))
     if temperature >= COLD:
         h = _hash(tl.load(seeds + slot), tl.load(positions + row), first + i)
         x = x * (LOG2_E / temperature) - _least_noise(h, FAST)
@@ -94,7 +107,8 @@ def _find(
     logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
     HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a row and its token, looked for in the chunks whose bounds are not below it."""
+    """The best score of a row and its token, looked for in the chunks whose bounds are not below it. Where it is not finite: what
+    is to stand for the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
@@ -108,7 +122,7 @@ def _find(
     while (most > float("-inf")) & (most >= best - (1e-5 + 1e-6 * tl.abs(best))):
         i = chunk * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
-        x = tl.where(x >= cut, x, float("-inf"))  # a NaN must not win with an index of its own
+        x = _usable(x, cut)
         if temperature >= COLD:
             x = x * (LOG2_E / temperature) - _noise(_hash(seed, position, first + i), FAST)
         top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -117,7 +131,8 @@ def _find(
         best, token = tl.where(better, top, best), tl.where(better, found, token)
         bound = tl.where(c == chunk, float("-inf"), bound)
         most, chunk = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
-    return best, token
+    token = tl.where(best == float("inf"), NOT_NUMBERS, token)
+    return best, tl.where(best == float("-inf"), NONE_LEFT, token)
 
 
 @triton.jit
@@ -143,7 +158,7 @@ def _finish(
     _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
-    tl.store(table + slot * stride + position, token, mask=position > 0)
+    tl.store(table + slot * stride + position, tl.maximum(token, 0), mask=position > 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -170,13 +185,16 @@ def _use_keys(
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = tl.maximum(~tl.load(keys + row).to(tl.int32), 0)
+    key = tl.load(keys + row)
+    order = (key >> 32).to(tl.int32)
+    token = tl.where(order >= INF_ORDER, NOT_NUMBERS, ~key.to(tl.int32))
+    token = tl.where(order <= ~INF_ORDER, NONE_LEFT, token)
     tl.store(keys + row, -(1 << 63))
     tl.store(out + row, token)
     _land(token, row, landing, landing_stride, place, LANDS)
     position = tl.load(positions + row)
     slot = tl.load(slots + row).to(tl.int64)
-    tl.store(table + slot * stride + position, token, mask=position > 0)
+    tl.store(table + slot * stride + position, tl.maximum(token, 0), mask=position > 0)
 
 
 @triton.jit
@@ -257,6 +275,7 @@ def _mask(logits, rows, words, left, vocab, width, chunks, BLOCK: tl.constexpr):
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     at = logits + tl.load(rows + n).to(tl.int64) * vocab + i
     x = tl.load(at, mask=i < vocab, other=float("-inf"))
+    x = tl.where(x != x, float("inf"), x)  # which a maximum would not show
     x = tl.where(_allowed(words, width, i, vocab), x, float("-inf"))
     tl.store(at, x, mask=i < vocab)
     tl.store(left + n * chunks + chunk, tl.max(x, 0))
@@ -320,8 +339,8 @@ def sample(
     best_of_ranks: Callable[[Tensor], None] | None = None,
     landing: Landing | None = None,
 ) -> None:
-    """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S], and into
-    ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot.
+    """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S] (see above for what is no token),
+    and into ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot.
 
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys int64[S] by the
     largest that any rank has."""

@@ -1,0 +1,32 @@
+"""What ends a request where its logits give no token. Samplers put one of these in the place of the token."""
+
+from __future__ import annotations
+
+from sgla.messages import Failed
+
+NOT_NUMBERS = -1  # the largest logit is +inf, or one is NaN
+NONE_LEFT = -2  # all logits are -inf
+
+BROKEN = (
+    "they are NaN or infinite. The model's weights are broken, or overflow for this input; "
+    "try another checkpoint, --dtype float32, or no --quantization"
+)
+
+
+def no_token(row: int, fault: int, ruled: bool) -> Failed:
+    """``fault``: NOT_NUMBERS or NONE_LEFT. ``ruled``: the request has rules or a grammar of its own."""
+    if fault == NOT_NUMBERS:
+        return Failed(row, f"the logits of the next token are no numbers: {BROKEN}", fault=True)
+    if ruled:
+        return Failed(
+            row, "no token is left to choose: what this request forbids is all that the model would say"
+        )
+    return Failed(row, "no token is left to choose: the model gives every token the logit -inf", fault=True)
+
+
+def no_logprobs(row: int) -> Failed:
+    return Failed(row, f"logprobs cannot be computed: of logits, {BROKEN}", fault=True)
+
+
+def no_vector(row: int) -> Failed:
+    return Failed(row, f"the vector's values are no numbers: {BROKEN}", fault=True)

@@ -1,0 +1,126 @@
+"""A model that breaks for one input: its requests end with a typed error, and nobody else notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config
+
+from sgla.executor.procs import ProcsExecutor
+from sgla.hub.source import ModelSource, open_source
+from sgla.messages import Submit
+from sgla.worker.runner import Runner
+from sgla.worker.start import cpu_runner
+
+POISON = 13  # its embedding is NaN
+BAD = [40, POISON, 41, 42]
+
+
+def poison(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[name][POISON] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("poisoned")
+    save_checkpoint(folder, "llama", vocab_size=VOCAB)
+    poison(folder)
+    return open_source(folder)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def runner(request: pytest.FixtureRequest, source: ModelSource) -> Runner:
+    config = tiny_config(native_kernels=request.param == "native", max_running_requests=12)
+    return Runner(config, source, 0, 1, "", lambda progress: None)
+
+
+def good() -> list[Submit]:
+    return [
+        submit("greedy", [5, 6, 7], 8),
+        submit("sampled", [9] * 20, 8, temperature=0.8, top_k=20, seed=3),
+        submit("scored", [21, 22, 23], 8, temperature=1.0, seed=5, logprobs=2, prompt_logprobs=1),
+        submit("biased", [31], 8, logit_bias=[(7, 1.5), (POISON, -100.0)]),
+    ]
+
+
+def bad() -> list[Submit]:
+    return [
+        submit("bad greedy", BAD, 8),
+        submit("bad sampled", BAD, 8, temperature=0.8, top_p=0.9, seed=3),
+        submit("bad scored", BAD, 8, logprobs=3),
+        submit("bad prompt", BAD, 0, prompt_logprobs=2),
+        submit("bad long", [50] * 100 + BAD, 4, prompt_logprobs=0),
+        submit("bad choice", [51, *BAD], 1, logit_bias=[(3, 2.0)], allowed=[3, 4]),
+        submit("bad score", BAD, 0, pool=[1, 2]),
+    ]
+
+
+def contents(transcript: Any, names: list[str]) -> list[Any]:
+    return [[(d.tokens, d.logprobs, d.prompt_logprobs, d.finish) for d in transcript[name]] for name in names]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_requests_of_a_broken_input_end_alone(runner: Runner, depth: int) -> None:
+    names = [request.rid for request in good()]
+    alone = run(runner, good(), depth=depth)
+    assert not any(POISON in tokens for tokens in alone.tokens().values())
+    core = make_core(runner.facts, depth=depth)
+    both = [request for pair in zip(good() + good()[:3], bad()) for request in pair]
+    found = run(runner, list({request.rid: request for request in both}.values()), core)
+    assert found.tokens() == alone.tokens() | {request.rid: [] for request in bad()}
+    for name in names:  # in other steps, perhaps, but with the same numbers
+        assert [t for d in found[name] for t in d.logprobs or []] == [
+            t for d in alone[name] for t in d.logprobs or []
+        ]
+    for request in bad():
+        error = found[request.rid][-1].error
+        assert error is not None, request.rid
+        assert (error.status, error.code, error.type) == (500, "invalid_logits", "server_error")
+        assert "NaN" in error.message
+    stats = core.stats()
+    assert (stats.invalid_logits, stats.finished["error"]) == (len(bad()), len(bad()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_worker_processes_go_on(source: ModelSource, ranks: int) -> None:
+    config = tiny_config(tp=ranks, native_kernels=True)
+    executor = ProcsExecutor(config, source)
+    try:
+        facts = await executor.start(lambda progress: None)
+        alone = await run_executor(executor, facts, good(), depth=2)
+        found = await run_executor(executor, facts, good() + bad()[:3], depth=2)
+        assert found.tokens() == alone.tokens() | {request.rid: [] for request in bad()[:3]}
+        assert all(found[request.rid][-1].error is not None for request in bad()[:3])
+    finally:
+        await executor.close()
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "LlamaModel"])
+def test_a_vector_that_is_not_finite_fails_alone(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    encoder = kind == "BertModel"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = AutoConfig.for_model("bert" if encoder else "llama", vocab_size=VOCAB, **sizes)
+    model = AutoModel.from_config(config, dtype=torch.float32)
+    table = model.embeddings.word_embeddings if encoder else model.embed_tokens
+    with torch.no_grad():
+        table.weight[POISON] = torch.nan
+    model.save_pretrained(tmp_path)
+    runner = cpu_runner(tiny_config(task="embed"), open_source(tmp_path), 0, 1, "", lambda progress: None)
+    rows = {"a": [5, 6, 7], "bad": BAD, "b": [8, 9, 10, 11]}
+    requests = [submit(name, tokens, 0, pool=[]) for name, tokens in rows.items()]
+    found = run(runner, requests, encoder=encoder)
+    alone = run(runner, [requests[0], requests[2]], encoder=encoder)
+    assert found["bad"][-1].error.code == "invalid_logits"
+    for name in ("a", "b"):
+        assert found[name][-1].vector == alone[name][-1].vector is not None
