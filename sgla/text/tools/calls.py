@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sgla.text.tools.cursor import (
@@ -38,8 +39,9 @@ class Toolbox:
         functions = [tool.get("function", tool) for tool in tools or []]
         self._schemas = {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
         self.names: Container[str] = self._schemas.keys()
+        self.kinds = lru_cache(maxsize=256)(self._kinds)
 
-    def kinds(self, name: str, argument: str) -> frozenset[str]:
+    def _kinds(self, name: str, argument: str) -> frozenset[str]:
         """JSON types of one argument; empty if the schema does not say."""
         schema = self._schemas.get(name)
         properties = schema.get("properties") if isinstance(schema, dict) else None

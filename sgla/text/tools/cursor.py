@@ -7,6 +7,7 @@ text has been fed. Decisions depend on positions in the text alone, never on how
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -18,8 +19,13 @@ Steps = Generator[None, None, T]
 Emit = Callable[[str], None]
 Trim = Callable[[str], int]
 
-SPACE = re.compile(r"\s*")
+SPACES = 1024  # characters of whitespace that may stand before a tag, and are dropped there
+SPACE, ALL_SPACE = re.compile(rf"\s{{0,{SPACES}}}"), re.compile(r"\s*")
 LIMIT = 256  # characters of a name or a number
+# What stands before a call has begun is read again if it turns out to be none. So it is short, and has few further
+# beginnings of calls: no character is read more often than these, however many calls a text seems to have.
+HEAD = 32768  # characters
+AGAIN = 8  # beginnings of calls
 
 
 class Mismatch(Exception):
@@ -42,9 +48,10 @@ class Tags:
         self._whole = re.compile("|".join(map(re.escape, tags)) or "(?!)")
         begun = "|".join(re.escape(tag[:end]) for tag in tags for end in range(len(tag) - 1, 0, -1))
         self._partial = re.compile(rf"(?:{begun or '(?!)'})\Z")
+        self.longest = max(map(len, tags), default=0)
 
-    def search(self, text: str, at: int) -> re.Match[str] | None:
-        return self._whole.search(text, at)
+    def search(self, text: str, at: int, end: int = sys.maxsize) -> re.Match[str] | None:
+        return self._whole.search(text, at, end)
 
     def match(self, text: str, at: int) -> re.Match[str] | None:
         return self._whole.match(text, at)
@@ -64,6 +71,9 @@ def tags(*literals: str) -> Tags:
     return Tags(literals)
 
 
+NO_TAGS = Tags(())
+
+
 def nothing_trimmed(text: str) -> int:
     return len(text)
 
@@ -80,20 +90,29 @@ def newline_trimmed(text: str) -> int:
     return len(text.removesuffix("\n"))
 
 
+def trimmed(text: str, trim: Trim) -> int:
+    """``trim`` of ``text``, where no more than ``SPACES`` characters are dropped."""
+    end = max(0, len(text) - SPACES)
+    return end + trim(text[end:])
+
+
 class Cursor:
     """The text that has come and is not read, and the pieces made of what is.
 
-    What stands before a possible call is marked: ``reject`` gives it back as content, ``begin`` forgets the mark.
+    What stands before a possible call is marked: ``reject`` gives it back as content, ``begin`` forgets the mark. ``openers``:
+    what further calls may begin with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, openers: Tags = NO_TAGS) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
         self.calls = 0
-        self.pieces: list[Piece] = []
+        self._openers = openers
+        self._pieces: list[tuple[str, list[str], str | None]] = []  # kind, fragments of the text, id
         self._base = 0  # characters of the output before text[0]
         self._mark: tuple[int, int] | None = None  # what ``reject`` gives back; in characters of the output
+        self._head = (0, 0)  # behind the mark: up to where openers are counted, and how many there are
         self._edge = (0, 0)  # the tag found by ``until``, with what was trimmed before it
 
     # feeding and emitting --------------------------------------------------------------------------------------------
@@ -110,13 +129,17 @@ class Cursor:
         return self._base + self.at
 
     def emit(self, kind: str, text: str) -> None:
-        pieces = self.pieces
         if not text:
             return
-        if pieces and pieces[-1].kind == kind:
-            pieces[-1] = Piece(kind, pieces[-1].text + text)
+        if self._pieces and self._pieces[-1][0] == kind:
+            self._pieces[-1][1].append(text)
         else:
-            pieces.append(Piece(kind, text))
+            self._pieces.append((kind, [text], None))
+
+    def take(self) -> list[Piece]:
+        """The pieces since the last call; no two neighbours are of one kind, but calls."""
+        pieces, self._pieces = self._pieces, []
+        return [Piece(kind, "".join(texts), call_id) for kind, texts, call_id in pieces]
 
     def content(self, text: str) -> None:
         self.emit(CONTENT, text)
@@ -125,20 +148,32 @@ class Cursor:
         self.emit(REASONING, text)
 
     def begin(self, name: str, call_id: str | None) -> None:
-        """A call: what has been read since the mark was its head."""
+        """A call: what has been read since the mark was its head. Raises Mismatch for a head that is too long."""
+        self.check_head()
         self._mark = None
         self.calls += 1
-        self.pieces.append(Piece(CALL, name, call_id))
+        self._pieces.append((CALL, [name], call_id))
 
     # marks -----------------------------------------------------------------------------------------------------------
 
     def mark(self, start: int) -> None:
         """Mark from position ``start``; after ``reject``, reading resumes where the cursor is now."""
-        self._mark = (start, self.position)
+        self._mark, self._head = (start, self.position), (self.position, 0)
 
     def mark_tag(self) -> None:
         """Mark the tag that ``until`` has just found."""
-        self._mark = self._edge
+        self._mark, self._head = self._edge, (self.position, 0)
+
+    def check_head(self) -> None:
+        """Raise Mismatch where more has been read since the mark than may be read again."""
+        if self._mark is None:
+            return
+        counted, openers = self._head
+        while opener := self._openers.search(self.text, counted - self._base, self.at):
+            counted, openers = self._base + opener.end(), openers + 1
+        self._head = max(counted, self.position + 1 - self._openers.longest), openers
+        if openers > AGAIN or self.position - self._mark[1] > HEAD:
+            raise Mismatch
 
     def reject(self) -> None:
         """Give the marked text back as content and resume after it; nothing if a call has begun since."""
@@ -158,8 +193,8 @@ class Cursor:
     ) -> Steps[str]:
         """Emit what comes before the first tag and step over it; "" at the end of the text.
 
-        ``trim`` gives the length of a text without the end that is dropped before a tag, and with ``trim_end`` also at
-        the end of the output.
+        ``trim`` gives the length of a text without the end that is dropped before a tag, ``SPACES`` characters at most, and
+        with ``trim_end`` also at the end of the output.
         """
         while True:
             tag = found.search(self.text, self.at)
@@ -167,7 +202,7 @@ class Cursor:
                 tag.start() if tag else len(self.text) if self.ended else found.undecided(self.text, self.at)
             )
             body = self.text[self.at : stop]
-            kept = len(body) if self.ended and not tag and not trim_end else trim(body)
+            kept = len(body) if self.ended and not tag and not trim_end else trimmed(body, trim)
             if kept:
                 emit(body[:kept])
                 self.at += kept
@@ -181,7 +216,8 @@ class Cursor:
             yield
 
     def follow(self, found: Tags) -> Steps[str]:
-        """Step over whitespace and a tag; "" and not a step if something else comes."""
+        """Step over whitespace and a tag; "" and not a step if something else comes. Raises Mismatch in a head too long."""
+        self.check_head()
         while True:
             start = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
             if tag := found.match(self.text, start):
@@ -198,7 +234,7 @@ class Cursor:
 
     def space(self) -> Steps[None]:
         while True:
-            self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            self.at = ALL_SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
             if self.ended or self.at < len(self.text):
                 return
             yield

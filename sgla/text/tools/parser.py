@@ -7,7 +7,7 @@ from typing import Any
 from sgla.text.reasoning.harmony import harmony
 from sgla.text.reasoning.think import think
 from sgla.text.tools.calls import Toolbox, prose
-from sgla.text.tools.cursor import Cursor, Piece, Steps
+from sgla.text.tools.cursor import NO_TAGS, Cursor, Piece, Steps, tags
 from sgla.text.tools.families import Dialect
 
 
@@ -28,7 +28,8 @@ class OutputParser:
     ) -> None:
         self.thinking = False
         self.thought = 0
-        self._cur = Cursor()
+        form = dialect.tools.tools if dialect.tools and tools is not None else None
+        self._cur = Cursor(tags(*form.opens) if form else NO_TAGS)
         self._steps = self._read(dialect, None if tools is None else Toolbox(tools), opened, separate)
         next(self._steps, None)
 
@@ -43,8 +44,7 @@ class OutputParser:
 
     def _advance(self) -> list[Piece]:
         next(self._steps, None)
-        pieces, self._cur.pieces = self._cur.pieces, []
-        return pieces
+        return self._cur.take()
 
     def _read(self, dialect: Dialect, toolbox: Toolbox | None, opened: bool, separate: bool) -> Steps[None]:
         cur = self._cur

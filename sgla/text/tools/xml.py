@@ -11,7 +11,6 @@ from sgla.text.tools.cursor import (
     Cursor,
     Mismatch,
     Steps,
-    Tags,
     newline_trimmed,
     nothing_trimmed,
     tags,
@@ -78,7 +77,7 @@ def xml_call(shape: Shape) -> CallReader:
 def element(cur: Cursor, shape: Shape, kinds: frozenset[str], call: Call) -> Steps[None]:
     """The text of one argument. Strings are emitted as they come, other values when they are complete."""
     trim = newline_trimmed if shape.lines else nothing_trimmed
-    ends = Tags((shape.value[1], *shape.missing_end))
+    ends = tags(shape.value[1], *shape.missing_end)
     if shape.lines and (yield from cur.peek()) == "\n":
         cur.at += 1
     if kinds == STRING:
