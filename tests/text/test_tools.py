@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tool_writers import BARE_WRITERS, NAMES, TOOLS, WRITERS, Calls
 
 from sgla.text.reasoning.harmony import TAGS as HARMONY_TAGS
-from sgla.text.tools.cursor import Piece
+from sgla.text.tools.cursor import AGAIN, HEAD, SPACES, Piece
 from sgla.text.tools.families import BY_NAME, FAMILIES, Dialect
 from sgla.text.tools.parser import OutputParser
 
@@ -390,3 +390,75 @@ def test_long_output_is_read_in_linear_time() -> None:
     parser = OutputParser(dialect_of("hermes"), TOOLS)
     shown = "".join(piece.text for piece in parser.feed(text) + parser.close())
     assert shown == text
+
+
+def hostile(name: str, size: int) -> dict[str, str]:
+    """Texts of ``size`` characters, each the beginning of many calls, or of one that goes on for ever."""
+    family = BY_NAME[name]
+    opens = family.tools.opens if family.tools else ("<|start|>", "<|channel|>commentary to=f<|message|>")
+    open_tag, head = opens[-1], '{"name": "find", "arguments": {"a": '
+    units = {
+        "openers": ("", "".join(opens)),
+        "last openers": ("", open_tag),
+        "half tags": ("", open_tag[:-1]),
+        "openers with braces": ("", open_tag + "{"),
+        "openers in strings": ("", open_tag + "{',':':\","),
+        "heads": ("", open_tag + head),
+        "brackets": (open_tag, "["),
+        "brackets in arguments": (open_tag + head, "["),
+        "keys before the name": (open_tag + "{", '"k": 1, '),
+        "a long key": (open_tag + head[:-5] + '"', "k"),
+        "an unclosed string": (open_tag + head + '"', "\\x4"),
+        "space": (open_tag, " \n"),
+        "space before a tag": ("x", " "),
+        "a long name": (open_tag, "f"),
+    }
+    return {kind: (begin + unit * (size // len(unit)))[:size] for kind, (begin, unit) in units.items()}
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_no_text_is_read_in_more_than_linear_time(name: str) -> None:
+    """Where the reader starts over at each opener, 40 KB take half a minute."""
+    for kind, text in hostile(name, 40_000).items():
+        if kind in ("openers", "last openers"):
+            pieces = parse(name, [text])
+            assert text_of(pieces, "call") or text_of(pieces, "content").strip() == text.strip()
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_what_is_held_back_is_short(name: str) -> None:
+    """Each feed costs as much as what is held back, so that has a limit."""
+    for kind, text in hostile(name, HEAD + 6000).items():
+        if "openers" in kind:
+            continue
+        parser = OutputParser(dialect_of(name), TOOLS)
+        longest = 0
+        for at in range(0, len(text), 1000):
+            parser.feed(text[at : at + 1000])
+            longest = max(longest, len(parser._cur.text))
+        assert longest <= HEAD + SPACES + 1024, kind
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_hostile_texts_give_the_same_whatever_their_cuts(name: str) -> None:
+    for kind, text in hostile(name, 1500).items():
+        whole = parse(name, [text])
+        for size in (1, 30):
+            assert parse(name, [text[at : at + size] for at in range(0, len(text), size)]) == whole, kind
+
+
+def test_a_call_after_beginnings_of_calls_is_found() -> None:
+    call = '<tool_call>{"name": "find", "arguments": {"q": 1}}</tool_call>'
+    for count in (1, AGAIN, 3 * AGAIN):
+        pieces = check_cuts("hermes", "<tool_call>{" * count + call)
+        assert calls_of(pieces) == [("find", '{"q": 1}')]
+        assert text_of(pieces, "content") == "<tool_call>{" * count
+
+
+def test_types_of_arguments_are_looked_up_once() -> None:
+    """A large schema and many calls must not multiply."""
+    schema = {"anyOf": [{"type": "string"}] * 5_000}
+    tools = [{"function": {"name": "find", "parameters": {"properties": {"q": schema}}}}]
+    call = "<tool_call>\n<function=find>\n" + "<parameter=q>\n1\n</parameter>\n" * 5_000
+    parser = OutputParser(dialect_of("qwen3_coder"), tools)
+    assert text_of(parser.feed(call), "arguments").count('"1"') == 5_000

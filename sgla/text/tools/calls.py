@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sgla.text.tools.cursor import (
@@ -39,7 +39,7 @@ class Toolbox:
         functions = [tool.get("function", tool) for tool in tools or []]
         self._schemas = {f["name"]: f.get("parameters") for f in functions if isinstance(f.get("name"), str)}
         self.names: Container[str] = self._schemas.keys()
-        self.kinds = lru_cache(maxsize=256)(self._kinds)
+        self.kinds = cache(self._kinds)
 
     def _kinds(self, name: str, argument: str) -> frozenset[str]:
         """JSON types of one argument; empty if the schema does not say."""

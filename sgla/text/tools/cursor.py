@@ -233,8 +233,10 @@ class Cursor:
             raise Mismatch
 
     def space(self) -> Steps[None]:
+        """Step over whitespace. Raises Mismatch in a head too long."""
         while True:
             self.at = ALL_SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            self.check_head()
             if self.ended or self.at < len(self.text):
                 return
             yield
