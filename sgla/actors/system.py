@@ -107,7 +107,7 @@ class System:
         )
         schedule = Schedule(core, executor, detokenize, self.metrics, self._fail, self._crashed)
         detokenize.schedule = schedule
-        preparer = Preparer(tokenizer, template, facts, ingress.random, compiler)
+        preparer = Preparer(tokenizer, template, facts, ingress.random, grammars=compiler is not None)
         tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed, compiler)
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
@@ -121,12 +121,11 @@ class System:
         )
 
     def _compiler(self, tokenizer: Tokenizer, facts: Facts) -> Compiler:
-        loop, executor = asyncio.get_running_loop(), self._executor
+        executor = self._executor
         assert executor is not None
 
-        def tell(command: Control) -> dict[str, Any]:
-            reply = asyncio.run_coroutine_threadsafe(executor.control(command), loop)
-            return reply.result()["ranks"][0]
+        async def tell(command: Control) -> dict[str, Any]:
+            return (await executor.control(command))["ranks"][0]
 
         self.metrics.compiler = Compiler(lambda: vocabulary(tokenizer, facts.vocab_size), tell)
         return self.metrics.compiler

@@ -1,8 +1,9 @@
 """The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in a thread; a job whose grammar is
-new waits for the compiler in one of the threads that are there to wait."""
+new waits for the compiler before that."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from sgla.actors.base import Actor
 from sgla.actors.ingress import job_bytes
 from sgla.errors import SglaError
-from sgla.messages import Cancel, Job, Opened, Rejected, Submit
+from sgla.messages import Cancel, Grammar, Job, Opened, Rejected, Submit
 
 if TYPE_CHECKING:
     from sgla.actors.detokenize import Detokenize
@@ -25,15 +26,15 @@ log = logging.getLogger(__name__)
 # only looked at (~1 us per 100).
 INLINE_BYTES = 4096
 INLINE_IDS = 32768
-GRAMMAR_WAITERS = 32
 
 
 class Tokenize(Actor[Job]):
-    """``prepare`` renders, encodes and checks one job; it is pure and runs here or in a thread of the pool."""
+    """``prepare`` renders, encodes and checks one job, whose grammar is compiled; it is pure and runs here or in a thread of the
+    pool."""
 
     def __init__(
         self,
-        prepare: Callable[[Job], list[Submit]],
+        prepare: Callable[[Job, str], list[Submit]],
         detokenize: Detokenize,
         schedule: Schedule,
         reject: Callable[[Rejected], None],
@@ -48,8 +49,8 @@ class Tokenize(Actor[Job]):
         self._schedule = schedule
         self._reject = reject
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._waiters = ThreadPoolExecutor(GRAMMAR_WAITERS, thread_name_prefix="grammar")
         self._pending: set[str] = set()
+        self._compiling: dict[str, asyncio.Task[None]] = {}  # jobs that wait for their grammars
 
     def post(self, message: Job) -> None:
         super().post(message)
@@ -59,6 +60,8 @@ class Tokenize(Actor[Job]):
         """Stop a request wherever it is: still here, or handed on as ``n`` children."""
         if rid in self._pending:
             self._pending.discard(rid)
+            if rid in self._compiling:
+                self._compiling.pop(rid).cancel()
         else:
             for index in range(n):
                 self._schedule.post(Cancel(child_rid(rid, index), reason))
@@ -67,33 +70,60 @@ class Tokenize(Actor[Job]):
         for job in messages:
             if job.rid not in self._pending:
                 continue
-            pool = self._place(job)
-            if pool is None:
-                self._finish(job, self._run(job))
+            grammar = job.sampling.grammar
+            if grammar is None or self._compiler is None:
+                self._go_on(job, "")
+                continue
+            try:
+                source = self._compiler.find(grammar)
+            except SglaError as error:
+                self._finish(job, error.rejected(job.rid))
+                continue
+            if source is not None:
+                self._go_on(job, source)
             else:
-                future = pool.submit(self._run, job)
-                future.add_done_callback(lambda done, job=job: self._back(job, done))  # type: ignore[misc]
+                self._compiling[job.rid] = asyncio.ensure_future(self._compile(self._compiler, grammar, job))
+
+    async def _compile(self, compiler: Compiler, grammar: Grammar, job: Job) -> None:
+        try:
+            source = await compiler.compile(grammar, job.client)
+        except SglaError as error:
+            self.guard(self._finish, job, error.rejected(job.rid))
+        except Exception:
+            log.exception("compiling the grammar of request %s failed", job.rid)
+            failed = SglaError("the grammar could not be compiled; see the server's log")
+            self.guard(self._finish, job, failed.rejected(job.rid))
+        else:
+            self.guard(self._go_on, job, source)
+        finally:
+            self._compiling.pop(job.rid, None)
+
+    def _go_on(self, job: Job, grammar: str) -> None:
+        pool = self._place(job)
+        if pool is None:
+            self._finish(job, self._run(job, grammar))
+        else:
+            future = pool.submit(self._run, job, grammar)
+            future.add_done_callback(lambda done: self._back(job, done))
 
     def _place(self, job: Job) -> ThreadPoolExecutor | None:
         """Where to prepare the job; None: here."""
-        grammar = job.sampling.grammar
-        if grammar is not None and self._compiler is not None and not self._compiler.knows(grammar):
-            return self._waiters
         if job.token_ids is not None and job.suffix is None:
             return None if len(job.token_ids) <= INLINE_IDS else self._pool
         return None if job_bytes(job) <= INLINE_BYTES else self._pool
 
     def close(self) -> None:
-        for pool in (self._pool, self._waiters):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for task in list(self._compiling.values()):
+            task.cancel()
         if self._compiler is not None:
             self._compiler.close()
 
-    def _run(self, job: Job) -> list[Submit] | Rejected:
+    def _run(self, job: Job, grammar: str) -> list[Submit] | Rejected:
         if job.rid not in self._pending:  # cancelled while it waited for a thread
             return []
         try:
-            return self._prepare(job)
+            return self._prepare(job, grammar)
         except SglaError as error:
             return error.rejected(job.rid)
         # One request's prompt must not take the server down, and Rust's panics are no Exceptions.

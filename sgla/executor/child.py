@@ -22,12 +22,12 @@ from sgla import clock
 from sgla.errors import ConfigError, SglaError
 from sgla.executor.ring import Ring
 from sgla.messages import Progress
+from sgla.processes import die_with
 from sgla.worker.loop import serve
 
 PLANS = 16 << 20  # bytes; see sched/limits.py: IN_FLIGHT
 RESULTS = 4 << 20
 SPIN = 50e-6  # seconds to look for the next plan before sleeping, where there are cores to spare
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -99,10 +99,3 @@ def give_back_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc
         libc.malloc_trim(0)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends (prctl(2)); Linux only."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before the call
-        os._exit(1)

@@ -1,35 +1,37 @@
-"""The server's side of compiling grammars: a cache, and the process that does it (``sandbox.py``)."""
+"""The server's side of compiling grammars: a cache, and whose turn it is."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 import logging
-import os
-import select
 import shutil
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from sgla.errors import BadRequest, InvalidField, Overloaded, SglaError, UnsupportedField
-from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
+from sgla.grammar.processes import Child, Died, Sandbox
+from sgla.grammar.protocol import Answer, Ask, Vocabulary
 from sgla.messages import Control, Grammar
 
 log = logging.getLogger(__name__)
 
 ENTRIES = 256
 ENTRY_BYTES = 32 << 20
-TIMEOUT = 5.0  # seconds that one grammar may take
-QUEUE = 30.0  # seconds to wait for the grammars before
+REFUSALS = 4096
+LONGEST = 1 << 20  # bytes of a grammar
+FIRST = 0.3  # seconds that a grammar has before it makes room for others
+TIMEOUT = 5.0  # seconds that it may take alone
+QUEUE = 30.0  # seconds to wait for the grammars of other clients
+WAITING = 64  # grammars of one client
 START = 60.0
 SLOW = 0.02  # seconds of compilation that a step may be kept waiting for
 
@@ -37,81 +39,143 @@ STOPPING = "the server is stopping"
 CHECKED = ("json_object", "json_schema")
 CHECKS = 256  # that may wait
 
-Key = tuple[str, str, str | None]
-T = TypeVar("T")
+
+class Making:
+    """A grammar that ``waiters`` wait for."""
+
+    def __init__(self, task: asyncio.Task[str | SglaError]) -> None:
+        self.task = task
+        self.waiters = 0
 
 
-class Died(Exception):
-    """The compiler's process ended, or was ended after ``TIMEOUT`` seconds (``late``)."""
+class Client:
+    """What one client waits for. Of each kind of work, one thing of a client is done, or waits for its turn, at a time."""
 
-    def __init__(self, late: bool) -> None:
-        super().__init__("the grammar compiler's process ended")
-        self.late = late
+    def __init__(self) -> None:
+        self.makings: dict[bytes, Making] = {}
+        self.first, self.long, self.telling = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
 
 
 class Compiler:
-    """Blocks, so it is called in threads; safe in any number of them. Starts nothing before its first use.
+    """Lives on the running loop. Starts nothing before its first use.
 
-    ``vocabulary`` makes the model's; ``tell`` sends the workers a command and waits for rank 0's answer.
+    A grammar has a first try of ``FIRST`` seconds. One that takes longer goes on beside the first tries of others, up to ``TIMEOUT``;
+    there is one such at a time. Clients take turns at both.
+
+    ``vocabulary`` makes the model's, in a thread; ``tell`` sends the workers a command and waits for rank 0's answer.
     """
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], tell: Callable[[Control], dict[str, Any]]
+        self, vocabulary: Callable[[], Vocabulary], tell: Callable[[Control], Awaitable[dict[str, Any]]]
     ) -> None:
         self._vocabulary = vocabulary
         self._tell = tell
-        self._cache: OrderedDict[Key, str | SglaError] = OrderedDict()
-        self._cache_lock = threading.Lock()
+        self._cache: OrderedDict[bytes, str] = OrderedDict()
         self._cache_bytes = 0
-        self._process_lock = threading.Lock()
+        self._refusals: OrderedDict[bytes, SglaError] = OrderedDict()
+        self._clients: dict[str, Client] = {}
+        self._first, self._long, self._checking = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        self._longer = 0  # grammars that are at their long try or wait for it
+        self._starting = asyncio.Lock()
         self._folder: Path | None = None
+        self._files = itertools.count()
         self._told = False  # the workers have the vocabulary
-        self._process: Process | None = None
+        self._sandbox: Sandbox | None = None
+        self._spare: Child | None = None
+        self._checker: Child | None = None
         self._closed = False
-        self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.numbers = {"waiting": 0, "checking": 0}  # calls and checks now
-        self.counts: Counter[str] = (
-            Counter()
-        )  # compiled | cached | refused | late | valid | invalid | unchecked
+        # compiled | cached | refused | late | valid | invalid | unchecked
+        self.counts: Counter[str] = Counter()
         self._seconds: list[float] = []
 
-    def __call__(self, grammar: Grammar) -> str:
-        """The source for the workers. Raises InvalidField or UnsupportedField, which say why, or Overloaded."""
-        found = self._look_up(grammar)
-        if found is None:
-            self._add("waiting", 1)
-            try:
-                found = self._in_turn(lambda: self._look_up(grammar) or self._make(grammar), QUEUE)
-            finally:
-                self._add("waiting", -1)
+    def find(self, grammar: Grammar) -> str | None:
+        """The source for the workers, if it is known. Raises InvalidField or UnsupportedField for one that is known to be refused."""
+        if len(grammar.text) > LONGEST:
+            raise InvalidField(
+                f"{grammar.param}: the grammar has {len(grammar.text)} characters, the limit is {LONGEST}",
+                param=grammar.param,
+            )
+        key = _key(grammar)
+        if (refusal := self._refusals.get(key)) is not None:
+            self._refusals.move_to_end(key)
+            self.counts["cached"] += 1
+            raise _named(refusal, grammar)
+        if (source := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+            self.counts["cached"] += 1
+        return source
+
+    async def compile(self, grammar: Grammar, client: str = "") -> str:
+        """The source for the workers. Raises InvalidField or UnsupportedField, which say why, or Overloaded, but not for "", which is
+        nobody's ``client``."""
+        if (source := self.find(grammar)) is not None:
+            return source
+        key, mine = _key(grammar), self._clients.setdefault(client, Client())
+        making = mine.makings.get(key)
+        if making is None:
+            if client and len(mine.makings) >= WAITING:
+                raise Overloaded(
+                    f"{grammar.param}: {WAITING} grammars of yours wait to be compiled, which is the limit; retry later",
+                    param=grammar.param,
+                    retry_after=5.0,
+                )
+            making = mine.makings[key] = Making(self._spawn(self._make(grammar, mine)))
+        making.waiters += 1
+        self.numbers["waiting"] += 1
+        try:
+            found = await asyncio.shield(making.task)
+        finally:
+            self.numbers["waiting"] -= 1
+            making.waiters -= 1
+            if not making.waiters:
+                making.task.cancel()
+                del mine.makings[key]
+                if not mine.makings:
+                    del self._clients[client]
         if isinstance(found, SglaError):
-            raise type(found)(f"{grammar.param}: {found.message}", param=grammar.param)
+            raise _named(found, grammar)
         return found
 
-    def knows(self, grammar: Grammar) -> bool:
-        """Whether a call would return or raise at once."""
-        return _key(grammar) in self._cache
-
     def check(self, grammar: Grammar, output: str) -> None:
-        """Count, at some time, whether a finished output is what ``grammar`` asks for. Does not block."""
+        """Count, at some time, whether a finished output is what ``grammar`` asks for."""
         if grammar.kind not in CHECKED:
             return
         if grammar.after:
             output = answer_of(grammar, output)
         if not output or self.numbers["checking"] >= CHECKS or self._closed:
-            return self._count("unchecked")
-        self._add("checking", 1)
-        self._checks.submit(self._check, grammar, output)
+            self.counts["unchecked"] += 1
+            return
+        self.numbers["checking"] += 1
+        self._spawn(self._check(grammar, output))
 
-    def _check(self, grammar: Grammar, output: str) -> None:
+    async def _check(self, grammar: Grammar, output: str) -> None:
+        fits = None
         try:
-            fits = self._in_turn(lambda: self._ask(Ask(grammar, output)).fits, TIMEOUT)
-        except (SglaError, Died):
-            fits = None
-        self._add("checking", -1)
-        self._count("unchecked" if fits is None else "valid" if fits else "invalid")
+            async with self._checking:
+                fits = await self._fits(Ask(grammar, output))
+        finally:
+            self.numbers["checking"] -= 1
+            self.counts["unchecked" if fits is None else "valid" if fits else "invalid"] += 1
         if fits is False:
             log.warning("an output does not fit its %s: %.200s", grammar.kind, output)
+
+    async def _fits(self, ask: Ask) -> bool | None:
+        """By a child that is kept as long as it answers."""
+        child, self._checker = self._checker, None
+        try:
+            child = child or await self._child()
+            child.ask(ask)
+            answer = await child.answer(TIMEOUT)
+        except (SglaError, Died):
+            answer = None
+        if answer is not None:
+            self._checker = child
+            return answer.fits
+        if child is not None:
+            child.close()
+        return None
 
     def drain_seconds(self) -> list[float]:
         """CPU seconds of the compilations since the last call."""
@@ -119,179 +183,167 @@ class Compiler:
         return seconds
 
     def close(self) -> None:
-        """End the process and remove the files. A call under way fails."""
+        """End the processes and remove the files. Calls under way are cancelled."""
         self._closed = True
-        self._checks.shutdown(wait=False, cancel_futures=True)
-        if self._process is not None:
-            self._process.kill()
+        for task in self._tasks:
+            task.cancel()
+        if self._sandbox is not None:
+            self._sandbox.kill()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # inside ------------------------------------------------------------------------------------------------------
 
-    def _look_up(self, grammar: Grammar) -> str | SglaError | None:
-        with self._cache_lock:
-            found = self._cache.get(_key(grammar))
-            if found is not None:
-                self._cache.move_to_end(_key(grammar))
-                self.counts["cached"] += 1
-            return found
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _keep(self, grammar: Grammar, found: str | SglaError) -> str | SglaError:
-        with self._cache_lock:
-            self._cache[_key(grammar)] = found
-            self._cache_bytes += _size(grammar, found)
-            while len(self._cache) > ENTRIES or self._cache_bytes > ENTRY_BYTES:
-                (kind, text, whitespace), old = self._cache.popitem(last=False)
-                self._cache_bytes -= _size(Grammar(kind=kind, text=text, whitespace=whitespace), old)
-        return found
+    def _keep(self, grammar: Grammar, source: str) -> str:
+        key = _key(grammar)
+        self._cache_bytes += len(source) - len(self._cache.pop(key, ""))
+        self._cache[key] = source
+        while len(self._cache) > ENTRIES or self._cache_bytes > ENTRY_BYTES:
+            self._cache_bytes -= len(self._cache.popitem(last=False)[1])
+        return source
 
-    def _in_turn(self, work: Callable[[], T], patience: float) -> T:
-        if not self._process_lock.acquire(timeout=patience):
-            raise Overloaded("too many grammars wait to be compiled; please retry later", retry_after=5.0)
+    def _refuse(self, grammar: Grammar, error: SglaError, outcome: str = "refused") -> SglaError:
+        self.counts[outcome] += 1
+        self._refusals[_key(grammar)] = error
+        while len(self._refusals) > REFUSALS:
+            self._refusals.popitem(last=False)
+        return error
+
+    async def _make(self, grammar: Grammar, mine: Client) -> str | SglaError:
+        """Returns the errors that are the user's."""
         try:
-            return work()
-        finally:
-            self._process_lock.release()
-
-    def _make(self, grammar: Grammar) -> str | SglaError:
-        try:
-            answer = self._ask(Ask(grammar))
-        except Died as died:
-            self._count("late" if died.late else "refused")
-            why = f"it takes more than {TIMEOUT:.0f} s to compile" if died.late else "it cannot be compiled"
-            return self._keep(grammar, InvalidField(f"the grammar is too complex: {why}"))
+            answer = await self._answer(grammar, mine)
+        except Overloaded as error:
+            return error
+        except Died:
+            return self._refuse(grammar, InvalidField("the grammar is too complex: it cannot be compiled"))
+        if isinstance(answer, str | SglaError):
+            return answer
         if answer.error is not None:
-            self._count("refused")
             kind: type[BadRequest] = UnsupportedField if answer.unsupported else InvalidField
-            return self._keep(grammar, kind(answer.error))
-        self._count("compiled")
+            return self._refuse(grammar, kind(answer.error))
+        self.counts["compiled"] += 1
         self._seconds.append(answer.seconds)
         if answer.seconds > SLOW:
             try:
-                self._forewarn(answer.source)
+                async with mine.telling:
+                    await self._forewarn(answer.source)
             except InvalidField as error:  # not kept: it compiled here, so it may yet compile there
                 return error
         return self._keep(grammar, answer.source)
 
-    def _forewarn(self, source: str) -> None:
+    async def _answer(self, grammar: Grammar, mine: Client) -> Answer | str | SglaError:
+        """Of the compiler, or what another client has learned meanwhile. Raises Died and Overloaded."""
+        child: Child | None = None
+        longer = False
+        try:
+            async with turn(mine.first, self._first):
+                if (known := self._known(grammar)) is not None:
+                    return known
+                child, answer = await self._first_try(Ask(grammar))
+                if answer is not None:
+                    self._spare, child = child, None
+                    return answer
+                longer = True
+                self._longer += 1
+                if self._longer > 1:  # it would have to wait, and begins again then
+                    child.close()
+                    child = None
+            async with turn(mine.long, self._long):
+                if child is None:
+                    if (known := self._known(grammar)) is not None:
+                        return known
+                    child = await self._child()
+                    child.ask(Ask(grammar))
+                if (answer := await child.answer(TIMEOUT)) is not None:
+                    return answer
+                why = f"it takes more than {TIMEOUT:.0f} s to compile"
+                return self._refuse(grammar, InvalidField(f"the grammar is too complex: {why}"), "late")
+        finally:
+            self._longer -= longer
+            if child is not None:
+                child.close()
+
+    def _known(self, grammar: Grammar) -> str | SglaError | None:
+        return self._cache.get(_key(grammar)) or self._refusals.get(_key(grammar))
+
+    async def _first_try(self, ask: Ask) -> tuple[Child, Answer | None]:
+        """By the child that served before, or by a new one if there is none, or if it dies, maybe of what it did before."""
+        child, self._spare = self._spare, None
+        while True:
+            fresh = child is None
+            child = child or await self._child()
+            try:
+                child.ask(ask)
+                return child, await child.answer(FIRST)
+            except BaseException as error:
+                child.close()
+                if fresh or not isinstance(error, Died):
+                    raise
+                child = None
+
+    async def _forewarn(self, source: str) -> None:
         """Have the workers compile it beside their steps, and wait for that. Raises InvalidField if they cannot."""
         assert self._folder is not None
-        path = self._folder / hashlib.blake2s(source.encode(), digest_size=16).hexdigest()
+        path = self._folder / str(next(self._files))
         path.write_text(source)
         end = time.monotonic() + TIMEOUT
         try:
-            while not self._tell(Control(verb="grammar", args={"path": str(path)}))["ready"]:
-                if self._closed:
-                    raise SglaError(STOPPING)
+            while not (await self._tell(Control(verb="grammar", args={"path": str(path)})))["ready"]:
                 if time.monotonic() > end:
                     break
-                time.sleep(0.01)
+                await asyncio.sleep(0.01)
         finally:
             path.unlink(missing_ok=True)
 
-    def _ask(self, ask: Ask) -> Answer:
-        """Raises Died. A process that has served before may have died of that, so a fresh one gets a second try."""
-        process = self._running()
-        tries = 2 if process.served else 1
-        while True:
-            try:
-                answer = process.ask(ask, TIMEOUT)
-                process.served = True
-                return answer
-            except Died as died:
-                process.kill()
-                self._process = None
-                tries -= 1
-                if died.late or not tries:
-                    raise
-                process = self._running()
+    async def _child(self) -> Child:
+        """A new process to ask. Raises SglaError if there can be none."""
+        async with self._starting:
+            for _ in range(2):  # the one that forks may have been killed
+                if self._closed:
+                    raise SglaError(STOPPING)
+                if self._sandbox is None:
+                    self._sandbox = Sandbox(await self._vocabulary_file())
+                try:
+                    return await self._sandbox.child(START)
+                except (Died, TimeoutError):
+                    self._sandbox.kill()
+                    self._sandbox = None
+        raise SglaError("the grammar compiler does not start; see the server's log")
 
-    def _running(self) -> Process:
-        if self._closed:
-            raise SglaError(STOPPING)
-        if self._process is None:
-            process = Process(self._vocabulary_file())
-            try:
-                process.answer(START)
-            except Died as error:
-                process.kill()
-                raise SglaError("the grammar compiler does not start; see the server's log") from error
-            self._process = process
-        return self._process
-
-    def _vocabulary_file(self) -> Path:
+    async def _vocabulary_file(self) -> Path:
         if self._folder is None:
-            vocabulary = self._vocabulary()
-            folder = Path(tempfile.mkdtemp(prefix="sgla-"))
-            vocabulary.write(folder / "vocabulary")
-            self._folder = folder
+            vocabulary = await asyncio.to_thread(self._vocabulary)
+            folder = self._folder = Path(tempfile.mkdtemp(prefix="sgla-"))
+            await asyncio.to_thread(vocabulary.write, folder / "vocabulary")
         path = self._folder / "vocabulary"
         if not self._told:
-            self._tell(Control(verb="vocabulary", args={"path": str(path)}))
+            await self._tell(Control(verb="vocabulary", args={"path": str(path)}))
             self._told = True
         return path
 
-    def _count(self, outcome: str) -> None:
-        with self._cache_lock:
-            self.counts[outcome] += 1
 
-    def _add(self, name: str, n: int) -> None:
-        with self._cache_lock:
-            self.numbers[name] += n
-
-
-class Process:
-    """One compiler's process. Raises Died wherever it turns out that it is gone."""
-
-    def __init__(self, vocabulary: Path) -> None:
-        self.served = False
-        # What this process imports, and nothing from the current folder.
-        command = [sys.executable, "-P", "-m", "sgla.grammar.sandbox", str(vocabulary)]
-        path = os.pathsep.join(folder for folder in sys.path if folder)
-        self._popen = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-        )
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._asks, self._answers = self._popen.stdin.fileno(), self._popen.stdout.fileno()
-        self._readable = select.poll()
-        self._readable.register(self._answers, select.POLLIN)
-
-    def ask(self, ask: Ask, timeout: float) -> Answer:
-        data = msgspec.msgpack.encode(ask)
-        rest = memoryview(LENGTH.pack(len(data)) + data)
+@asynccontextmanager
+async def turn(own: asyncio.Lock, everybodys: asyncio.Lock) -> AsyncIterator[None]:
+    """A turn of a client, then of this client among all. Locks are given in the order of asking. Raises Overloaded if the others take
+    ``QUEUE`` seconds."""
+    async with own:
         try:
-            while rest:
-                rest = rest[os.write(self._asks, rest) :]
-        except BrokenPipeError as error:
-            raise Died(late=False) from error
-        return self.answer(timeout)
-
-    def answer(self, timeout: float) -> Answer:
-        """The next one, within ``timeout`` seconds."""
-        end = time.monotonic() + timeout
-        size = LENGTH.unpack(self._read(LENGTH.size, end))[0]
-        return msgspec.msgpack.decode(self._read(size, end), type=Answer)
-
-    def _read(self, size: int, end: float) -> bytes:
-        data = b""
-        while len(data) < size:
-            if not self._readable.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise Died(late=True)
-            piece = os.read(self._answers, size - len(data))
-            if not piece:
-                raise Died(late=False)
-            data += piece
-        return data
-
-    def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
+            await asyncio.wait_for(everybodys.acquire(), QUEUE)
+        except TimeoutError as error:
+            raise Overloaded(
+                f"the grammars of others have taken {QUEUE:.0f} s; please retry later", retry_after=5.0
+            ) from error
+        try:
+            yield
+        finally:
+            everybodys.release()
 
 
 def answer_of(grammar: Grammar, output: str) -> str:
@@ -302,9 +354,13 @@ def answer_of(grammar: Grammar, output: str) -> str:
     return output[sum(min(ends)) :] if ends else ""
 
 
-def _key(grammar: Grammar) -> Key:
-    return grammar.kind, grammar.text, grammar.whitespace
+def _key(grammar: Grammar) -> bytes:
+    parts = (grammar.kind, grammar.text, grammar.whitespace)
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()
 
 
-def _size(grammar: Grammar, found: str | SglaError) -> int:
-    return len(grammar.text) + len(found if isinstance(found, str) else found.message)
+def _named(error: SglaError, grammar: Grammar) -> SglaError:
+    """``error`` about the field that the grammar came in."""
+    return type(error)(
+        f"{grammar.param}: {error.message}", param=grammar.param, retry_after=error.retry_after
+    )

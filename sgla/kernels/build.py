@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from sgla.processes import tied
+
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 SCRATCH, DAY = "tmp", 86400  # how scratch folders' names begin; seconds
 
@@ -185,7 +187,7 @@ def _compile(compiler: str, target: Level, scratch: Path) -> Path:
 
 
 def _call(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(tied(command), capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{command[0]} failed on the CPU kernels: {done.stderr.strip()[-500:]}")
 

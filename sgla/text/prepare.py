@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, SupportsIndex
 
@@ -67,15 +67,16 @@ class Preparer:
         template: ChatTemplate | None,
         limits: Limits,
         rng: random.Random,
-        compile_grammar: Callable[[Grammar], str] | None = None,
+        grammars: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
         self.rng = rng
-        self.compile_grammar = compile_grammar
+        self.grammars = grammars
 
-    def __call__(self, job: Job) -> list[Submit]:
+    def __call__(self, job: Job, grammar: str = "") -> list[Submit]:
+        """``grammar`` is the compiled one."""
         if job.pool is not None:
             return [self._pooled(job, job.pool)]
         tokens = self._cut(self.tokens(job), job)
@@ -87,7 +88,7 @@ class Preparer:
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             self._check_known(name, getattr(job.sampling, name) or ())
         check_stops(job.sampling)
-        source = self._grammar(job.sampling.grammar)
+        source = self._grammar(job.sampling.grammar, grammar)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
@@ -273,12 +274,12 @@ class Preparer:
             sampling.stop_token_ids
         )
 
-    def _grammar(self, grammar: Grammar | None) -> str:
+    def _grammar(self, grammar: Grammar | None, source: str) -> str:
         if grammar is None:
             return ""
-        if self.compile_grammar is None:
+        if not self.grammars:
             raise UnsupportedField(f"{grammar.param} is not supported on this device", param=grammar.param)
-        return self.compile_grammar(grammar)
+        return source
 
     def _check_known(self, param: str, ids: Iterable[int]) -> None:
         for token in ids:

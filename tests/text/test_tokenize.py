@@ -16,7 +16,7 @@ from sgla.messages import Job, Rejected, SamplingParams, Submit
 NOBODY: Any = None
 
 
-def actor(prepare: Callable[[Job], list[Submit]], reject: Callable[[Rejected], None]) -> Tokenize:
+def actor(prepare: Callable[[Job, str], list[Submit]], reject: Callable[[Rejected], None]) -> Tokenize:
     def crash(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} crashed") from error
 
@@ -30,7 +30,7 @@ def job(rid: str, size: int) -> Job:
 async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
     prepared, go_on = [], threading.Event()
 
-    def prepare(job: Job) -> list[Submit]:
+    def prepare(job: Job, grammar: str) -> list[Submit]:
         prepared.append(job.rid)
         go_on.wait()
         return []
@@ -52,7 +52,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("size", [1, INLINE_BYTES + 1])
 async def test_a_panic_ends_its_request_only(size: int) -> None:
-    def prepare(job: Job) -> list[Submit]:
+    def prepare(job: Job, grammar: str) -> list[Submit]:
         if job.rid == "bad":
             raise Panic
         return []
@@ -75,7 +75,9 @@ async def test_a_panic_of_an_actor_is_told() -> None:
 
     crashed = asyncio.get_running_loop().create_future()
     refused = SglaError("no").rejected("bad")
-    tokenize = Tokenize(lambda job: refused, NOBODY, NOBODY, panic, lambda *told: crashed.set_result(told))  # type: ignore[arg-type,return-value]
+    tokenize = Tokenize(
+        lambda job, grammar: refused, NOBODY, NOBODY, panic, lambda *told: crashed.set_result(told)
+    )  # type: ignore[arg-type,return-value]
     tokenize.post(job("bad", 1))
     name, error = await asyncio.wait_for(crashed, 5)
     assert (name, type(error)) == ("Tokenize", Panic)

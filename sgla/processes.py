@@ -1,0 +1,30 @@
+"""Processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+# What ``die_with`` does, in few imports, before it becomes the command; the kernel remembers over an exec.
+SHIM = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends (prctl(2)); Linux only."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before the call
+        os._exit(1)
+
+
+def tied(command: list[str]) -> list[str]:
+    """The command of a program that is not ours and dies with the thread that starts it; elsewhere than on Linux, the command itself."""
+    if sys.platform != "linux":
+        return command
+    return [sys.executable, "-I", "-S", "-c", SHIM, str(os.getpid()), *command]
