@@ -236,7 +236,7 @@ def weight_bytes(model: Mapping[str, Any], dtype: str, quantization: str | None 
     layer = 2 * hidden * queries + 2 * hidden * shape.kv_heads * shape.head_dim + 3 * hidden * inner
     tied = text.get("tie_word_embeddings", model.get("tie_word_embeddings", False))
     embedding = text["vocab_size"] * hidden * (1 if tied else 2)
-    bits = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}.get(quantization or "", 8.0 * BYTES[dtype])
+    bits = {"int8": 9.0, "int4": 5.0, "fp8": 8.0}.get(quantization or "", 8.0 * BYTES[dtype])
     return int(shape.layers * layer * bits / 8) + embedding * BYTES[dtype]
 
 

@@ -8,17 +8,17 @@ namespace {
 
 constexpr int64_t GRAIN = 8192;  // elements worth a chunk of their own
 
-// Output channel n of packed panels as ``width`` floats, unscaled.
+// Output channel n of packed panels as ``width`` floats.
 template <Kind K>
 void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
   constexpr int PER = per_dword(K);
   const uint8_t* dword = w + n / PANEL * panel_bytes(K, width) + n % PANEL * 4;
   float scale = 1, low = 0;
   for (int64_t k = 0; k < width; k += PER, dword += ROW_BYTES) {
-    if (K == INT4 && k % 32 == 0) {
+    if (grouped(K) && k % GROUP == 0) {
       const uint16_t* head = (const uint16_t*)(dword - n % PANEL * 4) + n % PANEL;
       scale = from_f16(head[0]), low = from_f16(head[PANEL]);
-      dword += INT4_HEAD;
+      dword += GROUP_HEAD;
     }
     if (K == FIXED && k % FIXED_GROUP == 0) {
       scale = from_bf16(((const uint16_t*)(dword - n % PANEL * 4))[n % PANEL]);
@@ -29,7 +29,7 @@ void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
     for (int i = 0; i < PER && k + i < width; i++) {
       if (K == F32) std::memcpy(out + k, &bits, 4);
       if (K == BF16) out[k + i] = from_bf16(bits >> (16 * i));
-      if (K == INT8) out[k + i] = (float)(int8_t)(bits >> (8 * i));
+      if (K == INT8) out[k + i] = std::fmaf((float)(bits >> (8 * i) & 255), scale, low);
       if (K == FIXED) out[k + i] = (float)(int16_t)(bits >> (16 * i)) * scale;
       if (K == INT4) out[k + i] = std::fmaf((float)(bits >> (4 * i) & 15), scale, low);
     }
@@ -53,11 +53,10 @@ float inverse_rms(const float* x, int64_t d, float eps) { return 1.0f / std::sqr
 
 }  // namespace
 
-// a: 0 kind; p: 0 panels, 1 int8 scales; f: 0 scale; n: vocabulary, k: width
+// a: 0 kind; p: 0 panels; f: 0 scale; n: vocabulary, k: width
 void run_embedding(Context& c, const Instr& i) {
   Kind kind = (Kind)i.a[0];
   auto w = (const uint8_t*)i.p[0];
-  auto scales = (const float*)i.p[1];
   spread_rows(c, c.step->tokens, GRAIN / 4 / i.k, [&](int64_t t) {
     int64_t id = c.step->ids[t];
     float* out = c.at(i.out[0]) + t * i.k;
@@ -68,9 +67,8 @@ void run_embedding(Context& c, const Instr& i) {
       case INT4: unpack_row<INT4>(w, i.k, id, out); break;
       case FIXED: unpack_row<FIXED>(w, i.k, id, out); break;
     }
-    float scale = scales ? scales[id] : 1.0f;
-    if (scale == 1.0f && i.f[0] == 1.0f) return;
-    for (int64_t j = 0; j < i.k; j++) out[j] = out[j] * scale * i.f[0];
+    if (i.f[0] == 1.0f) return;
+    for (int64_t j = 0; j < i.k; j++) out[j] *= i.f[0];
   });
 }
 

@@ -41,7 +41,7 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
       __m512i placed = K == FIXED ? q[j] : _mm512_permutexvar_epi32(order, q[j]);
       _mm256_storeu_si256((__m256i*)out + j, _mm512_cvtepi32_epi16(placed));
     }
-    if (K == INT4)
+    if (grouped(K))
       UNROLL for (int h = 0; h < 2; h++)
         sums[h] = scale * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(q[2 * h], q[2 * h + 1]));
   }
@@ -50,7 +50,7 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
 // Pair i of int16 out of each dword.
 template <Kind K>
 INLINE __m512i take_pair(__m512i raw, int i) {
-  if (K == INT8) return _mm512_srai_epi16(i ? raw : _mm512_slli_epi16(raw, 8), 8);
+  if (K == INT8) return i ? _mm512_srli_epi16(raw, 8) : _mm512_and_si512(raw, _mm512_set1_epi16(255));
   if (K == INT4) return _mm512_and_si512(_mm512_srli_epi16(raw, 4 * i), _mm512_set1_epi16(15));
   return raw;
 }
@@ -89,19 +89,18 @@ INLINE void sum_products(const int32_t*& x, const uint8_t*& w, int64_t rows, int
 
 template <Kind K, int MR>
 __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
-  constexpr int64_t GROUP = K == INT4 ? 32 : FIXED_GROUP;
+  constexpr int64_t COUNT = grouped(K) ? GROUP : FIXED_GROUP;
   const int32_t* x = (const int32_t*)x_;
   const float *scales = x_ + BLOCK_K / 2, *x_sums = scales + BLOCK_K / FIXED_GROUP;
   alignas(64) int32_t sums[MR * PANEL];
-  for (int64_t at = 0; at < k; at += GROUP) {
+  for (int64_t at = 0; at < k; at += COUNT) {
     const uint8_t* head = w;
-    int64_t count = K == INT8 && k - at < GROUP ? k - at : GROUP;
-    w += K == INT4 ? INT4_HEAD : K == FIXED ? FIXED_HEAD : 0;
-    sum_products<K, MR>(x, w, (count + per_dword(K) - 1) / per_dword(K), sums, ahead);
+    w += grouped(K) ? GROUP_HEAD : FIXED_HEAD;
+    sum_products<K, MR>(x, w, COUNT / per_dword(K), sums, ahead);
     vf scale[NV] = {}, low[NV] = {};
     UNROLL for (int j = 0; j < NV; j++) {
-      if (K == INT4) scale[j] = load_f16((const uint16_t*)head + j * LANES);
-      if (K == INT4) low[j] = load_f16((const uint16_t*)head + PANEL + j * LANES);
+      if (grouped(K)) scale[j] = load_f16((const uint16_t*)head + j * LANES);
+      if (grouped(K)) low[j] = load_f16((const uint16_t*)head + PANEL + j * LANES);
       if (K == FIXED) scale[j] = load_bf16((const uint16_t*)head + j * LANES);
     }
     for (int m = 0; m < MR; m++) {
@@ -109,8 +108,8 @@ __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uin
       UNROLL for (int j = 0; j < NV; j++) {
         float* t = tile + m * PANEL + j * LANES;
         vf total = first && at == 0 ? vf{} : load(t);
-        if (K == INT4) total = fused(low[j], splat(x_sums[m * FIXED_X_STRIDE + at / 32]), total);
-        store(t, fused(to_float(load_int(sums + m * PANEL + j * LANES)), K == INT8 ? step : step * scale[j], total));
+        if (grouped(K)) total = fused(low[j], splat(x_sums[m * FIXED_X_STRIDE + at / GROUP]), total);
+        store(t, fused(to_float(load_int(sums + m * PANEL + j * LANES)), step * scale[j], total));
       }
     }
   }

@@ -1,9 +1,10 @@
 // Register-blocked products of activation rows with one weight panel: tile[m][32] (+)= x[m][k] * panel[k][32].
 //
 // A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4 values
-// that follow each other along k, zero-padded at the end. int4 panels have, before each 4 rows (32 k), 32 scales and 32
-// minima in float16; fixed ones (fixed.h; 2 int16 in a dword), before each 32 rows (64 k), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of k, whatever the number of
-// rows: so results do not depend on the batch.
+// that follow each other along k, zero-padded at the end. int8 and int4 are counts from 0 on: their panels have, before each
+// 32 k (8 or 4 rows), 32 scales and 32 minima in float16; fixed ones (fixed.h; 2 int16 in a dword), before each 64 k (32
+// rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of k, whatever the
+// number of rows: so results do not depend on the batch.
 #pragma once
 
 #include "program.h"
@@ -16,17 +17,20 @@ constexpr int MAX_MR = LANES == 8 ? 3 : 1;
 #endif
 
 constexpr int64_t ROW_BYTES = PANEL * 4;
-constexpr int64_t INT4_HEAD = PANEL * 4;  // scales and minima of a group
+constexpr int64_t GROUP = 32;             // channels of k with one scale and minimum: int8 and int4
+constexpr int64_t GROUP_HEAD = PANEL * 4;  // scales and minima of a group
 constexpr int64_t FIXED_GROUP = 64;        // channels of k with one scale
 constexpr int64_t FIXED_HEAD = PANEL * 2;  // scales of a group
 constexpr int64_t PREFETCH = 4096;        // bytes ahead of a single reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
+
+constexpr bool grouped(Kind kind) { return kind == INT8 || kind == INT4; }
 
 // k values in a dword
 constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == INT8 ? 4 : kind == INT4 ? 8 : 2; }
 
 // Bytes of the first k channels of a panel (k a multiple of 64, or the panel's whole k).
 constexpr int64_t panel_bytes(Kind kind, int64_t k) {
-  if (kind == INT4) return (k + 31) / 32 * (INT4_HEAD + 4 * ROW_BYTES);
+  if (grouped(kind)) return (k + GROUP - 1) / GROUP * (GROUP_HEAD + GROUP / per_dword(kind) * ROW_BYTES);
   if (kind == FIXED) return (k + FIXED_GROUP - 1) / FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP / 2 * ROW_BYTES);
   return (k + per_dword(kind) - 1) / per_dword(kind) * ROW_BYTES;
 }
@@ -66,16 +70,7 @@ struct Reader<BF16> {
   INLINE vf get(vi raw, int i, int) const { return as_float(i ? raw & (int32_t)0xffff0000 : raw << 16); }
 };
 
-template <>
-struct Reader<INT8> {
-  static constexpr int PER = 4;
-  INLINE void group(const uint8_t*) {}
-  INLINE vf get(vi raw, int i, int) const { return to_float((i == 3 ? raw : raw << (24 - 8 * i)) >> 24); }
-};
-
-template <>
-struct Reader<INT4> {
-  static constexpr int PER = 8;
+struct GroupReader {
   vf scale[NV], low[NV];
   INLINE void group(const uint8_t* head) {
     UNROLL for (int v = 0; v < NV; v++) {
@@ -83,6 +78,17 @@ struct Reader<INT4> {
       low[v] = load_f16((const uint16_t*)head + PANEL + v * LANES);
     }
   }
+};
+
+template <>
+struct Reader<INT8> : GroupReader {
+  static constexpr int PER = 4;
+  INLINE vf get(vi raw, int i, int v) const { return to_float((vi)((vu)raw >> (8 * i)) & 255) * scale[v] + low[v]; }
+};
+
+template <>
+struct Reader<INT4> : GroupReader {
+  static constexpr int PER = 8;
   INLINE vf get(vi raw, int i, int v) const {
 #if defined(__AVX512F__)
     const __m512 digits = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -141,18 +147,18 @@ __attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const u
   Tile<MR> acc;
   Reader<K> reader;
   acc.load_from(tile, first);
-  if constexpr (K == INT4) {
-    for (; k >= 32; k -= 32, x += 32) {
+  if constexpr (grouped(K)) {
+    for (; k >= GROUP; k -= GROUP, x += GROUP) {
       reader.group(w);
-      w += INT4_HEAD;
-      for (int r = 0; r < 4; r++, w += ROW_BYTES) {
+      w += GROUP_HEAD;
+      for (int r = 0; r < GROUP / PER; r++, w += ROW_BYTES) {
         fetch(ahead);
         dword_row<K, MR>(acc, reader, w, x + r * PER, ldx);
       }
     }
     if (k > 0) {
       reader.group(w);
-      w += INT4_HEAD;
+      w += GROUP_HEAD;
     }
   }
   for (; k >= PER; k -= PER, x += PER, w += ROW_BYTES) {

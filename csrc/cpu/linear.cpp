@@ -1,7 +1,7 @@
 // y = x @ w.T with the epilogue fused: scale, bias, residual, gated activation, output type.
 //
 // a: 0 kind, 1 activation (the weight's panels are gate then up, n = both), 2 x is bfloat16, 3 y is bfloat16
-// in: 0 x, 1 residual; p: 0 panels, 1 int8 scales [n padded to 32], 2 bias [n]
+// in: 0 x, 1 residual; p: 0 panels, 1 bias [n]
 
 #include <algorithm>
 
@@ -96,9 +96,9 @@ void convert(const uint8_t* w, int64_t k, float* out) {
   constexpr int PER = Reader<K>::PER;
   Reader<K> reader;
   for (int64_t i = 0; i < k; i += PER, w += ROW_BYTES) {
-    if (K == INT4 && i % 32 == 0) {
+    if (grouped(K) && i % GROUP == 0) {
       reader.group(w);
-      w += INT4_HEAD;
+      w += GROUP_HEAD;
     }
     prefetch(w + PREFETCH);
     prefetch(w + PREFETCH + 64);
@@ -205,26 +205,17 @@ INLINE vf gated(Act act, vf gate, vf up) {
 struct Finish {
   const Linear& l;
   int64_t p, first, count;  // count: channels that exist
-  const float *scale, *up_scale, *residual;
+  const float* residual;
   float bias[PANEL] = {}, up_bias[PANEL] = {};
   float* y;
 
   Finish(const Linear& l, Context& c, int64_t p)
       : l(l), p(p), first(p * PANEL), count(std::min<int64_t>(PANEL, l.n_out - first)) {
-    auto scales = l.kind == INT8 ? (const float*)l.i.p[1] : nullptr;
-    auto all_bias = (const float*)l.i.p[2];
-    scale = scales ? scales + first : nullptr;
-    up_scale = scales ? scales + l.n_out + first : nullptr;
+    auto all_bias = (const float*)l.i.p[1];
     if (all_bias) std::memcpy(bias, all_bias + first, count * sizeof(float));
     if (all_bias && l.act != NONE) std::memcpy(up_bias, all_bias + l.n_out + first, count * sizeof(float));
     residual = c.at(l.i.in[1]);
     y = c.at(l.i.out[0]);
-  }
-
-  static vf affine(const float* t, const float* scale, const float* bias, int j) {
-    vf v = load(t + j);
-    if (scale) v *= load(scale + j);
-    return v + load(bias + j);
   }
 
   // Row ``row`` of y out of the panel's sums t (and u, the sums of the other half, if gated). One copy of the code, so that
@@ -232,8 +223,8 @@ struct Finish {
   __attribute__((noinline)) void store_row(int64_t row, const float* t, const float* u) const {
     vf out[NV];
     UNROLL for (int j = 0; j < NV; j++) {
-      out[j] = affine(t, scale, bias, j * LANES);
-      if (u) out[j] = gated(l.act, out[j], affine(u, up_scale, up_bias, j * LANES));
+      out[j] = load(t + j * LANES) + load(bias + j * LANES);
+      if (u) out[j] = gated(l.act, out[j], load(u + j * LANES) + load(up_bias + j * LANES));
     }
     if (count == PANEL && !l.y_bf16) {
       int64_t at = row * l.n_out + first;

@@ -22,7 +22,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_header import check_places, parse, type_name
 from sgla.hub.gguf_keys import read_keys, read_vocabulary, token_id
 
-FourBit = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
+Quants = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
@@ -108,13 +108,9 @@ class LazyTensor:
         """By the ``gguf`` package, except for three simple types, at which this is two to three times as fast."""
         if len(self.shape) == 1:
             return self._dequantize(self.blocks)[0, rows.start : rows.stop]
-        if four_bit := self.four_bit(rows):
-            return _affine(*four_bit)
-        blocks = self.blocks[rows.start : rows.stop]
-        if self.type_name == "Q8_0":
-            records = blocks.view(np.dtype([("scale", "<f2"), ("quants", "i1", 32)]))
-            return _affine(records["quants"].reshape(len(blocks), -1), records["scale"])
-        return self._dequantize(blocks)
+        if (quants := self.quants(rows)) is not None:
+            return _affine(*quants)
+        return self._dequantize(self.blocks[rows.start : rows.stop])
 
     def _dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         from gguf import GGMLQuantizationType
@@ -122,27 +118,59 @@ class LazyTensor:
 
         return dequantize(blocks, GGMLQuantizationType[self.type_name])
 
-    def four_bit(self, rows: range) -> FourBit | None:
-        """Quants 0..15 ``[n, k]``, scales and minima ``[n, k / 32]`` of a Q4_0 or Q4_1 matrix; None for other types."""
-        constants = {"Q4_0": 1, "Q4_1": 2}.get(self.type_name)
-        if constants is None:
+    @property
+    def bits(self) -> int | None:
+        """Of the quants of a matrix in groups of 32 with one scale and minimum; None for other types."""
+        return _SIMPLE[self.type_name].bits if self.type_name in _SIMPLE else None
+
+    def quants(self, rows: range) -> Quants | None:
+        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None of others."""
+        if self.type_name not in _SIMPLE:
             return None
-        record = np.dtype([("constants", "<f2", (constants,)), ("quants", "u1", 16)])
-        blocks = self.blocks[rows.start : rows.stop].view(record)
-        quants = np.concatenate([blocks["quants"] & 15, blocks["quants"] >> 4], axis=-1)
-        scale = blocks["constants"][..., 0].copy()
-        minimum = blocks["constants"][..., 1].copy() if constants == 2 else scale * np.float16(-8)
+        kind = _SIMPLE[self.type_name]
+        blocks = self.blocks[rows.start : rows.stop].view(kind.record)
+        stored = blocks["quants"]
+        if kind.bits == 8:
+            quants = stored ^ np.uint8(128)  # from -128..127 to 0..255
+        else:
+            quants = np.concatenate([stored & 15, stored >> 4], axis=-1)
+        if kind.bits == 5:
+            quants |= np.unpackbits(blocks["high"], axis=-1, bitorder="little") << 4
+        scale = blocks["scale"].copy()
+        minimum = scale * np.float16(-(1 << kind.bits - 1)) if kind.symmetric else blocks["minimum"].copy()
         return quants.reshape(len(blocks), -1), scale, minimum
 
 
+class _Simple(NamedTuple):
+    """A block of 32 quants with one scale, and one minimum unless it is half of the range below zero."""
+
+    bits: int
+    symmetric: bool
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        fields: list[Any] = [("scale", "<f2")]
+        fields += [] if self.symmetric else [("minimum", "<f2")]
+        fields += [("high", "u1", 4)] if self.bits == 5 else []
+        return np.dtype([*fields, ("quants", "u1", 32 if self.bits == 8 else 16)])
+
+
+_SIMPLE = {
+    "Q4_0": _Simple(4, True),
+    "Q4_1": _Simple(4, False),
+    "Q5_0": _Simple(5, True),
+    "Q5_1": _Simple(5, False),
+    "Q8_0": _Simple(8, True),
+}
+
+
 def _affine(
-    quants: NDArray[Any], scale: NDArray[np.float16], minimum: NDArray[np.float16] | None = None
+    quants: NDArray[np.uint8], scale: NDArray[np.float16], minimum: NDArray[np.float16]
 ) -> NDArray[np.float32]:
     """``quants * scale + minimum`` in groups of 32."""
     values = quants.reshape(*scale.shape, 32).astype(np.float32)
     values *= scale.astype(np.float32)[..., None]
-    if minimum is not None:
-        values += minimum.astype(np.float32)[..., None]
+    values += minimum.astype(np.float32)[..., None]
     return values.reshape(quants.shape)
 
 

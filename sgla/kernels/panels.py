@@ -21,9 +21,10 @@ FORMATS: list[Format] = [*KINDS, "fixed"]  # the order of ``Kind`` in program.h
 
 WIDTH = 32  # output channels of a panel
 SHARE = 16  # panels worth a thread
-INT4_ROWS = 4  # dword rows of a group of 32 int4 channels
+GROUP, HEAD = 32, WIDTH * 4  # channels of k of int8 and int4, and bytes of their scales and minima
+GROUP_ROWS = {"int8": 8, "int4": 4}  # dword rows of a group
 FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}
 _PER_DWORD = {"f32": 1, "bf16": 2, "int8": 4, "int4": 4}  # elements of the plain tensor (int4: bytes of two)
 
 
@@ -31,15 +32,14 @@ _PER_DWORD = {"f32": 1, "bf16": 2, "int8": 4, "int4": 4}  # elements of the plai
 class Panels:
     """One linear's weight ``[n, k]``; the plain tensors are as in ``quant.Weight``.
 
-    ``data`` uint8: panels of 32 channels as rows of 32 dwords, int4 groups led by 32 scales and 32 minima in float16.
-    ``fixed`` groups of 64 led by 32 scales in bfloat16. ``scale`` float32, padded to whole panels (int8 only).
+    ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8 and int4 in groups of 32 led by 32 scales and 32 minima in
+    float16, ``fixed`` in groups of 64 led by 32 scales in bfloat16.
     """
 
     kind: Format
     n: int
     k: int
     data: Tensor
-    scale: Tensor | None
 
     @classmethod
     def of(
@@ -51,8 +51,7 @@ class Panels:
             return cls._fixed(n, k, data)
         data = _padded(data, _PER_DWORD[kind])
         dwords = data.shape[1] // _PER_DWORD[kind]
-        int4 = kind == "int4"
-        group, head = (INT4_ROWS, WIDTH * 4) if int4 else (dwords, 0)
+        group, head = (GROUP_ROWS[kind], HEAD) if kind in GROUP_ROWS else (dwords, 0)
         count = -(-n // WIDTH)
         out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
         pack, row, panel = library().dll.sgla_pack, dwords * 4, out.numel() // count
@@ -69,17 +68,14 @@ class Panels:
             )
 
         _in_threads(count, pack_some)
-        if int4:
+        if head:
             assert scale is not None
             assert minimum is not None
             heads = out.view(count, dwords // group, -1)[:, :, :head].view(torch.float16)
             for part, values in enumerate((scale, minimum)):
                 padded = F.pad(values, (0, 0, 0, -n % WIDTH)).view(count, WIDTH, -1)
                 heads[:, :, part * WIDTH : (part + 1) * WIDTH] = padded.transpose(1, 2)
-            scale = None
-        elif scale is not None:
-            scale = F.pad(scale.float(), (0, -n % WIDTH))
-        return cls(kind, n, k, out, scale)
+        return cls(kind, n, k, out)
 
     @classmethod
     def _fixed(cls, n: int, k: int, data: Tensor) -> Panels:
@@ -93,7 +89,7 @@ class Panels:
             pack(data.data_ptr() + first * WIDTH * width * 2, rows, width, out.data_ptr() + first * panel)
 
         _in_threads(count, pack_some)
-        return cls("fixed", n, k, out, None)
+        return cls("fixed", n, k, out)
 
     def plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The tensors ``of`` was given: data (of ``fixed`` as rounded), scale, minimum."""
@@ -106,14 +102,14 @@ class Panels:
             )
             values = pairs * scale[:, :, None, :, None]
             return values.permute(0, 3, 1, 2, 4).reshape(count * WIDTH, -1)[: self.n, : self.k], None, None
-        if self.kind != "int4":
+        if self.kind not in GROUP_ROWS:
             data = self._rows(self.data.view(torch.int32).view(count, -1, WIDTH))
-            return data[:, : self.k], None if self.scale is None else self.scale[: self.n], None
-        groups = -(-self.k // 32)
+            return data[:, : self.k], None, None
+        groups = -(-self.k // GROUP)
         body = self.data.view(count, groups, -1)
-        heads = body[:, :, : WIDTH * 4].contiguous().view(torch.float16)
+        heads = body[:, :, :HEAD].contiguous().view(torch.float16)
         scale, minimum = (h.transpose(1, 2).reshape(-1, groups)[: self.n] for h in heads.split(WIDTH, dim=2))
-        dwords = body[:, :, WIDTH * 4 :].contiguous().view(torch.int32).view(count, -1, WIDTH)
+        dwords = body[:, :, HEAD:].contiguous().view(torch.int32).view(count, -1, WIDTH)
         return self._rows(dwords), scale, minimum
 
     def _rows(self, dwords: Tensor) -> Tensor:

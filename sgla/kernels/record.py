@@ -81,7 +81,7 @@ class Recorder:
         out, y = self._new(panels.k, False)
         self.nodes.append(
             Node(
-                Op.EMBEDDING, False, [None, None], [y], [panels.data, panels.scale], panels.n, panels.k,
+                Op.EMBEDDING, False, [None, None], [y], [panels.data], panels.n, panels.k,
                 a=[FORMATS.index(panels.kind)], f=[scale],
             )
         )  # fmt: skip
@@ -123,7 +123,7 @@ class Recorder:
         source, panels = self.buffer(x), w.to_panels(self._isa)
         assert source.width == w.k
         out, y = self._new(w.n, source.sampled)
-        tensors = [panels.data, panels.scale, None if bias is None else _floats(bias)]
+        tensors = [panels.data, None if bias is None else _floats(bias)]
         a = [FORMATS.index(panels.kind), ACTIVATIONS["none"], 0, 0]
         self.nodes.append(Node(Op.LINEAR, source.sampled, [source, None], [y], tensors, w.n, w.k, a))
         return out

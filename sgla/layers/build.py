@@ -114,12 +114,14 @@ def empty_weight(n: int, k: int, kind: Kind) -> Weight:
 
 
 def columns_of(weight: Weight, columns: range | None) -> Weight:
-    """A part of the columns, or all. Raises ConfigError if int4 cannot be cut there."""
+    """A part of the columns, or all; int8 is rounded again where it is cut inside of a group. Raises ConfigError if int4 cannot be
+    cut there."""
     if columns is None or len(columns) == weight.k:
         return weight
-    if weight.kind == "int4" and (
-        columns.start % GROUP or (columns.stop % GROUP and columns.stop != weight.k)
-    ):
+    whole = columns.start % GROUP == 0 and (columns.stop % GROUP == 0 or columns.stop == weight.k)
+    if weight.kind == "int8" and not whole:
+        return pack(weight.dequant()[:, columns.start : columns.stop], "int8")
+    if weight.kind == "int4" and not whole:
         raise ConfigError(f"int4 weights split over ranks in groups of {GROUP}; use another --tp or int8")
     return weight.columns(columns.start, columns.stop)
 

@@ -305,9 +305,12 @@ class _Packed:
         return torch.from_numpy(self.tensor.numpy(rows))
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        """Q4_0 and Q4_1 have the same groups and constants as int4, so they are taken over as they are."""
-        if kind == "int4" and (parts := self.tensor.four_bit(rows)) is not None:
-            return columns_of(Weight.from_int4(*(torch.from_numpy(part) for part in parts)), columns)
+        """Simple types have the same groups and constants as int8 and int4, so where those are wide enough for their quants
+        these are taken over as they are."""
+        if (bits := self.tensor.bits) is not None and bits <= {"int8": 8, "int4": 4}.get(kind, 0):
+            parts = self.tensor.quants(rows)
+            assert parts is not None
+            return columns_of(Weight.of_groups(kind, *map(torch.from_numpy, parts)), columns)
         return columns_of(pack(self.dense(rows), kind), columns)
 
 

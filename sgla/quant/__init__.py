@@ -1,4 +1,4 @@
-"""Weight formats: plain, int8 and fp8 per channel, int4 in groups of 32."""
+"""Weight formats: plain, int8 and int4 in groups of 32, fp8 per channel."""
 
 from sgla.quant.weight import GROUP, Kind, Weight, concat, pack
 

@@ -1,7 +1,7 @@
 """Weights of linear layers in the formats the kernels read.
 
-``f32`` and ``bf16`` are plain. ``int8``: symmetric, one float32 scale per output channel. ``int4``: groups of 32 along k,
-``w = q * scale + minimum`` with q in 0..15 and both constants float16, which holds GGUF's Q4_1 without loss. ``fp8``: e4m3
+``f32`` and ``bf16`` are plain. ``int8`` and ``int4``: groups of 32 along k, ``w = q * scale + minimum`` with q in 0..255 or 0..15 and
+both constants float16. So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``fp8``: e4m3
 (arXiv 2209.05433), one float32 scale per output channel.
 """
 
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels.panels import Kind, Panels
+from sgla.kernels.panels import GROUP, Kind, Panels
 
-GROUP = 32
+LEVELS = {"int8": 255, "int4": 15}  # the largest q
 E4M3_MAX = 448.0
 
 
@@ -23,8 +23,8 @@ E4M3_MAX = 448.0
 class Weight:
     """One linear's weight ``[n, k]``.
 
-    ``data`` is float32, bfloat16, int8 or e4m3 ``[n, k]``; for int4 uint8 ``[n, groups * 16]``, the even k in the low nibble.
-    ``scale`` float32[n] (int8, fp8) or float16[n, groups] (int4); ``minimum`` float16[n, groups] (int4).
+    ``data`` is float32, bfloat16 or e4m3 ``[n, k]``; for int8 uint8 ``[n, groups * 32]``, for int4 uint8 ``[n, groups * 16]``, the
+    even k in the low nibble. ``scale`` float16[n, groups] (int8, int4) or float32[n] (fp8); ``minimum`` float16[n, groups].
     """
 
     kind: Kind
@@ -37,21 +37,18 @@ class Weight:
     parts: list[Weight] | None = None  # set by ``split``, which does too
 
     @classmethod
-    def from_int4(cls, q: Tensor, scale: Tensor, minimum: Tensor) -> Weight:
-        """From quants 0..15 ``[n, k]`` and float16 constants ``[n, ceil(k / 32)]``."""
+    def of_groups(cls, kind: Kind, q: Tensor, scale: Tensor, minimum: Tensor) -> Weight:
+        """int8 or int4 from quants ``[n, k]`` and float16 constants ``[n, ceil(k / 32)]``."""
         n, k = q.shape
         q = F.pad(q.to(torch.uint8), (0, -k % GROUP))
-        return cls("int4", n, k, q[:, 0::2] | q[:, 1::2] << 4, scale.half(), minimum.half())
+        data = q[:, 0::2] | q[:, 1::2] << 4 if kind == "int4" else q
+        return cls(kind, n, k, data, scale.half(), minimum.half())
 
     @property
     def nbytes(self) -> int:
         if self.parts is not None:
             return sum(part.nbytes for part in self.parts)
-        parts = (
-            (self.data, self.scale, self.minimum)
-            if self.panels is None
-            else (self.panels.data, self.panels.scale)
-        )
+        parts = (self.data, self.scale, self.minimum) if self.panels is None else (self.panels.data,)
         return sum(t.nbytes for t in parts if t is not None)
 
     def to_panels(self, isa: str = "") -> Panels:
@@ -102,17 +99,18 @@ class Weight:
         return Weight(self.kind, self.n // count, self.k, data, scale, minimum)
 
     def columns(self, start: int, stop: int) -> Weight:
-        """Input channels ``start:stop``; for int4 ``start`` must begin a group of 32."""
+        """Input channels ``start:stop``; for int8 and int4 ``start`` must begin a group of 32."""
         data, scale, minimum = self._parts()
-        if self.kind != "int4":
+        if self.kind not in LEVELS:
             return Weight(self.kind, self.n, stop - start, data[:, start:stop], scale)
         assert start % GROUP == 0
         assert stop % GROUP == 0 or stop == self.k
         assert scale is not None
         assert minimum is not None
         first, last = start // GROUP, -(-stop // GROUP)
-        data = data[:, first * GROUP // 2 : last * GROUP // 2]
-        return Weight("int4", self.n, stop - start, data, scale[:, first:last], minimum[:, first:last])
+        width = GROUP if self.kind == "int8" else GROUP // 2  # bytes of a group
+        data = data[:, first * width : last * width]
+        return Weight(self.kind, self.n, stop - start, data, scale[:, first:last], minimum[:, first:last])
 
 
 def pack(weight: Tensor, kind: Kind) -> Weight:
@@ -121,9 +119,6 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
     if kind == "f32" or kind == "bf16":
         return Weight(kind, n, k, weight.to(torch.float32 if kind == "f32" else torch.bfloat16))
     w = weight.float()
-    if kind == "int8":
-        scale = w.abs().amax(1).clamp_min(1e-30) / 127
-        return Weight(kind, n, k, (w / scale[:, None]).round_().to(torch.int8), scale)
     if kind == "fp8":
         scale = w.abs().amax(1).clamp_min(1e-30) / E4M3_MAX
         return Weight(
@@ -131,10 +126,10 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
         )
     groups = F.pad(w, (0, -k % GROUP), mode="replicate").view(n, -1, GROUP)
     low, high = groups.amin(-1).half(), groups.amax(-1)
-    scale = ((high - low.float()) / 15).half()
+    scale = ((high - low.float()) / LEVELS[kind]).half()
     divisor = scale.float().masked_fill(scale == 0, 1.0)
-    q = ((groups - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, 15)
-    return Weight.from_int4(q.view(n, -1)[:, :k], scale, low)
+    q = ((groups - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, LEVELS[kind])
+    return Weight.of_groups(kind, q.view(n, -1)[:, :k], scale, low)
 
 
 def concat(weights: list[Weight]) -> Weight:
@@ -155,8 +150,9 @@ def _dense(kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tens
     if kind == "f32" or kind == "bf16":
         return data
     assert scale is not None
-    if kind == "int8" or kind == "fp8":
+    if kind == "fp8":
         return data.float() * scale[:, None]
     assert minimum is not None
-    q = torch.stack([data & 15, data >> 4], dim=-1).view(data.shape[0], -1, GROUP)
+    q = data if kind == "int8" else torch.stack([data & 15, data >> 4], dim=-1)
+    q = q.view(data.shape[0], -1, GROUP)
     return (q * scale.float()[..., None] + minimum.float()[..., None]).view(data.shape[0], -1)[:, :k]

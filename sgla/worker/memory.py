@@ -12,7 +12,7 @@ from sgla.model.spec import ModelSpec
 
 MIB = 1 << 20
 KV_BYTES = 512 * MIB  # size of the KV cache if nobody says otherwise
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.625, "fp8": 1.0}  # of one weight
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.125, "int4": 0.625, "fp8": 1.0}  # of one weight
 
 
 class KVSize(NamedTuple):

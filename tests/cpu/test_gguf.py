@@ -377,15 +377,20 @@ def check_blocks(blocks: np.ndarray, kind: Type) -> None:
     np.testing.assert_array_equal(tensor.numpy(range(2, 5)), expected[2:5])
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1])
-def test_int4_holds_four_bit_blocks_without_loss(kind: Type) -> None:
+SIMPLE = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "kind"), [("int4", kind) for kind in SIMPLE[:2]] + [("int8", kind) for kind in SIMPLE]
+)
+def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) -> None:
     from sgla.model.load import _Packed
 
     values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
     blocks = quantize(values, kind)
     source = _Packed(LazyTensor("w", kind.name, (6, 96), blocks))
     assert torch.equal(
-        source.weight("int4", range(1, 6)).dequant(), torch.from_numpy(dequantize(blocks, kind)[1:])
+        source.weight(ours, range(1, 6)).dequant(), torch.from_numpy(dequantize(blocks, kind)[1:])
     )
 
 

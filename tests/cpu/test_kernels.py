@@ -380,7 +380,7 @@ def test_foreign_tensors_are_refused() -> None:
 def test_panels_refuse_nothing_they_can_hold() -> None:
     scale, low = torch.rand(3, 1).half(), torch.rand(3, 1).half()
     q = torch.randint(0, 16, (3, 20))
-    w = Weight.from_int4(q, scale, low)
+    w = Weight.of_groups("int4", q, scale, low)
     plain = Panels.of("int4", 20, w.data, w.scale, w.minimum).plain()
     assert all(
         torch.equal(a, b)
