@@ -70,13 +70,12 @@ async def bench(streams: int, steps: int, step: float) -> dict[str, Any]:
 
     from sgla.config import Config
     from sgla.http.app import make_app
+    from sgla.http.connections import Runner
     from sgla.messages import Event, Usage
     from sgla.observe.metrics import Metrics
 
     ingress = Sinks()
-    runner = web.AppRunner(
-        make_app(ingress, Config(), Metrics("bench")), access_log=None, handler_cancellation=True
-    )  # type: ignore[arg-type]
+    runner = Runner(make_app(ingress, Config(), Metrics("bench")))  # type: ignore[arg-type]
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
     port = runner.addresses[0][1]

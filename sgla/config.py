@@ -159,7 +159,13 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_origins: Annotated[
         list[str], Doc(description="web origins whose pages may use the server (CORS); none given = all")
     ] = []
-    max_body_bytes: Annotated[int, Doc(description="largest request body")] = 32 << 20
+    max_connections: Annotated[
+        int | None, Doc(description="open connections; idle ones make room for new ones")
+    ] = None
+    max_body_bytes: Annotated[int, Doc(description="largest request body")] = 16 << 20
+    request_memory_bytes: Annotated[
+        int, Doc(description="memory for the bodies of all requests together, decoded ones included")
+    ] = 512 << 20
     sink_limit_bytes: Annotated[
         int, Doc(description="unread stream bytes before a slow reader is dropped")
     ] = 4 << 20

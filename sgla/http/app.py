@@ -14,15 +14,18 @@ from sgla.config import Config
 from sgla.errors import NotFound, SglaError
 from sgla.http import admin, control, ollama, openapi, page
 from sgla.http.anthropic import messages as anthropic
+from sgla.http.bodies import Share
 from sgla.http.clients import CLIENT
+from sgla.http.connections import check_spare, is_spare
 from sgla.http.errors import MethodNotAllowed, error_response
-from sgla.http.middleware import CLIENT_GONE, GATE, Gate, add_headers, identify, preflight
+from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, Gate, add_headers, identify, preflight
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
 from sgla.http.openai import chat as openai_chat
 from sgla.http.openai import text as openai_text
 from sgla.http.pooling import classify, embeddings, moderations, rerank, score
 from sgla.http.ports import Ingress
+from sgla.http.request.intake import SHARE
 from sgla.http.responses import routes as responses
 from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
 from sgla.observe.metrics import Metrics
@@ -125,7 +128,7 @@ def match(path: str) -> tuple[str, str]:
 def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Application:
     """The server's application. It may listen before the model is loaded: requests get a typed 503 until then.
 
-    Run it with ``handler_cancellation=True``: that is how a client's hang-up reaches the engine.
+    Run it with ``connections.Runner``: its connections leave bodies compressed.
     """
     app = web.Application(client_max_size=config.max_body_bytes)
     app[SERVER] = Server(ingress, config, metrics)
@@ -149,12 +152,12 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     try:
         response = await answer(request, path, route)
         status = response.status
-        if (
-            request.content.exception() is not None
-        ):  # a body that cannot be read leaves the connection useless
-            response.force_close()
+        if not request.content.is_eof() or request.content.exception() is not None or is_spare(request):
+            response.force_close()  # what still comes of the body is thrown away
         return response
     finally:
+        if SHARE in request:
+            request[SHARE].close()
         server.metrics.http_finished(*named, status)
         if server.metrics.tracing is not None and TRACE in request:
             server.metrics.tracing.end(request[TRACE], status)
@@ -169,7 +172,9 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
     try:
         if request.method == "OPTIONS":
             return preflight(request)
+        check_spare(request, may=path.split("/")[1] in OPEN - {""})
         request[CLIENT] = request.app[GATE].check(request, path)
+        request[SHARE] = Share(request.app[SERVER].budget, request[CLIENT].name)
         return await find(request.method, route)(request)
     except SglaError as error:
         return refusal(request, route, error)

@@ -19,6 +19,7 @@ from sgla.actors.system import System
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
+from sgla.http.connections import Runner, backlog, connection_limit, raise_file_limit
 from sgla.leaving import LastResort
 from sgla.messages import Facts, Progress
 from sgla.observe.loop import LoopWatch
@@ -64,16 +65,16 @@ async def _serve(
     system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
     logging.getLogger("aiohttp.server").addFilter(unreadable)
     watch = LoopWatch(system.metrics.loop_lag.observe)
-    runner = web.AppRunner(
+    files = raise_file_limit()
+    runner = Runner(
         make_app(system.ingress, config, system.metrics),
-        access_log=None,
-        handler_cancellation=True,
+        connection_limit(files, config.max_connections),
         shutdown_timeout=1.0,
     )
     await runner.setup()
     code = EXIT_DIED
     try:
-        url = await _listen(runner, config)
+        url = await _listen(runner, config, backlog(files))
         print(f"listening on {url} (503 until the model is loaded)", flush=True)
         code = await _supervise(
             system, signals, lambda facts: on_ready and on_ready(facts, url, clock.now() - started)
@@ -145,9 +146,9 @@ def unreadable(record: logging.LogRecord) -> bool:
     return True
 
 
-async def _listen(runner: web.AppRunner, config: Config) -> str:
+async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
     tls = tls_context(config)
-    site = web.TCPSite(runner, config.host, config.port, backlog=1024, reuse_address=True, ssl_context=tls)
+    site = web.TCPSite(runner, config.host, config.port, backlog=waiting, reuse_address=True, ssl_context=tls)
     try:
         await site.start()
     except OSError as error:

@@ -16,6 +16,7 @@ from sgla import __version__, clock
 from sgla.config import Config
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
+from sgla.http.bodies import Budget
 from sgla.http.clients import CLIENT, Client
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
@@ -67,6 +68,7 @@ class Server:
         )
         self.responses = ResponseStore(config.response_store, config.response_ttl)
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
+        self.budget = Budget(config.request_memory_bytes)
         self.sessions = Sessions(config.response_store, config.response_ttl)
         self._live: dict[str, tuple[Work, EndableSink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -12,6 +12,7 @@ from http_site import Serve, Site
 
 from sgla.config import Config
 from sgla.http.app import make_app
+from sgla.http.connections import Runner
 from sgla.observe.metrics import Metrics
 
 
@@ -23,13 +24,10 @@ async def serve() -> AsyncIterator[Serve]:
     async def start(ingress: FakeIngress | None = None, key: str = "none", **settings: Any) -> Site:
         ingress = ingress or FakeIngress()
         metrics = Metrics("fake")
-        app = make_app(ingress, Config(**settings), metrics)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=0.5,
-        )
+        config = Config(**settings)
+        app = make_app(ingress, config, metrics)
+        limit = {"limit": config.max_connections} if config.max_connections else {}
+        runner = Runner(app, shutdown_timeout=0.5, **limit)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         site = Site(ingress, app, metrics, runner.addresses[0][1], key)

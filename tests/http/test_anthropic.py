@@ -252,7 +252,8 @@ async def test_one_tool_at_a_time(serve: Serve) -> None:
 
 
 def translated(**body: Any) -> Any:
-    fields, ignored = MESSAGES.decode(json.dumps({"max_tokens": 5, "messages": USER, **body}).encode())
+    sent = json.dumps({"max_tokens": 5, "messages": USER, **body}).encode()
+    fields, ignored = MESSAGES.typed(sent), MESSAGES.ignored(sent)
     assert ignored == []
     return chat_request(fields)
 
@@ -412,9 +413,7 @@ SCRIPT = (
 
 
 def make_answer() -> Answer:
-    return Answer(
-        "msg_1", "fake", MESSAGES.decode(b'{"max_tokens": 9, "messages": []}')[0], Scripted(*SCRIPT)
-    )
+    return Answer("msg_1", "fake", MESSAGES.typed(b'{"max_tokens": 9, "messages": []}'), Scripted(*SCRIPT))
 
 
 def event(text: str, finish: str | None = None) -> Event:

@@ -156,7 +156,7 @@ async def test_field_errors(site: Site, path: str, body: dict[str, Any], param: 
         (b'{"a\xff": 1, "prompt": "x"}', "not valid UTF-8"),
         (b'{"prompt": "x", "guided_json": 1e999}', "out of range"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
-        (b'{"other": ' + b"[" * 100_000 + b"]" * 100_000 + b', "prompt": "x"}', "nested too deeply"),
+        (b'{"other": ' + b"[" * 100_000 + b"]" * 100_000 + b', "prompt": "x"}', "nested more than 128 deep"),
     ],
 )
 async def test_bad_bodies(site: Site, body: bytes, words: str) -> None:
@@ -426,12 +426,11 @@ def test_fuzz(shared_loop: asyncio.Runner) -> None:
 
         from sgla.config import Config
         from sgla.http.app import make_app
+        from sgla.http.connections import Runner
         from sgla.observe.metrics import Metrics
 
         ingress = FakeIngress()
-        runner = web.AppRunner(
-            make_app(ingress, Config(), Metrics("m")), access_log=None, handler_cancellation=True
-        )
+        runner = Runner(make_app(ingress, Config(), Metrics("m")))
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return ingress, runner, aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}")

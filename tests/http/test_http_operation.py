@@ -18,7 +18,7 @@ from http_site import Serve, Site
 from sgla.bench.load import Target
 from sgla.bench.replay import send
 from sgla.errors import ConfigError
-from sgla.http import wire
+from sgla.http import bodies
 from sgla.http.middleware import ADMIN
 from sgla.http.serve import unreadable
 from sgla.observe import requests
@@ -199,7 +199,7 @@ async def test_headers_and_slow_bodies_are_limited(site: Site, monkeypatch: pyte
         headers = [(name, "a" * size)] * count
         async with site.http.get("/version", headers=headers) as response:
             assert response.status == 400
-    monkeypatch.setattr(wire, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
     assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)

@@ -245,7 +245,8 @@ async def test_an_agents_loop(serve: Serve, cut: int) -> None:
 
 
 def translated(**body: Any) -> Any:
-    fields, ignored = RESPONSES.decode(json.dumps({"input": "hi", **body}).encode())
+    sent = json.dumps({"input": "hi", **body}).encode()
+    fields, ignored = RESPONSES.typed(sent), RESPONSES.ignored(sent)
     assert ignored == []
     check_fields(fields)
     return chat_request(fields, resolved(input_items(fields), lambda uid: None))
@@ -375,7 +376,7 @@ SCRIPT = (
 
 def scripted(**body: Any) -> Answer:
     tools = [{"type": "custom", "name": "patch"}]
-    fields, _ = RESPONSES.decode(json.dumps({"input": "x", "tools": tools, **body}).encode())
+    fields = RESPONSES.typed(json.dumps({"input": "x", "tools": tools, **body}).encode())
     return Answer(fields, Scripted(*SCRIPT), True)
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.http.app import make_app
+from sgla.http.connections import Runner
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "no", "yes", *(f"w{i}" for i in range(40))]
 SIZES: dict[str, Any] = {
@@ -88,7 +89,7 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Site, Sy
     system = System(config)
     await system.start()
     app = make_app(system.ingress, config, system.metrics)
-    runner = web.AppRunner(app, handler_cancellation=True)
+    runner = Runner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     site = Site(system.ingress, app, system.metrics, runner.addresses[0][1], "none")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from aiohttp import web
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.http.app import make_app
+from sgla.http.connections import Runner
 from sgla.observe.tracing import Tracing
 
 
@@ -31,9 +32,7 @@ async def local_server(tracing: Tracing | None = None, **settings: Any) -> Async
     system = System(config)
     system.metrics.tracing = tracing
     await system.start()
-    runner = web.AppRunner(
-        make_app(system.ingress, config, system.metrics), access_log=None, handler_cancellation=True
-    )
+    runner = Runner(make_app(system.ingress, config, system.metrics))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:

@@ -1,36 +1,49 @@
-"""The first lines of every POST handler: ready, read, decode."""
+"""The first lines of every POST handler: ready, read, count, decode."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from sgla import census
+from sgla.http.bodies import Share
 from sgla.http.request.schema import Schema
 from sgla.http.server import RID, SERVER
-from sgla.http.wire import read_body
 
 IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
+SHARE = web.RequestKey("share", Share)  # what the request holds of the memory for all
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 async def intake(request: web.Request, schema: Schema[R]) -> R:
-    """The typed body. Raises NotReady while the model loads, TooLarge, or a BadRequest that names the field."""
+    """The typed body. Raises NotReady while the model loads, TooLarge, Overloaded, or a BadRequest that names the field."""
     request.app[SERVER].ingress.require_ready()
-    return _decoded(request, schema, await read_body(request))
+    return await _decoded(request, schema, await request[SHARE].read(request))
 
 
 async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
     """``intake`` of a body that may be missing."""
     request.app[SERVER].ingress.require_ready()
-    return _decoded(request, schema, await read_body(request) or b"{}")
+    return await _decoded(request, schema, await request[SHARE].read(request) or b"{}")
 
 
-def _decoded(request: web.Request, schema: Schema[R], body: bytes) -> R:
-    fields, request[IGNORED_FIELDS] = schema.decode(body)
+async def _decoded(request: web.Request, schema: Schema[R], body: bytes) -> R:
+    """What is decoded stays in the request's share until it is answered; the body leaves it."""
+    counted = census.Census()
+    for _ in census.counting(body, counted):
+        await asyncio.sleep(0)
+    share = request[SHARE]
+    share.take(counted.memory(body))
+    fields = schema.typed(body)
+    if len(body) > census.SMALL:
+        await asyncio.sleep(0)
+    request[IGNORED_FIELDS] = schema.ignored(body)
     dump = request.app[SERVER].dump
     if dump is not None:
         dump.add(request[RID], request.method, request.path, body)
+    share.give(len(body))
     return fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 4096  # prompts x n in one request
+MAX_FIELDS = 256  # of a body
+MAX_REWRITTEN = 16 << 10  # bytes of a body in which floats are taken for integers
 
 _OFF = (None, False)
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -346,6 +348,7 @@ class ProfileRequest(msgspec.Struct, kw_only=True):
 
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NESTED = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None)
@@ -363,26 +366,20 @@ class Schema(Generic[R]):
         self._fields = frozenset(kind.__struct_fields__)
         self._nested = {name: frozenset(sub.__struct_fields__) for name, sub in (nested or {}).items()}
 
-    def decode(self, body: bytes) -> tuple[R, list[str]]:
-        """The typed request and the names of ignored unknown fields. Raises BadRequest subclasses that name the field."""
-        if not body.strip():
+    def typed(self, body: bytes) -> R:
+        """The request. Raises BadRequest subclasses that name the field."""
+        if not body or body.isspace():
             raise BadRequest("the request body is empty; a JSON object is expected")
-        try:
-            request = self._typed(body)
-            ignored = self._unknown(_RAW.decode(body))
-        except msgspec.ValidationError as error:
-            raise invalid(str(error)) from error
-        except msgspec.DecodeError as error:
-            raise BadRequest(f"the request body is not valid JSON: {error}") from error
-        except UnicodeDecodeError as error:
-            raise BadRequest(f"the request body is not valid UTF-8: {error.reason}") from error
-        except RecursionError as error:
-            raise BadRequest("the request body is nested too deeply") from error
+        request = _read(self._typed, body)
         check_ranges(request)
         for name in self._nested:
             for item in as_list(getattr(request, name)):
                 check_ranges(item)
-        return request, ignored
+        return request
+
+    def ignored(self, body: bytes) -> list[str]:
+        """The names of unknown fields. Raises UnsupportedField for a known one that cannot be honoured."""
+        return _read(lambda body: self._unknown(_RAW.decode(body)), body)
 
     def _typed(self, body: bytes) -> R:
         """Where an integer is wanted, 3.0 is one too: JSON knows no difference, and some clients write them so."""
@@ -391,7 +388,7 @@ class Schema(Generic[R]):
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-        return self._decoder.decode(msgspec.json.encode(with_integers(msgspec.json.decode(body))))
+        return self._decoder.decode(msgspec.json.encode(fields_with_integers(_RAW.decode(body))))
 
     def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> list[str]:
         names = unknown(raw, self._fields)
@@ -399,6 +396,32 @@ class Schema(Generic[R]):
             for item in as_list(_NESTED.decode(raw[name])) if name in raw else []:
                 names += unknown(item, fields)
         return names
+
+
+def _read(read: Callable[[bytes], T], body: bytes) -> T:
+    """``read(body)``, its errors typed."""
+    try:
+        return read(body)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the request body is not valid UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise BadRequest("the request body is nested too deeply") from error
+
+
+def fields_with_integers(raw: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """``with_integers`` of the fields of a body, the shortest first, as long as they are short together: it is slow."""
+    result = dict(raw)
+    room = MAX_REWRITTEN
+    for name in sorted(raw, key=lambda name: memoryview(raw[name]).nbytes):
+        room -= memoryview(raw[name]).nbytes
+        if room < 0:
+            break
+        result[name] = msgspec.Raw(msgspec.json.encode(with_integers(msgspec.json.decode(raw[name]))))
+    return result
 
 
 def with_integers(value: Any) -> Any:
@@ -419,6 +442,8 @@ def as_list(value: Any) -> list[Any]:
 
 def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
     """Names of ``raw`` that nobody knows. Raises UnsupportedField for a known one whose value cannot be honoured."""
+    if len(raw) > MAX_FIELDS:
+        raise BadRequest(f"the request body has {len(raw)} fields; {MAX_FIELDS} is the limit")
     names = []
     for name, value in raw.items():
         if name in fields or name in IGNORED:
