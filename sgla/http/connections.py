@@ -156,11 +156,15 @@ class Listener(web.Server):
     def __len__(self) -> int:
         return len(self._places) + len(self._spare)
 
+    @property
+    def full(self) -> bool:
+        return len(self._places) >= self.limit
+
     def opened(self, connection: Connection) -> None:
         """Find a place: a free one, that of idle connections, or a spare one. Else the connection is closed."""
-        if len(self._places) >= self.limit:
+        if self.full:
             self._close_idle()
-        connection.spare = len(self._places) >= self.limit
+        connection.spare = self.full
         if not connection.spare:
             self._places[connection] = None
             return
