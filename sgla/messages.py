@@ -237,6 +237,9 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     page_counts: bytes = b""  # int32[P]
     page_ids: bytes = b""  # int32[sum(page_counts)]
     new: list[NewRow] = []
+    zeroed: bytes = (
+        b""  # int32[*]: pages to zero before the step; they may hold NaN, which masks do not hide everywhere
+    )
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):

@@ -235,6 +235,23 @@ class RadixCache:
             self.version += 1
         return freed
 
+    def discard(self, node: Node) -> list[int]:
+        """Forget ``node`` and what is above it, up to where another request holds it or another run begins. Returns their pages,
+        which are in the pool."""
+        pages: list[int] = []
+        while self._is_leaf(node):
+            parent = node.parent
+            assert parent is not None
+            pages += node.pages
+            self._remove(node)
+            node = parent
+        if pages:
+            self._pool.free(pages)
+            self.pages -= len(pages)
+            self.evictable -= len(pages)
+            self.version += 1
+        return pages
+
     def flush(self) -> bool:
         """Evict all that no request holds; true if nothing is left."""
         self.evict(self.evictable)

@@ -103,6 +103,9 @@ class FakeModel:
         for new in plan.new:
             self._slots[new.slot] = FakeSlot(new)
         self._append_pages(plan)
+        if self._store is not None:
+            for page in ints(plan.zeroed):
+                self._store[page] = [0] * self.facts.page_size
         rows = self._rows(plan)
         if self._store is not None and not self._encoder:
             self._write(rows)

@@ -97,6 +97,7 @@ def _fail(step: Step, result: StepResult, ended: list[Request]) -> tuple[list[De
             request.finish = "error"
             error = InvalidLogits(failed.why) if failed.fault else BadRequest(failed.why)
             faults += failed.fault
+            request.spoiled = failed.fault
             deltas.append(Delta(rid=request.rid, finish="error", error=error.rejected(request.submit.parent)))
             ended.append(request)
     return deltas, faults

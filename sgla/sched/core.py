@@ -173,6 +173,7 @@ class Core:
         if not step.rows:
             assert self._flights or not (self._running or self._waiting), "requests wait for nothing"
             return None
+        step.zeroed, self._memory.spoiled = self._memory.spoiled, []
         self._steps += 1
         self._flights.append(step)
         self._last = step

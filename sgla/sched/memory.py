@@ -24,6 +24,9 @@ class Memory:
         kind = RadixCache if limits.prefix_cache else NullCache
         self.cache = kind(limits.page_size, self.pool, limits.eviction)
         self.slots = list(range(limits.rows - 1, -1, -1))
+        self.spoiled: list[
+            int
+        ] = []  # free pages with NaN, which the next plan has zeroed before anybody uses them
         self._rows = limits.rows
 
     @property
@@ -90,8 +93,15 @@ class Memory:
 
     def release(self, request: Request) -> None:
         """The only exit; idempotent. Pages of committed tokens go to the tree, other private pages to the pool,
-        the lock and the slot are given back. No submitted step may contain the request."""
+        the lock and the slot are given back. No submitted step may contain the request. Of a ``spoiled`` one nothing is kept."""
         if request.node is None:
+            return
+        if request.spoiled:
+            private = request.pages[request.shared :]
+            self.pool.free(private)
+            self.cache.unlock(request.node)
+            self.spoiled += private + self.cache.discard(request.node)
+            self._forget(request)
             return
         first = request.shared
         last = max(first, min(request.planned, len(request.tokens)) // self.page_size)
@@ -102,6 +112,9 @@ class Memory:
             )
         self.pool.free(request.pages[last:])
         self.cache.unlock(request.node)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         self.slots.append(request.slot)
         request.node, request.pages, request.slot = None, [], -1
         request.shared = request.borrowed = request.told = request.allocated = request.planned = 0

@@ -53,6 +53,7 @@ class Request:
         "seq",
         "shared",
         "slot",
+        "spoiled",
         "stale",
         "state",
         "stop_ids",
@@ -80,6 +81,7 @@ class Request:
         self.rank: tuple[float, float, int] = (-priority, arrival, seq)  # smaller is served first
         self.state = State.WAITING
         self.finish: str | None = None
+        self.spoiled = False  # its pages may hold NaN
 
         self.slot = -1
         self.pages: list[int] = []

@@ -28,6 +28,7 @@ class Step:
         "samples",
         "tokens",
         "work",
+        "zeroed",
     )
 
     def __init__(self, number: int) -> None:
@@ -39,6 +40,7 @@ class Step:
         self.tokens = 0
         self.work = 0
         self.brought = 0  # bytes of the requests that take their slots
+        self.zeroed: list[int] = []  # pages
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._q_lens: list[int] = []
@@ -122,4 +124,5 @@ class Step:
             page_counts=int32(self._page_counts),
             page_ids=int32(self._page_ids),
             new=self._new,
+            zeroed=int32(self.zeroed),
         )

@@ -52,6 +52,7 @@ from sgla.worker.gpu_memory import (
     within_memory,
 )
 from sgla.worker.graphs import Capture, DecodeGraphs, sizes_up_to
+from sgla.worker.kv import zero_pages
 from sgla.worker.memory import MIB, mib
 from sgla.worker.profile import Profiler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
@@ -326,6 +327,8 @@ class CudaRunner:
         begin = torch.cuda.Event(enable_timing=True)
         begin.record()
         self.tables.apply(plan, self.sampler)
+        if plan.zeroed:
+            zero_pages(self.kv, upload(column(plan.zeroed)).long())
         if self.constraints is not None:
             for new in plan.new:
                 self.constraints.admit(new)

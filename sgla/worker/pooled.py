@@ -19,6 +19,7 @@ from sgla.model.load_pooled import load_decoder
 from sgla.worker.batch import Columns, build
 from sgla.worker.encoder import VECTOR_BYTES, vector_result
 from sgla.worker.forward import Forward, compiled
+from sgla.worker.kv import zero_pages
 from sgla.worker.runner import Runner
 from sgla.worker.state import column
 
@@ -74,6 +75,8 @@ class PooledRunner(Runner):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         self.tables.apply(plan)
+        if plan.zeroed:
+            zero_pages(self.kv, torch.from_numpy(column(plan.zeroed).astype(np.int64)))
         slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         done = np.flatnonzero(starts + q_lens == self.tables.prompt_len[slots])

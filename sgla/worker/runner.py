@@ -41,10 +41,10 @@ from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.forward import Forward, describe, make_forward
-from sgla.worker.kv import allocate_kv
+from sgla.worker.kv import allocate_kv, zero_pages
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv, weight_bytes
 from sgla.worker.profile import Profiler
-from sgla.worker.state import SlotTables
+from sgla.worker.state import SlotTables, column
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
@@ -135,6 +135,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """All ranks return the same tokens; logprobs come from rank 0."""
         self.tables.apply(plan)
+        if plan.zeroed:
+            zero_pages(self.kv, torch.from_numpy(column(plan.zeroed).astype(np.int64)))
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
             if new.sampling.pool is not None:

@@ -90,6 +90,18 @@ def test_requests_of_a_broken_input_end_alone(runner: Runner, depth: int) -> Non
     assert (stats.invalid_logits, stats.finished["error"]) == (len(bad()), len(bad()))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_nothing_of_a_broken_request_is_left_in_the_cache(runner: Runner, kept: bool) -> None:
+    """Its tokens were computed beside those of a prefix that others have, and its pages go to others."""
+    shared = list(range(60, 100))
+    after = [submit("after", [*shared, 3], 8), submit("other", [4] * 70, 30)]
+    alone = run(runner, after, depth=2).tokens()
+    core = make_core(runner.facts, depth=2, pages=14, prefix_cache=kept)
+    broken = run(runner, [submit("bad", [*shared, *BAD, *shared], 8)], core)
+    assert broken["bad"][-1].error is not None
+    assert run(runner, after, core).tokens() == alone
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_worker_processes_go_on(source: ModelSource, ranks: int) -> None:
     config = tiny_config(tp=ranks, native_kernels=True)

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from sgla.executor.fake import FakeModel
-from sgla.messages import Delta, Facts, RowSampling, StepPlan, Submit
+from sgla.messages import Delta, Facts, Failed, RowSampling, StepPlan, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 
@@ -98,8 +98,9 @@ class Simulation:
                 self.core.check()
         assert len(self.flights) <= self.limits.depth
 
-    def step(self) -> bool:
-        """Plan as far as possible, then let the oldest step finish. False if there is none."""
+    def step(self, broken: float | None = None) -> bool:
+        """Plan as far as possible, then let the oldest step finish. False if there is none. ``broken``: which of its rows, of 0 to 1,
+        the model has no numbers for."""
         expired = self.core.expire(self.now)
         self.cut.update(delta.rid for delta in expired)
         self.take(expired)
@@ -107,7 +108,12 @@ class Simulation:
         if not self.flights:
             self.now += 1.0
             return False
-        result = self.model.execute(self.flights.popleft())
+        plan = self.flights.popleft()
+        result = self.model.execute(plan)
+        if broken is not None:
+            row = int(broken * len(plan.flags))
+            result.failed = [Failed(row, "broken", fault=True)]
+            self.cut.add(self.core._flights[0].rows[row].rid)
         self.seconds.append(result.seconds)
         self.now += result.seconds or 1.0
         self.take(self.core.retire(result, self.now))

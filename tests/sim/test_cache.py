@@ -69,8 +69,13 @@ def test_tree_matches_a_dictionary(eviction: str, page_size: int) -> None:
             elif len(pool) >= len(tokens) // page_size - len(match.pages):
                 add(cache, naive, pool, namespace, tokens, match.node, match.pages)
         elif action < 0.6 and held:
-            node, _ = held.pop(random.randrange(len(held)))
+            node, pages = held.pop(random.randrange(len(held)))
             cache.unlock(node)
+            if action < 0.45:
+                gone = set(cache.discard(node))
+                locked = {page for _, others in held for page in others}
+                assert gone <= set(pages) - locked
+                naive.content = {key: page for key, page in naive.content.items() if page not in gone}
         else:
             evict(cache, naive, pool, random.randint(1, 6), {page for _, pages in held for page in pages})
         cache.check()

@@ -29,7 +29,7 @@ def play(random: Random) -> Simulation:
             simulation.core.flush_cache()
         if random.random() < 0.3:
             simulation.submit_plans()
-        simulation.step()
+        simulation.step(broken=random.random() if random.random() < 0.01 else None)
         if simulation.core.idle and not pending:
             return simulation
     raise AssertionError(f"not done after {bound} steps")
