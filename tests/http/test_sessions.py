@@ -6,10 +6,13 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
 from http_fake import BOS, FakeIngress
 from http_site import Serve, Site
 
 from sgla import clock
+from sgla.errors import ContextTooLong, InvalidField, Overloaded
+from sgla.http.native import session_store
 from sgla.http.native.session_store import OpenSessionRequest, Sessions, Turn
 from sgla.http.request.schema import SessionParams
 
@@ -159,8 +162,8 @@ async def test_what_sessions_hold_is_bounded(site: Site, monkeypatch: Any) -> No
 
 def test_the_size_of_a_session_is_kept_and_not_added_up(monkeypatch: Any) -> None:
     sessions, asked, chance = Sessions(2, 60.0), 0, random.Random(0)
-    name = sessions.open(OpenSessionRequest(capacity_of_str_len=1000))
-    session, size = sessions._get(name), Turn.size
+    name = sessions.open(OpenSessionRequest(capacity_of_str_len=1000), "")
+    session, size = sessions._get(name, ""), Turn.size
 
     def count(turn: Turn) -> int:
         nonlocal asked
@@ -173,7 +176,7 @@ def test_the_size_of_a_session_is_kept_and_not_added_up(monkeypatch: Any) -> Non
         ended = [rid for rid, known in session.turns.items() if known.output is not None]
         params = SessionParams(id=name, rid=chance.choice([None, *ended[-3:]]), replace=i % 30 == 29)
         asked = 0
-        open_turns.append(sessions.begin(params, str(i), [1] * chance.randrange(9)))
+        open_turns.append(sessions.begin(params, str(i), [1] * chance.randrange(9), "", 1000))
         assert params.replace or asked <= 2
         if chance.random() < 0.7:
             turn = open_turns.pop(chance.randrange(len(open_turns)))
@@ -181,6 +184,12 @@ def test_the_size_of_a_session_is_kept_and_not_added_up(monkeypatch: Any) -> Non
                 turn.end([2] * chance.randrange(9))
             turn.close()
         assert session.size == sum(map(size, session.turns.values()))
+        assert session.size == session.share.size == sessions._whole.size
+    sessions.close(name, "")
+    for turn in open_turns:
+        turn.end([1])
+        turn.close()
+    assert (sessions._whole.size, sessions._count) == (0, 0)
 
 
 async def test_a_session_takes_one_prompt_at_a_time(site: Site) -> None:
@@ -192,3 +201,66 @@ async def test_a_session_takes_one_prompt_at_a_time(site: Site) -> None:
     await turn(site, session, "a", "1")
     status, _ = await site.post("/generate", {"text": "a", "rid": "1", "session_params": {"id": session}})
     assert status == 400
+
+
+def turns(sessions: Sessions, name: str, owner: str, count: int, size: int = 1) -> None:
+    for i in range(count):
+        sessions.begin(SessionParams(id=name), f"{i}", [1] * size, owner, 1000).end([])
+
+
+def opened_by(sessions: Sessions, owner: str) -> str:
+    return sessions.open(OpenSessionRequest(capacity_of_str_len=1000), owner)
+
+
+def test_a_session_has_a_limit_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_store, "MAX_TURNS", 3)
+    sessions = Sessions(2, 60.0)
+    name = opened_by(sessions, "")
+    turns(sessions, name, "", 3)
+    with pytest.raises(InvalidField, match="3 turns"):
+        sessions.begin(SessionParams(id=name), "more", [1], "", 1000)
+    sessions.begin(SessionParams(id=name, replace=True), "instead", [1], "", 1000)
+
+
+def test_a_turn_is_as_long_as_the_context_at_most() -> None:
+    sessions = Sessions(2, 60.0)
+    name = opened_by(sessions, "")
+    turns(sessions, name, "", 1, size=80)
+    with pytest.raises(ContextTooLong, match="100 tokens"):
+        sessions.begin(SessionParams(id=name, rid="0"), "1", [1] * 21, "", 100)
+    with pytest.raises(InvalidField, match="rid"):
+        sessions.begin(SessionParams(id=name), "r" * 201, [1], "", 100)
+
+
+def test_who_has_most_sessions_loses_the_one_least_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions(6, 60.0)
+    annas = [opened_by(sessions, "anna") for _ in range(6)]
+    with pytest.raises(Overloaded, match="6 sessions"):
+        opened_by(sessions, "anna")
+    turns(sessions, annas[0], "anna", 1)
+    bens = [opened_by(sessions, "ben") for _ in range(3)]
+    with pytest.raises(Overloaded):
+        opened_by(sessions, "ben")
+    assert [name for name in annas if sessions._find(name, "anna")] == [annas[i] for i in (0, 4, 5)]
+    monkeypatch.setattr(session_store, "MAX_TOKENS", 6 * (session_store.TURN + 1))
+    turns(sessions, annas[4], "anna", 3)
+    turns(sessions, bens[0], "ben", 2)
+    assert len(sessions._shares["anna"].sessions) == 3
+    turns(sessions, bens[1], "ben", 1)
+    assert list(sessions._shares["anna"].sessions) == [annas[4]]
+    assert sessions._whole.size == 6 * (session_store.TURN + 1)
+    assert list(sessions._shares["ben"].sessions) == [bens[2], *bens[:2]]
+
+
+async def test_sessions_of_another_key_are_not_there(serve: Serve) -> None:
+    site = await serve(api_key=["anna", "ben"])
+    anna, ben = ({"Authorization": f"Bearer {key}"} for key in ("anna", "ben"))
+    body = {"capacity_of_str_len": 99, "session_id": "mine"}
+    assert (await site.post("/open_session", body, headers=anna))[0] == 200
+    for name in ("mine", "none"):
+        asked = {"text": "x", "session_params": {"id": name}}
+        assert (await site.post("/generate", asked, headers=ben))[0] == 404
+        assert (await site.post("/close_session", {"session_id": name}, headers=ben))[0] == 404
+    assert (await site.post("/open_session", body, headers=ben))[0] == 200
+    for headers in (anna, ben):
+        assert (await site.post("/close_session", {"session_id": "mine"}, headers=headers))[0] == 200

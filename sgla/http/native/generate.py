@@ -75,7 +75,9 @@ async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work
         return ids
 
     added = await maybe_threaded(len(text), encoded) if job.token_ids is None else job.token_ids
-    turn = server.sessions.begin(params, rid, added)
+    facts = server.ingress.facts
+    assert facts is not None
+    turn = server.sessions.begin(params, rid, added, work.client.owner, facts.context_len)
     job.text = None
     job.token_ids = turn.prompt()
     return turn

@@ -1,22 +1,24 @@
 """SGLang's sessions: a tree of turns, of which each goes on from an earlier one. The prefix cache makes that cheap; kept
-here are token ids alone, of each turn those that it added."""
+here are token ids alone, of each turn those that it added. Sessions are shared among their owners (``clients.Client.owner``)."""
 
 from __future__ import annotations
 
+import math
 import uuid
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sgla import clock
-from sgla.errors import InvalidField, NotFound, Overloaded
+from sgla.errors import ContextTooLong, InvalidField, NotFound, Overloaded
 from sgla.http.errors import Busy
 from sgla.http.request.schema import SessionParams
 
 MAX_TOKENS = 16 << 20  # in all sessions, of 4 bytes each
 TURN = 128  # tokens that would take the memory of an empty turn
+MAX_TURNS = 4096  # of a session
 MAX_NAME = 200
 
 
@@ -56,12 +58,15 @@ class Turn:
 
     def prompt(self) -> list[int]:
         parts, kept, turn = [self.added], self.kept, self.before
-        while turn is not None:
+        while turn is not None and kept > 0:
             assert turn.output is not None
-            own = turn.added + turn.output
-            parts.append(own[: max(0, kept - turn.kept)])
+            own = max(0, kept - turn.kept)
+            parts += turn.output[: max(0, own - len(turn.added))], turn.added[:own]
             kept, turn = min(kept, turn.kept), turn.before
-        return [token for part in reversed(parts) for token in part]
+        ids = array("i")
+        for part in reversed(parts):
+            ids += part
+        return ids.tolist()
 
     def length(self, with_output: bool) -> int:
         """Of the conversation up to here, in tokens."""
@@ -73,20 +78,22 @@ class Turn:
     def end(self, output: list[int]) -> None:
         self.output = array("i", output)
         if self._session.turns.get(self._rid) is self:
-            self._session.size += len(output)
+            self._session.grow(len(output))
 
     def close(self) -> None:
         """Its request is over; one that was never answered is forgotten."""
         turns = self._session.turns
         if self.output is None and turns.get(self._rid) is self:
             del turns[self._rid]
-            self._session.size -= self.size()
+            self._session.grow(-self.size())
 
 
 class Session:
-    """``size``: that of all ``turns``, kept up to date by whoever changes them."""
+    """``size``: that of all ``turns``, kept up to date by whoever changes them; ``share`` has part of it."""
 
-    def __init__(self, capacity: int, ttl: float) -> None:
+    def __init__(self, name: str, share: Share, capacity: int, ttl: float) -> None:
+        self.name = name
+        self.share = share
         self.turns: dict[str, Turn] = {}
         self.size = 0
         self._capacity = capacity
@@ -96,10 +103,28 @@ class Session:
     def touch(self) -> None:
         self.expires = clock.now() + self._ttl
 
-    def begin(self, params: SessionParams, rid: str, added: list[int], room: int) -> Turn:
-        """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds, and Overloaded
-        if the session would then hold more than ``room`` tokens; either leaves it as it was."""
+    def grow(self, size: int) -> None:
+        self.size += size
+        self.share.grow(size)
+
+    def close(self) -> None:
+        """Forget the turns; those under way go on."""
+        self.grow(-self.size)
+        self.turns.clear()
+
+    def begin(
+        self,
+        params: SessionParams,
+        rid: str,
+        added: list[int],
+        longest: int,
+        make_room: Callable[[int], None],
+    ) -> Turn:
+        """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds, and what ``make_room``
+        raises for the tokens that the session would hold in addition; either leaves it as it was."""
         self.touch()
+        if len(rid) > MAX_NAME:
+            raise InvalidField(f"rid may have at most {MAX_NAME} characters", param="rid")
         before = None if params.rid is None else self._ended(params.rid)
         turn = Turn(self, rid, added, before, kept_of(before, params))
         if rid in self.turns:
@@ -109,16 +134,20 @@ class Session:
                 f"the turn has {length} tokens, the session was opened for {self._capacity}",
                 param="session_params",
             )
+        if length > longest:
+            raise ContextTooLong.of(longest, length, 0)
         turns, size = self.turns, self.size
         if params.replace:
             turns = self._without_later(before)
             size = sum(kept.size() for kept in turns.values())
-        if size + turn.size() > room:
-            raise Overloaded(
-                f"the sessions hold {MAX_TOKENS} tokens, which is the limit; close some", retry_after=5.0
+        if len(turns) >= MAX_TURNS:
+            raise InvalidField(
+                f"the session has {MAX_TURNS} turns, which is the limit; open another", param="session_params"
             )
+        make_room(size + turn.size() - self.size)
         turns[rid] = turn
-        self.turns, self.size = turns, size + turn.size()
+        self.turns = turns
+        self.grow(size + turn.size() - self.size)
         return turn
 
     def _ended(self, rid: str) -> Turn:
@@ -155,44 +184,97 @@ def kept_of(before: Turn | None, params: SessionParams) -> int:
     return params.offset
 
 
+class Share:
+    """The sessions of one owner, the one that is longest without a turn first, and how many tokens they have. ``whole``: what all owners
+    have."""
+
+    def __init__(self, whole: Share | None = None) -> None:
+        self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.size = 0
+        self._whole = whole
+
+    def grow(self, size: int) -> None:
+        self.size += size
+        if self._whole is not None:
+            self._whole.size += size
+
+
 class Sessions:
-    """At most ``limit``; each is closed after ``ttl`` seconds without a turn."""
+    """At most ``limit``; each is closed after ``ttl`` seconds without a turn. Where there is no room, an owner that has more than the one
+    who asks loses the session that is longest without a turn."""
 
     def __init__(self, limit: int, ttl: float) -> None:
         self._limit = limit
         self._ttl = ttl
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._count = 0
+        self._whole = Share()
+        self._shares: dict[str, Share] = {}
+        self._looked = -math.inf  # when expired ones were looked for
 
-    def open(self, request: OpenSessionRequest) -> str:
-        self._expire()
+    def open(self, request: OpenSessionRequest, owner: str) -> str:
         name = request.session_id or uuid.uuid4().hex
         if len(name) > MAX_NAME:
             raise InvalidField(f"session_id may have at most {MAX_NAME} characters", param="session_id")
-        if name in self._sessions:
+        share = self._shares.get(owner) or Share(self._whole)
+        if self._find(name, owner) is not None:
             raise InvalidField(f"session {name!r} is open already", param="session_id")
-        if len(self._sessions) >= self._limit:
-            raise Overloaded(f"{self._limit} sessions are open, which is the limit", retry_after=5.0)
-        self._sessions[name] = Session(request.capacity_of_str_len, request.timeout or self._ttl)
+        self._expire()
+        if self._count >= self._limit:
+            most = max(self._shares.values(), key=lambda share: len(share.sessions), default=share)
+            if len(most.sessions) <= len(share.sessions) + 1:
+                raise Overloaded(f"{self._limit} sessions are open, which is the limit", retry_after=5.0)
+            self._close(next(iter(most.sessions.values())))
+        self._shares[owner] = share
+        share.sessions[name] = Session(name, share, request.capacity_of_str_len, request.timeout or self._ttl)
+        self._count += 1
         return name
 
-    def begin(self, params: SessionParams, rid: str, added: list[int]) -> Turn:
+    def begin(self, params: SessionParams, rid: str, added: list[int], owner: str, longest: int) -> Turn:
         """See ``Session.begin``."""
-        session = self._get(params.id)
-        others = sum(other.size for other in self._sessions.values() if other is not session)
-        return session.begin(params, rid, added, MAX_TOKENS - others)
+        session = self._get(params.id, owner)
+        session.share.sessions.move_to_end(session.name)
+        return session.begin(params, rid, added, longest, lambda size: self._make_room(size, session.share))
 
-    def _get(self, name: str) -> Session:
-        self._expire()
-        session = self._sessions.get(name)
+    def _make_room(self, size: int, share: Share) -> None:
+        """For ``size`` more tokens of ``share``. Raises Overloaded."""
+        while self._whole.size + size > MAX_TOKENS:
+            most = max(self._shares.values(), key=lambda share: share.size)
+            if most is share or most.size <= share.size + size:
+                raise Overloaded(
+                    f"the sessions hold {MAX_TOKENS} tokens, which is the limit; close some", retry_after=5.0
+                )
+            self._close(next(iter(most.sessions.values())))
+
+    def _find(self, name: str, owner: str) -> Session | None:
+        share = self._shares.get(owner)
+        session = share.sessions.get(name) if share is not None else None
+        if session is not None and session.expires < clock.now():
+            self._close(session)
+            return None
+        return session
+
+    def _get(self, name: str, owner: str) -> Session:
+        session = self._find(name, owner)
         if session is None:
             raise SessionNotFound(f"there is no session {name[:200]!r}", param="session_params")
         return session
 
-    def close(self, name: str) -> None:
-        self._get(name)
-        del self._sessions[name]
+    def close(self, name: str, owner: str) -> None:
+        self._close(self._get(name, owner))
+
+    def _close(self, session: Session) -> None:
+        session.close()
+        del session.share.sessions[session.name]
+        self._count -= 1
 
     def _expire(self) -> None:
+        """Not more often than once a second, since it looks at all of them."""
         now = clock.now()
-        for name in [name for name, session in self._sessions.items() if session.expires < now]:
-            del self._sessions[name]
+        if now < self._looked + 1.0:
+            return
+        self._looked = now
+        for owner, share in list(self._shares.items()):
+            for session in [session for session in share.sessions.values() if session.expires < now]:
+                self._close(session)
+            if not share.sessions:
+                del self._shares[owner]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from sgla.http.clients import CLIENT
 from sgla.http.native.session_store import CloseSessionRequest, OpenSessionRequest
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
@@ -16,10 +17,10 @@ CLOSE = Schema(CloseSessionRequest)
 
 async def open_session(request: web.Request) -> web.Response:
     fields = await intake(request, OPEN)
-    return json_response(request.app[SERVER].sessions.open(fields))
+    return json_response(request.app[SERVER].sessions.open(fields, request[CLIENT].owner))
 
 
 async def close_session(request: web.Request) -> web.Response:
     fields = await intake(request, CLOSE)
-    request.app[SERVER].sessions.close(fields.session_id)
+    request.app[SERVER].sessions.close(fields.session_id, request[CLIENT].owner)
     return json_response({"success": True})
