@@ -76,9 +76,13 @@ class System:
             workers.assign(config, source)
         self._executor = workers or make_local(config, source)
         self._executor.on_death(self._fail)
-        text = in_thread(load_text, config, source)
-        facts = await self._executor.start(self._progress)
-        tokenizer, template = await text
+        loading = asyncio.ensure_future(self._executor.start(self._progress))
+        try:
+            facts, (tokenizer, template) = await asyncio.gather(loading, in_thread(load_text, config, source))
+        except BaseException:  # a broken tokenizer need not wait for the weights
+            loading.cancel()
+            await asyncio.wait([loading])
+            raise
         if self.died.done():
             raise self.died.result()
         self._connect(config, facts, source, tokenizer, template)

@@ -36,6 +36,13 @@ class ModelSource:
         return read_gguf(self.gguf_path)
 
     @property
+    def vocab_size(self) -> int | None:
+        """Tokens that the model has logits for; None if the files leave it to HF's defaults."""
+        text = self.config.get("text_config")
+        size = (text if isinstance(text, dict) else {}).get("vocab_size", self.config.get("vocab_size"))
+        return size if isinstance(size, int) else None
+
+    @property
     def eos_token_ids(self) -> list[int]:
         """Ids that end a generation; empty if the files name none."""
         ids = self.generation_config.get("eos_token_id")

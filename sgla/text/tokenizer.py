@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from sgla import clock
 from sgla.errors import BadRequest, ConfigError, UnsupportedField
 from sgla.grammar.protocol import Vocabulary
 from sgla.text.decoding import Decoding, decoding_of
-from sgla.text.gguf_vocab import backend_from_gguf
+from sgla.text.gguf_vocab import backend_from_gguf, readable
 
 if TYPE_CHECKING:
     from sgla.config import Config
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Templates = str | dict[str, str] | None
+PROBES = (
+    "a",
+    "A",
+    " ",
+    "1",
+    "!",
+    "\n",
+    "é",
+    "a ",
+    "字",
+)  # repeated up to PROBE_LENGTH times, before a full stop
+PROBE_LENGTH = 2048
+PROBE_SECONDS = 2.0  # for one text, which takes milliseconds; more is a regular expression that backtracks
 
 
 class Tokenizer:
@@ -64,13 +78,19 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises BadRequest for lone surrogates, which no UTF-8 text has."""
+        """Token ids. Raises BadRequest for lone surrogates, which no UTF-8 text has, and for what the library cannot encode."""
+        return self._encode([text], add_special_tokens)[0].ids
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         try:
             # The batch method releases the GIL, ``backend.encode`` does not (tokenizers 0.23).
-            encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            return self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
-        return encoding.ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and panics, which are none
+            raise BadRequest(f"the model's tokenizer cannot encode the text: {error}") from error
 
     def encode_pair(
         self, text: str, pair: str | None = None, add_special_tokens: bool = True, most: int | None = None
@@ -81,10 +101,7 @@ class Tokenizer:
         Raises BadRequest for lone surrogates.
         """
         texts = [text] if pair is None else [text, pair]
-        try:
-            parts = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        except TypeError as error:
-            raise BadRequest("the text is not valid Unicode: it has unpaired surrogates") from error
+        parts = self._encode(texts, False)
         if most is not None:
             special = self.backend.num_special_tokens_to_add(pair is not None) if add_special_tokens else 0
             lengths = cut_lengths([len(part.ids) for part in parts], max(0, most - special))
@@ -185,11 +202,53 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, ChatTempl
     from sgla.text.template import ChatTemplate
 
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
+    check_ids(source)
     tokenizer = load_path(path, config.download_dir, source.eos_token_ids)
+    with readable(f"the tokenizer in {path} cannot encode ordinary text"):
+        probe(tokenizer)
+    size, own = source.vocab_size, tokenizer.backend.get_vocab_size(with_added_tokens=False)
+    if size is not None and own > size:
+        raise ConfigError(
+            f"the tokenizer in {path} has {own} tokens and the model {size}: it belongs to another model",
+            param="tokenizer",
+        )
     template = tokenizer.chat_template
     if config.chat_template is not None:
         template = read_template(Path(config.chat_template).expanduser())
     return tokenizer, ChatTemplate(template, tokenizer.special_tokens) if template else None
+
+
+def check_ids(source: ModelSource) -> None:
+    """Raise ConfigError if the files name a first or last token that the model has not."""
+    text = source.config.get("text_config")
+    files = {
+        "generation_config.json": source.generation_config,
+        "config.json": source.config | (text if isinstance(text, dict) else {}),
+    }
+    for file, content in files.items():
+        for key in ("bos_token_id", "eos_token_id"):
+            value = content.get(key)
+            for token in value if isinstance(value, list) else [] if value is None else [value]:
+                if type(token) is not int or not 0 <= token < (source.vocab_size or 2**31):
+                    raise ConfigError(
+                        f"{source.gguf_path or source.folder / file}: {key} is {value!r}, "
+                        f"which the model's vocabulary of {source.vocab_size} tokens has not"
+                    )
+
+
+def probe(tokenizer: Tokenizer) -> None:
+    """Encode and decode texts of growing length. Raises whatever goes wrong, and ConfigError if one takes too long."""
+    for piece in PROBES:
+        length = 1
+        while length <= PROBE_LENGTH:
+            begun = clock.now()
+            tokenizer.decode(tokenizer.backend.encode_batch_fast([piece * length + "."])[0].ids)
+            if (took := clock.now() - begun) > PROBE_SECONDS:
+                raise ConfigError(
+                    f"the tokenizer takes {took:.1f} s for {length * len(piece)} characters",
+                    param="tokenizer",
+                )
+            length *= 2
 
 
 def load_path(path: Path, download_dir: str | None = None, eos_ids: Iterable[int] = ()) -> Tokenizer:
@@ -224,31 +283,31 @@ def _from_gguf(raw: dict[str, Any], cache: Path | None, eos_ids: Iterable[int]) 
 
 
 def _from_folder(folder: Path, eos_ids: Iterable[int]) -> Tokenizer:
-    settings = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(settings, _read_json(folder / "special_tokens_map.json"))
+    file = folder / "tokenizer_config.json"
+    settings, more = _read_json(file), _read_json(folder / "special_tokens_map.json")
     backend = _load_backend(folder)
-    _add_listed(backend, settings, named)
+    with readable(f"{file} cannot be read"):
+        named = _named_tokens(settings, more)
+        _add_listed(backend, settings, named)
+        templates = _folder_templates(folder, settings)
+    if not backend.get_vocab_size():
+        raise ConfigError(f"the tokenizer in {folder} has no tokens", param="tokenizer")
     config = _read_json(folder / "generation_config.json") or _read_json(folder / "config.json")
     eos = config.get("eos_token_id")
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return Tokenizer(backend, named, _folder_templates(folder, settings), [*ends, *eos_ids])
+    with readable(f"the tokenizer in {folder} cannot be used"):
+        return Tokenizer(backend, named, templates, [*ends, *eos_ids])
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if file.is_file():
-        try:
+        with readable(f"{file} cannot be read"):
             return tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{file} cannot be read: {error}", param="tokenizer") from error
     from transformers import AutoTokenizer
 
-    try:
+    with readable(f"{folder} has no tokenizer.json and transformers cannot make one"):
         return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
-    except Exception as error:  # whatever the tokenizer's class raises for what it lacks
-        raise ConfigError(
-            f"{folder} has no tokenizer.json and transformers cannot make one: {error}", param="tokenizer"
-        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -256,9 +315,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return value
 
 
 def _named_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
@@ -306,7 +367,10 @@ def _folder_templates(folder: Path, settings: dict[str, Any]) -> Templates:
         return main.read_text()
     source = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
     if isinstance(source, list):
-        return {entry["name"]: entry["template"] for entry in source}
+        source = {entry["name"]: entry["template"] for entry in source}
+    texts = source.values() if isinstance(source, dict) else [source or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{folder}: the chat template is not text", param="chat_template")
     return source
 
 
