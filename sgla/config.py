@@ -174,6 +174,13 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     )
     response_ttl: Annotated[float, Doc(description="seconds a response is kept")] = 3600.0
     drain_timeout: Annotated[float, Doc(description="seconds running requests may take after SIGTERM")] = 30.0
+    watchdog_timeout: Annotated[
+        float,
+        Doc(
+            description="seconds without a result of the workers after which the server gives up and exits (ten times "
+            "their longest wait so far, if that is more); 0 = never"
+        ),
+    ] = 300.0
     sse_keepalive: Annotated[
         float, Doc(description="seconds between ': ping' comments on an idle stream; 0 = off")
     ] = 15.0

@@ -6,7 +6,7 @@ SglaError
   NotFound 404              ModelNotFound
   TooLarge 413
   Overloaded 429            retryable
-  NotReady 503              Loading, Draining, WorkerDied   (retryable)
+  NotReady 503              Loading, Draining, WorkerDied, WorkerStuck   (retryable)
   DeadlineExceeded 408
   InvalidLogits 500         the model's logits or vectors are no numbers; other requests go on
   ConfigError               wrong flags or files: the command line prints it and exits 2
@@ -130,6 +130,10 @@ class Draining(NotReady):
 
 class WorkerDied(NotReady):
     code = "worker_died"
+
+
+class WorkerStuck(NotReady):
+    code = "worker_stuck"
 
 
 class DeadlineExceeded(SglaError):

@@ -274,6 +274,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "request_memory_bytes": (1 << 20, math.inf),
     "sink_limit_bytes": (1, math.inf),
     "drain_timeout": (0, math.inf),
+    "watchdog_timeout": (0, math.inf),
     "sse_keepalive": (0, math.inf),
     "response_store": (0, math.inf),
     "response_ttl": (0, math.inf),

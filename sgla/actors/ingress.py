@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
 OPEN_BYTES = 256 << 20
+SILENT = 30.0  # seconds of a start without progress that are worth telling
+SHUTTING_DOWN = "the server is shutting down"
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
 
 
@@ -53,6 +55,7 @@ class Ingress:
         self.config = config
         self.phase = "starting"  # starting | download | spawn | load | warmup | ready | draining | dead
         self.progress = Progress(phase="starting")
+        self._progressed = clock.now()  # when it was told
         self.started = clock.now()
         self.model_names: list[str] = config.served_model_name or [config.model]
         self.facts: Facts | None = None
@@ -62,7 +65,7 @@ class Ingress:
         self.default_sampling: dict[str, Any] = {}
         self.random = random.Random(config.random_seed)
         self._failure: SglaError | None = None
-        self._overdue: Callable[[], bool] = lambda: False
+        self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}
         self._children = 0
         self._bytes = 0
@@ -86,12 +89,12 @@ class Ingress:
         stats: Callable[[], Stats],
         control: Callable[[Control], Awaitable[Any]],
         flush: Callable[[], bool],
-        overdue: Callable[[], bool],
+        trouble: Callable[[], str],
         pause: Callable[[bool], None],
     ) -> None:
         """The supervisor plugs in the running engine; from here on requests are accepted."""
         self._tokenize, self.facts, self._stats = tokenize, facts, stats
-        self._control, self._flush, self._overdue, self._pause = control, flush, overdue, pause
+        self._control, self._flush, self._trouble, self._pause = control, flush, trouble, pause
         self._capacity = facts.slots + self.config.max_queued_requests
         self.phase = "ready"
 
@@ -100,7 +103,23 @@ class Ingress:
     @property
     def ready(self) -> bool:
         """True while requests are accepted and no step is overdue."""
-        return self.phase == "ready" and not self._overdue()
+        return self.phase == "ready" and not self._trouble()
+
+    @property
+    def trouble(self) -> str:
+        """Why the server is not ready; "" if it is."""
+        if self._failure is not None:
+            return self._failure.message
+        if self.phase == "draining":
+            return SHUTTING_DOWN
+        if self._tokenize is not None:
+            return self._trouble()
+        silent = clock.now() - self._progressed
+        return self.progress.message + (f" (no news for {silent:.0f} s)" if silent > SILENT else "")
+
+    def show(self, progress: Progress) -> None:
+        """How far the start is."""
+        self.phase, self.progress, self._progressed = progress.phase, progress, clock.now()
 
     @property
     def open_requests(self) -> int:
@@ -111,9 +130,9 @@ class Ingress:
         if self._failure is not None:
             raise self._failure
         if self.phase == "draining":
-            raise Draining("the server is shutting down; send the request elsewhere", retry_after=5.0)
+            raise Draining(f"{SHUTTING_DOWN}; send the request elsewhere", retry_after=5.0)
         if self._tokenize is None:
-            detail = f": {self.progress.message}" if self.progress.message else ""
+            detail = f": {self.trouble}" if self.trouble else ""
             raise Loading(f"the model is not loaded yet (phase {self.phase}{detail})", retry_after=1.0)
 
     def stats(self) -> Stats | None:

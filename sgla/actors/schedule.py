@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import asyncio
 
     from sgla.actors.detokenize import Detokenize
+    from sgla.actors.watchdog import Watchdog
     from sgla.executor.base import Executor
     from sgla.observe.metrics import Metrics
     from sgla.sched.core import Core
 
-TICK = 0.05  # seconds between looks at deadlines and the overdue watch while requests are open, and to the last one behind them
-OVERDUE = 30.0  # seconds without a result of the steps in flight, after which the server is not ready
+TICK = 0.05  # seconds between looks at deadlines while requests are open, and to the last one behind them
 
 
 class Schedule(Actor[Submit | Cancel]):
@@ -32,6 +32,7 @@ class Schedule(Actor[Submit | Cancel]):
         executor: Executor,
         detokenize: Detokenize,
         metrics: Metrics,
+        watchdog: Watchdog,
         on_death: Callable[[SglaError], None],
         on_crash: Callable[[str, BaseException], None],
     ) -> None:
@@ -40,11 +41,10 @@ class Schedule(Actor[Submit | Cancel]):
         self._executor = executor
         self._detokenize = detokenize
         self._metrics = metrics
+        self._watchdog = watchdog
         self._on_death = on_death
         self._paused = False
-        self._in_flight = 0
         self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
-        self._last_result = clock.now()
         self._tick: asyncio.TimerHandle | None = None
         self._fd = executor.results_fd()
         self._loop.add_reader(self._fd, self.guard, self._on_results)
@@ -53,10 +53,6 @@ class Schedule(Actor[Submit | Cancel]):
         self._loop.remove_reader(self._fd)
         if self._tick is not None:
             self._tick.cancel()
-
-    def overdue(self) -> bool:
-        """True when submitted steps have brought no result for ``OVERDUE`` seconds."""
-        return self._in_flight > 0 and clock.now() - self._last_result > OVERDUE
 
     def pause(self, paused: bool) -> None:
         """Plan no more steps, or go on; requests keep what they have. Steps in flight come to their end."""
@@ -89,21 +85,18 @@ class Schedule(Actor[Submit | Cancel]):
             if result.error is not None:
                 self._on_death(WorkerDied(f"a model step failed: {result.error}"))
                 return
-            self._in_flight -= 1
             deltas.extend(self.core.retire(result, now))
-        self._last_result = now
+        self._watchdog.brought(len(results))
         self._advance(now)
         self._publish(deltas)
         self._observe(results)
 
     def _advance(self, now: float, woken: bool = False) -> None:
-        if self._in_flight == 0:
-            self._last_result = now
         while not self._paused and (plan := self.core.plan(now)) is not None:
             if woken:
                 self._woken, woken = plan.step, False
             self._executor.submit(plan)
-            self._in_flight += 1
+            self._watchdog.asked()
         if self._tick is None and not self.core.idle:
             self._tick = self._loop.call_later(TICK, self.guard, self._on_tick)
 

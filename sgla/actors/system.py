@@ -18,8 +18,9 @@ from sgla.actors.detokenize import Detokenize
 from sgla.actors.ingress import Ingress
 from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
+from sgla.actors.watchdog import Watchdog
 from sgla.config import Config
-from sgla.errors import ConfigError, Draining, SglaError
+from sgla.errors import ConfigError, Draining, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
 from sgla.observe import steplog
@@ -57,6 +58,8 @@ class System:
         self._tokenize: Tokenize | None = None
         self._schedule: Schedule | None = None
         self._core: Core | None = None
+        self._watchdog: Watchdog | None = None
+        self._inquest: asyncio.Task[None] | None = None
 
     async def start(self) -> Facts:
         """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
@@ -109,7 +112,8 @@ class System:
             self._crashed,
             compiler.check if compiler else None,
         )
-        schedule = Schedule(core, executor, detokenize, self.metrics, self._fail, self._crashed)
+        watchdog = self._watchdog = Watchdog(config.watchdog_timeout, self._stuck)
+        schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._fail, self._crashed)
         detokenize.schedule = schedule
         preparer = Preparer(tokenizer, template, facts, ingress.random, grammars=compiler is not None)
         tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed, compiler)
@@ -121,22 +125,53 @@ class System:
         if isinstance(core, RecordedCore):
             ingress.step_log = core.written
         ingress.connect(
-            tokenize, facts, core.stats, executor.control, core.flush_cache, schedule.overdue, schedule.pause
+            tokenize,
+            facts,
+            core.stats,
+            self._control,
+            core.flush_cache,
+            lambda: watchdog.trouble,
+            schedule.pause,
         )
 
     def _compiler(self, tokenizer: Tokenizer, facts: Facts) -> Compiler:
-        executor = self._executor
-        assert executor is not None
-
         async def tell(command: Control) -> dict[str, Any]:
-            return (await executor.control(command))["ranks"][0]
+            return (await self._control(command))["ranks"][0]
 
         self.metrics.compiler = Compiler(lambda: vocabulary(tokenizer, facts.vocab_size), tell)
         return self.metrics.compiler
 
+    async def _control(self, command: Control) -> dict[str, Any]:
+        """Send the workers a command; the watchdog sees to it that an answer comes, or that all ends."""
+        assert self._executor is not None
+        assert self._watchdog is not None
+        self._watchdog.asked()
+        answer = asyncio.ensure_future(self._executor.control(command))
+        try:
+            waits: list[asyncio.Future[Any]] = [answer, self.died]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise self.died.result()
+            return answer.result()
+        finally:
+            answer.cancel()
+            self._watchdog.brought()
+
+    def _stuck(self) -> None:
+        self._inquest = asyncio.get_running_loop().create_task(self._end_stuck())
+
+    async def _end_stuck(self) -> None:
+        """Say where the workers are, then give them up: requests end with a typed 503, and so does the process."""
+        assert self._executor is not None
+        assert self._watchdog is not None
+        error = WorkerStuck(f"{self._watchdog.trouble}; the server is stopping")
+        log.error("%s; the workers:\n%s", error.message, await self._executor.inquire())
+        self._fail(error)
+        if self._executor is not None:
+            self._executor.kill()
+
     def _progress(self, progress: Progress) -> None:
-        self.ingress.phase = progress.phase
-        self.ingress.progress = progress
+        self.ingress.show(progress)
         self._on_progress(progress)
 
     def _crashed(self, actor: str, error: BaseException) -> None:
@@ -144,6 +179,8 @@ class System:
         self._fail(SglaError(f"internal error in the {actor.lower()} actor; the server is stopping"))
 
     def _fail(self, error: SglaError) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._schedule is not None:
             self._schedule.close()
         if not self.died.done():
@@ -181,6 +218,8 @@ class System:
 
     async def close(self) -> None:
         """Stop the actors and the workers; idempotent."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._schedule is not None:
             self._schedule.close()
         if self._tokenize is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from sgla.errors import WorkerDied
 from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+
+STACKS = signal.SIGUSR1  # has a worker print the stacks of its threads
 
 
 class Executor(Protocol):
@@ -43,6 +46,10 @@ class Executor(Protocol):
 
     async def close(self) -> None:
         """Stop the workers; idempotent."""
+        ...
+
+    async def inquire(self) -> str:
+        """For people: what state the workers are in, though they do not answer. Their stacks go to the log by themselves."""
         ...
 
     def kill(self) -> None:

@@ -7,6 +7,7 @@ pid of the main process, its monotonic time at the start, the rank, and the runn
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 
 from sgla import clock
 from sgla.errors import ConfigError, SglaError
+from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
 from sgla.messages import Progress
 from sgla.processes import die_with
@@ -37,6 +39,7 @@ def main() -> None:
     # The terminal and service managers signal the whole group; when to stop is the main process's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACKS)
     os.set_inheritable(int(fd), False)
     pipe = Connection(int(fd))
     code = 1

@@ -324,6 +324,9 @@ class FakeExecutor:
         self._dead = True
         self._results.close()
 
+    async def inquire(self) -> str:
+        return "there are none"
+
     def kill(self) -> None:
         self._dead = True
 

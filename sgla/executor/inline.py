@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib
 import traceback
 from collections.abc import Callable
@@ -136,6 +137,10 @@ class InlineExecutor:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
         self._results.close()
+
+    async def inquire(self) -> str:
+        faulthandler.dump_traceback()
+        return "a thread of this process, see its stack above"
 
     def kill(self) -> None:
         self._gone = True

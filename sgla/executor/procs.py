@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import recv_handle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +29,7 @@ import msgspec
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import SglaError, WorkerDied
+from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
 from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 RUNNERS = {"cpu": "sgla.worker.start:cpu_runner", "cuda": "sgla.worker.cuda:CudaRunner"}  # by device
 GRACE = 1.0  # seconds workers get to leave by themselves
+STACKS_TIME = 0.5  # seconds that stuck workers get to print their stacks
 LAST_LINES = 20
 ENTRY = "from sgla.executor.child import main; main()"
 
@@ -102,6 +106,21 @@ class Rank:
         return f"worker rank {self.number} (pid {self.process.pid}) {how}" + (
             f". Its last output:\n{words}" if words else ""
         )
+
+    def state(self) -> str:
+        """What the kernel says of the process, which is asked for its stacks. A stopped one has none to give."""
+        pid = self.process.pid
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+            state = re.findall(r"^State:\s*(.*)$", status, re.MULTILINE)[0]
+            where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n") or "nowhere in the kernel"
+        except (OSError, IndexError):
+            state, where = "gone", "nowhere"
+        said = f"worker rank {self.number} (pid {pid}): {state}, waits {where}"
+        if state.startswith("T"):
+            return f"{said}; stopped by a signal or a debugger, so it has no stack to show"
+        self.process.send_signal(STACKS)
+        return said
 
     def close(self) -> None:
         for ring in (self.plans, self.results):
@@ -314,6 +333,11 @@ class ProcsExecutor:
             rank.forward_stderr()
             rank.close()
         self._remove_rendezvous()
+
+    async def inquire(self) -> str:
+        states = [rank.state() for rank in self._ranks]
+        await asyncio.sleep(STACKS_TIME)
+        return "\n".join(states)
 
     def kill(self) -> None:
         self._gone = True

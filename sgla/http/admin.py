@@ -62,7 +62,7 @@ async def ready(request: web.Request) -> web.Response:
     body = {
         "status": "not_ready",
         "phase": ingress.phase,
-        "message": progress.message,
+        "message": ingress.trouble,
         "done": progress.done,
         "total": progress.total,
     }

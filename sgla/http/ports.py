@@ -52,6 +52,10 @@ class Ingress(Protocol):
     def ready(self) -> bool: ...
 
     @property
+    def trouble(self) -> str:
+        """Why it is not ready, for people."""
+
+    @property
     def model_names(self) -> list[str]: ...
 
     @property

@@ -71,6 +71,7 @@ class FakeIngress:
     def __init__(self, pace: float = 0.0, manual: bool = False, context: int = 4096) -> None:
         self.phase = "ready"
         self.progress = SimpleNamespace(message="", done=0, total=0)
+        self.trouble = ""
         self.model_names = ["fake", "fake-alias"]
         self.facts: Facts | None = Facts(
             pages=257,
