@@ -15,7 +15,7 @@ from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 if TYPE_CHECKING:
     from sgla.actors.tokenize import Tokenize
     from sgla.sched.core import Stats
-    from sgla.text.template import ChatTemplate
+    from sgla.text.process import BoundedTemplate
     from sgla.text.tokenizer import Tokenizer
 
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
@@ -60,7 +60,7 @@ class Ingress:
         self.model_names: list[str] = config.served_model_name or [config.model]
         self.facts: Facts | None = None
         self.tokenizer: Tokenizer | None = None
-        self.template: ChatTemplate | None = None
+        self.template: BoundedTemplate | None = None
         self.architecture = ""  # config.json's, once the model is loaded
         self.default_sampling: dict[str, Any] = {}
         self.random = random.Random(config.random_seed)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sgla.executor.base import Executor
     from sgla.executor.procs import ProcsExecutor
     from sgla.hub.source import ModelSource
-    from sgla.text.template import ChatTemplate
+    from sgla.text.process import BoundedTemplate
     from sgla.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class System:
         facts: Facts,
         source: ModelSource,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: BoundedTemplate | None,
     ) -> None:
         ingress, executor = self.ingress, self._executor
         assert executor is not None

@@ -49,6 +49,7 @@ class Tokenize(Actor[Job]):
         self._schedule = schedule
         self._reject = reject
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._chats = ThreadPoolExecutor(threads, thread_name_prefix="chats")  # they wait for the template
         self._pending: set[str] = set()
         self._compiling: dict[str, asyncio.Task[None]] = {}  # jobs that wait for their grammars
 
@@ -110,10 +111,13 @@ class Tokenize(Actor[Job]):
         """Where to prepare the job; None: here."""
         if job.token_ids is not None and job.suffix is None:
             return None if len(job.token_ids) <= INLINE_IDS else self._pool
-        return None if job_bytes(job) <= INLINE_BYTES else self._pool
+        if job_bytes(job) > INLINE_BYTES:
+            return self._pool
+        return None if job.messages is None else self._chats
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._chats):
+            pool.shutdown(wait=False, cancel_futures=True)
         for task in list(self._compiling.values()):
             task.cancel()
         if self._compiler is not None:

@@ -26,6 +26,7 @@ from sgla.messages import (
     int32,
 )
 from sgla.text.infill import Infill
+from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
 from sgla.text.stops import make_stops
 from sgla.text.template import ChatTemplate
@@ -64,7 +65,7 @@ class Preparer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        template: BoundedTemplate | ChatTemplate | None,
         limits: Limits,
         rng: random.Random,
         grammars: bool = False,
@@ -334,7 +335,11 @@ def check_stops(sampling: SamplingParams) -> None:
 
 
 def prepare(
-    job: Job, tokenizer: Tokenizer, template: ChatTemplate | None, limits: Limits, rng: random.Random
+    job: Job,
+    tokenizer: Tokenizer,
+    template: BoundedTemplate | ChatTemplate | None,
+    limits: Limits,
+    rng: random.Random,
 ) -> list[Submit]:
     """One Submit for each of the job's ``n`` choices. Raises BadRequest and its kinds."""
     return Preparer(tokenizer, template, limits, rng)(job)

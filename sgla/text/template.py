@@ -60,8 +60,10 @@ def _strftime_now(form: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    environment = (
+        ImmutableSandboxedEnvironment(  # in ``sandbox.py``'s process, since no rule bounds time and memory
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -251,7 +253,7 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:  # the model's own malformed output, sent back as history
+    except (ValueError, RecursionError):  # the model's own malformed output, sent back as history
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

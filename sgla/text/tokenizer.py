@@ -19,7 +19,7 @@ from sgla.text.gguf_vocab import backend_from_gguf, readable
 if TYPE_CHECKING:
     from sgla.config import Config
     from sgla.hub.source import ModelSource
-    from sgla.text.template import ChatTemplate
+    from sgla.text.process import BoundedTemplate
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Templates = str | dict[str, str] | None
@@ -196,10 +196,10 @@ class _Bytes(_Pieces):
         return piece.encode() if isinstance(piece, str) else piece or b""
 
 
-def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, ChatTemplate | None]:
+def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTemplate | None]:
     """Tokenizer and chat template of the model, or those that the flags name. Raises ConfigError."""
     from sgla.hub.fetch import resolve_tokenizer
-    from sgla.text.template import ChatTemplate
+    from sgla.text.process import BoundedTemplate
 
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
     check_ids(source)
@@ -215,7 +215,7 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, ChatTempl
     template = tokenizer.chat_template
     if config.chat_template is not None:
         template = read_template(Path(config.chat_template).expanduser())
-    return tokenizer, ChatTemplate(template, tokenizer.special_tokens) if template else None
+    return tokenizer, BoundedTemplate(template, tokenizer.special_tokens) if template else None
 
 
 def check_ids(source: ModelSource) -> None:

@@ -16,7 +16,8 @@ from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.anthropic.input import COUNT_TOKENS, MESSAGES, CountTokensRequest, chat_request
 from sgla.http.errors import Aborted, error_headers
-from sgla.http.native.tokens import maybe_threaded, render
+from sgla.http.lanes import beside
+from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
 from sgla.http.request.intake import IGNORED_FIELDS, intake
 from sgla.http.server import ABORTED, SERVER, Server, raise_aborted
@@ -70,11 +71,10 @@ async def count_tokens(request: web.Request) -> web.Response:
     tell_ignored_tools(request, fields)
     chat = chat_request(fields)
     tokenizer = server.ingress.tokenizer
-
-    def count() -> int:
-        return len(tokenizer.encode(render(server, chat), add_special_tokens=False))
-
-    return json_response({"input_tokens": await maybe_threaded(request.content_length or 0, count)})
+    text = await render(request, server, chat)
+    check_size("messages", [text], MAX_CHARS, "characters with the chat template")
+    count = await beside(request, len(text), lambda: len(tokenizer.encode(text, add_special_tokens=False)))
+    return json_response({"input_tokens": count})
 
 
 def served_model(server: Server, asked: str | None) -> str:

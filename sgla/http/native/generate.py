@@ -14,8 +14,9 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.errors import error_body
+from sgla.http.lanes import beside
 from sgla.http.native.session_store import Turn
-from sgla.http.native.tokens import maybe_threaded
+from sgla.http.native.tokens import MAX_CHARS, check_size
 from sgla.http.openai.common import MAX_LOGPROB_IDS
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.intake import intake
@@ -44,7 +45,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     shapes = Shapes(fields, work, shown, server)
     if fields.session_params is None:
         return await answer(request, server, work, shapes, many)
-    turn = await begin_turn(server, fields.session_params, shown[0], work, many)
+    turn = await begin_turn(request, server, fields.session_params, shown[0], work, many)
     try:
         return await answer(request, server, work, shapes, many, turn)
     finally:
@@ -63,18 +64,22 @@ async def answer(
     return json_response(results if many or work.n > 1 else results[0])
 
 
-async def begin_turn(server: Server, params: SessionParams, rid: str, work: Work, many: bool) -> Turn:
+async def begin_turn(
+    request: web.Request, server: Server, params: SessionParams, rid: str, work: Work, many: bool
+) -> Turn:
     """Put what the session has in front of the prompt. Raises BadRequest kinds, SessionNotFound, Overloaded."""
     if many or work.n > 1:
         raise InvalidField("session_params is for one prompt with n=1", param="session_params")
     (job,) = work.jobs
     text, tokenizer, special = job.text or "", server.ingress.tokenizer, params.rid is None
 
+    check_size("text", [text], MAX_CHARS, "characters")
+
     def encoded() -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
         return ids
 
-    added = await maybe_threaded(len(text), encoded) if job.token_ids is None else job.token_ids
+    added = await beside(request, len(text), encoded) if job.token_ids is None else job.token_ids
     facts = server.ingress.facts
     assert facts is not None
     turn = server.sessions.begin(params, rid, added, work.client.owner, facts.context_len)

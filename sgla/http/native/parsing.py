@@ -9,15 +9,16 @@ from aiohttp import web
 
 from sgla.errors import ConfigError, InvalidField
 from sgla.http.answer.reading import server_dialect
-from sgla.http.native.tokens import maybe_threaded
+from sgla.http.lanes import INLINE_SIZE, beside
 from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import SERVER, Server
 from sgla.http.wire import json_response
+from sgla.text.process import Parse, parse
 from sgla.text.tools.cursor import CALL, CONTENT, REASONING, Piece
-from sgla.text.tools.families import Dialect, Family, named
-from sgla.text.tools.parser import OutputParser
+from sgla.text.tools.families import Family, named
+from sgla.text.tools.parser import parser_of
 
 
 class ParseCallRequest(msgspec.Struct, kw_only=True):
@@ -40,7 +41,7 @@ async def parse_function_call(request: web.Request) -> web.Response:
     fields = await intake(request, CALLS)
     check_tool_list(fields.tools)
     family = chosen(server, fields.tool_call_parser, "tool_call_parser")
-    pieces = await parsed(fields.text, OutputParser(Dialect(tools=family), fields.tools or []))
+    pieces = await parsed(request, Parse(fields.text, tools=family.name, functions=fields.tools or []))
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.kind == CALL:
@@ -57,7 +58,7 @@ async def separate_reasoning(request: web.Request) -> web.Response:
     family = chosen(server, fields.reasoning_parser, "reasoning_parser")
     think = family.think
     opened = think is not None and think.open not in fields.text and think.close in fields.text
-    pieces = await parsed(fields.text, OutputParser(Dialect(reasoning=family), opened=opened))
+    pieces = await parsed(request, Parse(fields.text, reasoning=family.name, opened=opened))
     return json_response({"reasoning_text": joined(pieces, REASONING), "text": joined(pieces, CONTENT)})
 
 
@@ -78,8 +79,13 @@ def chosen(server: Server, name: str | None, field: str) -> Family:
     return family
 
 
-async def parsed(text: str, parser: OutputParser) -> list[Piece]:
-    return await maybe_threaded(len(text), lambda: parser.feed(text) + parser.close())
+async def parsed(request: web.Request, task: Parse) -> list[Piece]:
+    """Long texts are read in a process of its own, which has limits."""
+    if len(task.text) <= INLINE_SIZE:
+        parser = parser_of(task)
+        return parser.feed(task.text) + parser.close()
+    pieces = await beside(request, len(task.text), lambda: parse(task))
+    return [Piece(*piece) for piece in pieces]
 
 
 def joined(pieces: list[Piece], kind: str) -> str:

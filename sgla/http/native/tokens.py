@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http.lanes import beside, sliced, total
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest, DetokenizeRequest, Schema, TokenizeRequest
 from sgla.http.server import SERVER, Server
 from sgla.http.wire import json_response
+from sgla.text.detokenize import make_detokenizer
 from sgla.text.logprobs import token_text
 
 TOKENIZE = Schema(TokenizeRequest)
 DETOKENIZE = Schema(DetokenizeRequest)
-INLINE_SIZE = 4096
-
-T = TypeVar("T")
+MAX_CHARS = 1 << 20  # that one request may have tokenized
+MAX_IDS = 1 << 20  # that one request may have detokenized
+MAX_TEXTS = 8192  # of either, in one request
+IDS_SLICE = 4096  # ids that are made text without a pause for other threads
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -31,22 +32,24 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidField("give either prompt or messages", param="prompt")
     prompt, special = fields.prompt, fields.add_special_tokens is not False
     if prompt is None:
-        prompt, special = render(server, fields), bool(fields.add_special_tokens)
+        prompt, special = await render(request, server, fields), bool(fields.add_special_tokens)
     texts = prompt if isinstance(prompt, list) else [prompt]
+    check_size("prompt", texts, MAX_CHARS, "characters")
     tokenizer = server.ingress.tokenizer
-    encoded = await maybe_threaded(
-        sum(map(len, texts)), lambda: [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    encoded = await beside(
+        request, total(texts), lambda: [tokenizer.encode(text, add_special_tokens=special) for text in texts]
     )
     lists = isinstance(prompt, list)
     facts = server.ingress.facts
     counts = [len(ids) for ids in encoded]
+    tokens = [await sliced(ids) for ids in encoded]
     result: dict[str, Any] = {
         "count": counts if lists else counts[0],
         "max_model_len": facts.context_len if facts is not None else None,
-        "tokens": encoded if lists else encoded[0],
+        "tokens": tokens if lists else tokens[0],
     }
     if fields.return_token_strs:
-        strings = [[token_text(tokenizer, token) for token in ids] for ids in encoded]
+        strings = [await sliced(ids, lambda token: token_text(tokenizer, token)) for ids in encoded]
         result["token_strs"] = strings if lists else strings[0]
     return json_response(result)
 
@@ -58,28 +61,39 @@ async def apply_template(request: web.Request) -> web.Response:
     server.model(fields.model)
     if fields.messages is None:
         raise InvalidField("messages is required", param="messages")
-    return json_response({"prompt": render(server, fields)})
+    return json_response({"prompt": await render(request, server, fields)})
 
 
-def render(server: Server, fields: ChatRequest | TokenizeRequest) -> str:
-    """The chat template's text for ``messages``. Raises BadRequest for what the template refuses."""
+def check_size(name: str, lists: list[Any], most: int, unit: str) -> None:
+    """Raise InvalidField for too many texts or lists of ids, or too long ones."""
+    if len(lists) > MAX_TEXTS:
+        raise InvalidField(f"{name} has {len(lists)} items; {MAX_TEXTS} is the limit", param=name)
+    size = sum(map(len, lists))
+    if size > most:
+        raise InvalidField(f"{name} has {size} {unit}; {most} is the limit of one request", param=name)
+
+
+async def render(request: web.Request, server: Server, fields: ChatRequest | TokenizeRequest) -> str:
+    """The chat template's text for ``messages``. Raises BadRequest for what the template refuses, and Overloaded."""
     if server.ingress.template is None:
         raise InvalidField(
             "the model has no chat template; send prompt instead of messages", param="messages"
         )
     generate, continues = prompt_flags(fields)
-    return server.ingress.template.render(
-        checked_messages(fields.messages or []),
-        tools=fields.tools or None,
-        add_generation_prompt=generate,
-        continue_final_message=continues,
-        **template_kwargs(fields, server.config.trust_request_chat_template),
-    )
+    template, messages = server.ingress.template, checked_messages(fields.messages or [])
+    more = template_kwargs(fields, server.config.trust_request_chat_template)
 
+    def rendered() -> str:
+        text: str = template.render(
+            messages,
+            tools=fields.tools or None,
+            add_generation_prompt=generate,
+            continue_final_message=continues,
+            **more,
+        )
+        return text
 
-async def maybe_threaded(size: int, work: Callable[[], T]) -> T:
-    """``work()``, in a thread if ``size`` (characters or tokens) makes it slow enough to delay a step."""
-    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
+    return await beside(request, request.content_length or 0, rendered, inline=-1)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -89,15 +103,25 @@ async def detokenize(request: web.Request) -> web.Response:
     facts, tokenizer = server.ingress.facts, server.ingress.tokenizer
     lists = bool(fields.tokens) and isinstance(fields.tokens[0], list)
     batch: list[Any] = fields.tokens if lists else [fields.tokens]
+    if not all(isinstance(ids, list) for ids in batch):
+        raise InvalidField("tokens must be a list of ids or a list of id lists", param="tokens")
+    check_size("tokens", batch, MAX_IDS, "ids")
     limit = facts.vocab_size if facts is not None else 2**31
-    for ids in batch:
-        if not isinstance(ids, list) or any(
-            not isinstance(token, int) or not 0 <= token < limit for token in ids
-        ):
-            raise InvalidField(f"tokens must be ids between 0 and {limit - 1}", param="tokens")
     skip = bool(fields.skip_special_tokens)
-    texts = await maybe_threaded(
-        sum(map(len, batch)), lambda: [tokenizer.decode(ids, skip_special_tokens=skip) for ids in batch]
+    texts = await beside(
+        request, total(batch), lambda: [decoded(tokenizer, ids, limit, skip) for ids in batch]
     )
     text = texts if lists else texts[0]
     return json_response({"prompt": text, "text": text})
+
+
+def decoded(tokenizer: Any, ids: list[Any], limit: int, skip: bool) -> str:
+    """The text of ``ids``, made in slices, since the library's call for all of them stops other threads. Raises InvalidField."""
+    detokenizer = make_detokenizer(tokenizer, skip)
+    texts = []
+    for at in range(0, len(ids), IDS_SLICE):
+        part = ids[at : at + IDS_SLICE]
+        if any(not isinstance(token, int) or not 0 <= token < limit for token in part):
+            raise InvalidField(f"tokens must be ids between 0 and {limit - 1}", param="tokens")
+        texts.append(detokenizer.feed(part))
+    return "".join([*texts, detokenizer.flush()])

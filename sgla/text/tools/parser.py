@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgla.text.process import Parse
 from sgla.text.reasoning.harmony import harmony
 from sgla.text.reasoning.think import think
 from sgla.text.tools.calls import Toolbox, prose
 from sgla.text.tools.cursor import NO_TAGS, Cursor, Piece, Steps, tags
-from sgla.text.tools.families import Dialect
+from sgla.text.tools.families import BY_NAME, Dialect
 
 
 class OutputParser:
@@ -62,3 +63,8 @@ class OutputParser:
     def _report(self, thinking: bool) -> None:
         self.thinking = thinking
         self.thought = self._cur.position
+
+
+def parser_of(task: Parse) -> OutputParser:
+    dialect = Dialect(BY_NAME.get(task.tools), BY_NAME.get(task.reasoning))
+    return OutputParser(dialect, task.functions, task.opened)

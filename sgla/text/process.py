@@ -1,0 +1,247 @@
+"""The server's side of the process for texts (``sandbox.py``): what it is asked, its limits, and its end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgla.errors import BadRequest, ConfigError, InvalidField, Overloaded, UnsupportedField
+from sgla.text.template import MAX_SOURCE, Message, is_source
+
+LENGTH = struct.Struct("<I")  # before each record on the pipes
+SECONDS = 5.0  # that one task may take
+QUEUE = 10.0  # seconds to wait for those before it
+START = 60.0
+MEMORY = 512 << 20  # bytes that the tasks of a process may need
+MOST = 64 << 20  # bytes of an answer
+KINDS = {kind.__name__: kind for kind in (BadRequest, InvalidField, UnsupportedField, ConfigError)}
+SMALL = 64 << 10  # bytes of a task that does not wait for larger ones
+
+
+class Render(NamedTuple):
+    """What a chat template makes of ``messages``; None: whether it compiles."""
+
+    source: tuple[tuple[str, str], ...]
+    special_tokens: dict[str, str]
+    messages: list[Message] | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012 - pickled, never changed
+
+
+class Parse(NamedTuple):
+    """The pieces of an output. ``tools``, ``reasoning``: names of families, "" for none."""
+
+    text: str
+    tools: str = ""
+    reasoning: str = ""
+    functions: list[dict[str, Any]] | None = None
+    opened: bool = False
+
+
+class Answer(msgspec.Struct):
+    """``kind``: the name of an error's class, whose message is ``text``."""
+
+    text: str = ""
+    pieces: list[tuple[str, str, str | None]] = []
+    kind: str = ""
+    param: str | None = None
+
+
+class Died(Exception):
+    """The process ended, or was ended after ``SECONDS`` (``late``)."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__("the process for texts ended")
+        self.late = late
+
+
+class Lane:
+    """A process, made when it is needed and again after its end, and whose turn it is. Safe in any thread; blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+
+    def ask(self, data: list[bytes]) -> Answer:
+        """Raises Overloaded, Died, and the errors that the answer tells of."""
+        if not self._lock.acquire(timeout=QUEUE):
+            raise Overloaded(
+                f"long texts of other requests have taken {QUEUE:.0f} s; please retry later", retry_after=5.0
+            )
+        try:
+            answer = self._ask(data)
+        finally:
+            self._lock.release()
+        if answer.kind:
+            raise KINDS[answer.kind](answer.text, param=answer.param)
+        return answer
+
+    def _ask(self, data: list[bytes]) -> Answer:
+        fresh = self._process is None
+        try:
+            process = self._process = self._process or Process()
+            return process.ask(data)
+        except Died as died:
+            if self._process is not None:
+                self._process.kill()
+                self._process = None
+            if fresh or died.late:
+                raise
+        return self._ask(data)  # the one before may have been killed while it had nothing to do
+
+
+class Process:
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", "-m", "sgla.text.sandbox"]
+        path = os.pathsep.join(folder for folder in sys.path if folder)
+        self._popen = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._asks, self._answers = self._popen.stdin.fileno(), self._popen.stdout.fileno()
+        os.set_blocking(self._asks, False)
+        self._writable, self._readable = select.poll(), select.poll()
+        self._writable.register(self._asks, select.POLLOUT)
+        self._readable.register(self._answers, select.POLLIN)
+        self._patience = START  # the first answer comes after the imports
+
+    def ask(self, data: list[bytes]) -> Answer:
+        end = time.monotonic() + SECONDS + self._patience
+        self._write(LENGTH.pack(sum(map(len, data))), end)
+        for part in data:
+            self._write(part, end)
+        size = LENGTH.unpack(self._read(LENGTH.size, end))[0]
+        if size > MOST:
+            raise Died(late=False)
+        answer = msgspec.msgpack.decode(self._read(size, end), type=Answer)
+        self._patience = 0.0
+        return answer
+
+    def _write(self, data: bytes, end: float) -> None:
+        rest = memoryview(data)
+        while rest:
+            self._wait(self._writable, end)
+            try:
+                rest = rest[os.write(self._asks, rest) :]
+            except OSError as error:
+                raise Died(late=False) from error
+
+    def _read(self, size: int, end: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait(self._readable, end)
+            piece = os.read(self._answers, min(1 << 20, size - len(data)))
+            if not piece:
+                raise Died(late=False)
+            data += piece
+        return bytes(data)
+
+    def _wait(self, poll: select.poll, end: float) -> None:
+        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+            raise Died(late=True)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class _Parts(list[bytes]):
+    """A file for pickle. Its method is Python's, so that other threads get their turn between parts."""
+
+    def write(self, part: Any) -> None:
+        self.append(bytes(part))
+
+
+_small, _large, _foreign = Lane(), Lane(), Lane()  # what requests bring to run has a process of its own
+
+
+def ask(task: Render | Parse, foreign: bool = False) -> Answer:
+    """Have ``task`` done within the limits, small ones beside large ones. Blocks. Raises SglaErrors; Died where the limits end it."""
+    parts = _Parts()
+    try:
+        pickle.Pickler(parts, protocol=5).dump(task)
+    except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
+        raise BadRequest("the request has values that no template can be given") from error
+    lane = _foreign if foreign else _small if sum(map(len, parts)) <= SMALL else _large
+    return lane.ask(parts)
+
+
+class BoundedTemplate:
+    """A model's chat template, as ``template.ChatTemplate``, but rendered where its time and memory have limits. Thread-safe; blocks.
+
+    Raises ConfigError for a source that does not compile or goes on for ever.
+    """
+
+    def __init__(self, source: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
+        sources = {"default": source} if isinstance(source, str) else source
+        self.source = "\n".join(sources.values())  # what the model's output looks like can be told from it
+        self._sources = tuple(sources.items())
+        self._special_tokens = special_tokens or {}
+        try:
+            ask(Render(self._sources, self._special_tokens))
+        except Died as died:
+            raise ConfigError(
+                f"the chat template cannot be used: {reason(died)}", param="chat_template"
+            ) from died
+        except BadRequest as error:
+            raise ConfigError(
+                f"the chat template cannot be used: {error.message}", param="chat_template"
+            ) from error
+
+    def render(
+        self,
+        messages: list[Message],
+        /,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """As ``ChatTemplate.render``. Raises BadRequest where a limit ends it, too, and Overloaded."""
+        options = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **kwargs,
+        }
+        name: str = kwargs.get("chat_template") or ""
+        foreign = is_source(name)
+        if foreign and len(name) > MAX_SOURCE:
+            raise InvalidField(f"chat_template may have {MAX_SOURCE} characters", param="chat_template")
+        try:
+            return ask(Render(self._sources, self._special_tokens, messages, options), foreign).text
+        except Died as died:
+            raise BadRequest(
+                f"the chat template cannot show the messages: {reason(died)}; send fewer or shorter ones",
+                param="messages",
+            ) from died
+
+
+def parse(task: Parse) -> list[tuple[str, str, str | None]]:
+    """Blocks. Raises BadRequest for a text that takes too long, and Overloaded."""
+    try:
+        return ask(task).pieces
+    except Died as died:
+        raise BadRequest(
+            f"the text cannot be parsed: {reason(died)}; send a shorter one", param="text"
+        ) from died
+
+
+def reason(died: Died) -> str:
+    return f"it takes more than {SECONDS:.0f} s" if died.late else "its process ended"

@@ -1,0 +1,78 @@
+"""The process for work on texts that nothing else bounds: chat templates, which are programs, and the parsing of long outputs.
+
+``python -m sgla.text.sandbox`` reads records from stdin (uint32 length, a pickled task) and answers each on stdout (the same, msgpack
+``Answer``). It ends with its stdin, and by itself where a task takes too long and nobody is left to end it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgla.errors import BadRequest, SglaError
+from sgla.text.process import LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
+from sgla.text.template import ChatTemplate
+from sgla.text.tools.parser import parser_of
+
+
+def main() -> None:
+    # The terminal and service managers signal the whole group; this process ends with its stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.freeze()
+    asks, answers = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := asks.read(LENGTH.size)) == LENGTH.size:
+        data = asks.read(LENGTH.unpack(head)[0])
+        signal.setitimer(signal.ITIMER_REAL, 2 * SECONDS)
+        data = answer(data)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(LENGTH.pack(len(data)) + data)
+        answers.flush()
+
+
+def answer(data: bytes) -> bytes:
+    try:
+        found = msgspec.msgpack.encode(do(pickle.loads(data)))
+        if len(found) > MOST:
+            raise BadRequest(f"the text that comes out has more than {MOST} bytes")
+        return found
+    except SglaError as error:
+        failed = Answer(kind=type(error).__name__, text=error.message, param=error.param)
+    except MemoryError:
+        failed = Answer(kind="BadRequest", text=f"it takes more than {MEMORY >> 20} MiB of memory")
+    except RecursionError:
+        failed = Answer(kind="BadRequest", text="the request is nested too deeply")
+    except UnicodeEncodeError:
+        failed = Answer(kind="BadRequest", text="the text is not valid Unicode: it has unpaired surrogates")
+    return msgspec.msgpack.encode(failed)
+
+
+def do(task: Render | Parse) -> Answer:
+    if isinstance(task, Render):
+        template = compiled(task.source, tuple(task.special_tokens.items()))
+        return Answer(text="" if task.messages is None else template.render(task.messages, **task.options))
+    parser = parser_of(task)
+    return Answer(pieces=[(kind, text, name) for kind, text, name in parser.feed(task.text) + parser.close()])
+
+
+@lru_cache(maxsize=4)
+def compiled(
+    source: tuple[tuple[str, str], ...], special_tokens: tuple[tuple[str, Any], ...]
+) -> ChatTemplate:
+    return ChatTemplate(dict(source), dict(special_tokens))
+
+
+if __name__ == "__main__":
+    main()

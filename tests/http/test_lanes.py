@@ -1,0 +1,80 @@
+"""Work of handlers beside the loop: what is too much is refused, and small work does not wait for large."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import msgspec
+import pytest
+from http_site import Site
+
+from sgla.errors import Overloaded
+from sgla.http import lanes
+from sgla.http.lanes import Lane, sliced
+from sgla.http.native.tokens import MAX_CHARS, MAX_IDS, MAX_TEXTS
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "told"),
+    [
+        ("/tokenize", {"prompt": "x" * (MAX_CHARS + 1)}, f"{MAX_CHARS} is the limit"),
+        ("/tokenize", {"prompt": ["x"] * (MAX_TEXTS + 1)}, f"{MAX_TEXTS} is the limit"),
+        ("/detokenize", {"tokens": [1] * (MAX_IDS + 1)}, f"{MAX_IDS} is the limit"),
+        ("/detokenize", {"tokens": [1, [2]]}, "between 0 and"),
+    ],
+)
+async def test_limits_of_texts(site: Site, route: str, body: dict[str, object], told: str) -> None:
+    status, reply = await site.post(route, body)
+    assert status == 400
+    assert told in reply["error"]["message"]
+
+
+async def test_small_work_does_not_wait_for_large(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    encode = site.ingress.tokenizer.encode
+
+    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > lanes.SMALL_SIZE:
+            release.wait(30)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(site.ingress.tokenizer, "encode", slow)
+    large = [
+        asyncio.ensure_future(site.post("/tokenize", {"prompt": "x" * (lanes.SMALL_SIZE + 1)}))
+        for _ in range(2)
+    ]
+    await asyncio.sleep(0.2)
+    try:
+        status, reply = await site.post("/tokenize", {"prompt": "y" * (lanes.INLINE_SIZE + 1)})
+        assert status == 200
+        status, reply = await site.post("/tokenize", {"prompt": "z" * (lanes.SMALL_SIZE + 1)})
+        assert (status, reply["error"]["code"]) == (429, "overloaded")
+    finally:
+        release.set()
+    assert [status for status, _ in await asyncio.gather(*large)] == [200, 200]
+
+
+async def test_a_lane_shares_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, release = Lane("test", 1, 2, 3), threading.Event()
+    waiting = [asyncio.ensure_future(lane.run(client, release.wait)) for client in "aabcca"]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    release.set()
+    done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [isinstance(result, Overloaded) for result in done] == [False, False, False, True, True, True]
+    assert await lane.run("a", lambda: 7) == 7
+
+
+async def test_long_lists_are_encoded_in_slices() -> None:
+    for count in (0, 3, 10, 11):
+        found = await sliced(range(count), lambda n: {"n": n}, size=5)
+        assert msgspec.json.decode(msgspec.json.encode(found)) == [{"n": n} for n in range(count)]
+    assert await sliced([1, 2]) == [1, 2]
+
+
+async def test_long_texts_are_parsed_in_their_process(site: Site) -> None:
+    text = "<tool_call>{" * 20_000
+    body = {"text": text, "tools": [], "tool_call_parser": "hermes"}
+    status, reply = await site.post("/parse_function_call", body)
+    assert (status, reply) == (200, {"normal_text": text, "calls": []})

@@ -1,0 +1,132 @@
+"""The process for texts: its limits, and that what it makes is what would be made here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from sgla.errors import BadRequest, ConfigError, InvalidField, Overloaded
+from sgla.text import process
+from sgla.text.process import BoundedTemplate, Lane, Parse, parse
+from sgla.text.template import ChatTemplate
+from sgla.text.tools.families import BY_NAME
+from sgla.text.tools.parser import parser_of
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CHAT = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "ho"}]
+TWICE = "{% if messages|length > 3 %}%s{% endif %}" + PLAIN  # harmless as long as the chat is short
+BOMBS = {
+    "repetition": "{{ 'x' * 10000000000 }}",
+    "doubling": "{% set n = namespace(x='x' * 99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "join": "{{ range(99999)|list|join('x' * 99999) }}",
+    "power": "{{ 10 ** (messages|length * 10 ** 9) }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "nested lists": "{% set n = namespace(x=[]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+}
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "SECONDS", 1.0)
+
+
+def test_renders_as_the_template_does() -> None:
+    sources = {"default": PLAIN, "tool_use": "{{ tools|tojson }}" + PLAIN}
+    bounded, plain = (
+        BoundedTemplate(sources, {"bos_token": "<s>"}),
+        ChatTemplate(sources, {"bos_token": "<s>"}),
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 10**30}}}
+    options: list[dict[str, Any]] = [
+        {},
+        {"tools": [tool]},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"chat_template": "{{ bos_token }}" + PLAIN},
+    ]
+    for each in options:
+        assert bounded.render(CHAT, **each) == plain.render(CHAT, **each)
+    assert bounded.source == plain.source
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.usefixtures("short_limits")
+def test_a_template_that_explodes_is_refused_and_the_next_is_rendered(kind: str) -> None:
+    template = BoundedTemplate(TWICE.replace("%s", BOMBS[kind]))
+    with pytest.raises(
+        BadRequest, match="more than 1 s|memory|MemoryError|OverflowError|more than 67108864 bytes|ValueError"
+    ):
+        template.render(CHAT * 2)
+    assert template.render(CHAT[:1]) == "<user>hé"
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_template_of_a_request_does_not_hold_up_the_models() -> None:
+    template = BoundedTemplate(PLAIN)
+    bomb = threading.Thread(target=refused, args=(template,))
+    bomb.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    assert template.render(CHAT) == "<user>hé<assistant>ho"
+    assert bomb.is_alive() or time.monotonic() - begun < 0.5
+    bomb.join()
+
+
+def refused(template: BoundedTemplate) -> None:
+    with pytest.raises(BadRequest):
+        template.render(CHAT, chat_template=BOMBS["loops"])
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_model_with_a_broken_or_endless_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not compile"):
+        BoundedTemplate("{% if")
+    with pytest.raises(ConfigError, match="more than 1 s"):
+        BoundedTemplate(BOMBS["loops"])
+
+
+def test_errors_keep_their_types() -> None:
+    template = BoundedTemplate(PLAIN + "{{ raise_exception('no') }}")
+    with pytest.raises(BadRequest, match="refuses the messages: no"):
+        template.render(CHAT)
+    with pytest.raises(InvalidField, match="does not compile"):
+        template.render(CHAT, chat_template="{% if")
+    with pytest.raises(InvalidField, match="65536 characters"):
+        template.render(CHAT, chat_template="{{ x }}" * 10_000)
+    with pytest.raises(BadRequest, match="no template can be given"):
+        template.render(CHAT, now=lambda: 0)
+
+
+def test_arguments_that_are_nested_deeply_are_text() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    chat = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert "ho" in BoundedTemplate(PLAIN).render(chat)
+
+
+def test_a_killed_process_is_replaced() -> None:
+    template = BoundedTemplate(PLAIN)
+    assert process._small._process is not None
+    process._small._process._popen.kill()
+    assert template.render(CHAT) == "<user>hé<assistant>ho"
+
+
+def test_texts_are_parsed_as_here() -> None:
+    text = 'x <tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call> y'
+    task = Parse(text, tools="hermes", functions=[{"function": {"name": "f"}}])
+    parser = parser_of(task)
+    assert parse(task) == [tuple(piece) for piece in parser.feed(text) + parser.close()]
+    assert BY_NAME["qwen"].name == "hermes"
+    assert parse(Parse("<think>a</think>b", reasoning="think")) == [
+        ("reasoning", "a", None),
+        ("content", "b", None),
+    ]
+
+
+def test_who_waits_too_long_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "QUEUE", 0.05)
+    lane = Lane()
+    with lane._lock, pytest.raises(Overloaded) as refusal:
+        lane.ask([b""])
+    assert refusal.value.retry_after
