@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OPEN_BYTES = 256 << 20
 SILENT = 30.0  # seconds of a start without progress that are worth telling
 SHUTTING_DOWN = "the server is shutting down"
+MESSAGE = 64  # bytes that a message of a chat takes beside its text
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
 
 
@@ -289,7 +290,9 @@ def job_bytes(job: Job) -> int:
         return len(job.text) + len(job.pair or "")
     if job.token_ids is not None:
         return 8 * len(job.token_ids)
-    return sum(len(part) if isinstance(part, str) else 64 for m in job.messages or [] for part in _texts(m))
+    messages = job.messages or []
+    parts = sum(len(part) if isinstance(part, str) else 64 for m in messages for part in _texts(m))
+    return parts + MESSAGE * len(messages)
 
 
 def _texts(message: dict[str, Any]) -> list[Any]:

@@ -9,6 +9,8 @@ import pytest
 from http_fake import expected_text
 from http_site import Site
 
+from sgla.http.native.generate import Shapes
+
 
 def text_of(site: Site, job: int, steps: int, child: int = 0) -> str:
     return expected_text(site.ingress.jobs[job], site.ingress.prompt(site.ingress.jobs[job]), child, steps)
@@ -146,3 +148,29 @@ async def test_refusals(site: Site, body: dict[str, Any], param: str) -> None:
     status, reply = await site.post("/generate", body)
     assert (status, reply["error"]["param"]) == (400, param)
     assert not site.ingress.jobs
+
+
+async def test_a_stream_makes_each_row_of_logprobs_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event has all of them."""
+    made = 0
+
+    def count(*given: Any) -> Any:
+        nonlocal made
+        made += 1
+        return top(*given)
+
+    top = Shapes._top
+    monkeypatch.setattr(Shapes, "_top", count)
+    body = {
+        "text": "hi",
+        "sampling_params": {"max_new_tokens": 40},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+    _, whole = await site.post("/generate", body)
+    made = 0
+    events = [json.loads(data) for data in (await site.sse("/generate", {**body, "stream": True}))[:-1]]
+    assert len(events) > 20
+    assert made == 40
+    for i, name in ((5, "output_token_logprobs"), (-1, "output_token_logprobs"), (-1, "output_top_logprobs")):
+        assert events[i]["meta_info"][name] == whole["meta_info"][name][: len(events[i]["output_ids"])]

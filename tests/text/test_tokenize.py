@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sgla.actors.ingress import job_bytes
 from sgla.actors.tokenize import INLINE_BYTES, Tokenize
 from sgla.errors import SglaError
 from sgla.messages import Job, Rejected, SamplingParams, Submit
@@ -44,6 +45,12 @@ async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
     await asyncio.to_thread(tokenize._pool.shutdown)
     assert prepared == ["a", "c"]
     tokenize.close()
+
+
+def test_a_message_is_more_than_its_text() -> None:
+    """A chat of thousands of empty messages is not rendered in the loop."""
+    messages = [{"role": "user", "content": ""}] * 1000
+    assert job_bytes(Job(rid="a", sampling=SamplingParams(), messages=messages)) > INLINE_BYTES
 
 
 class Panic(BaseException):

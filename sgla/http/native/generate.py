@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,8 @@ from sgla.text.logprobs import finite, token_text
 
 SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling, "session_params": SessionParams})
 DEFAULT_MAX_TOKENS = 128
+
+Show = Callable[[int, TokenLogprob | None], Any]  # of a token's logprobs
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -153,6 +155,7 @@ class Shapes:
         self._texts = bool(fields.return_text_in_logprobs)
         self._starts = spread("logprob_start_len", fields.logprob_start_len, len(work.jobs))
         self._since = clock.now()
+        self._shown: dict[int, dict[str, list[msgspec.Raw]]] = {}  # logprobs by choice and name
 
     def result(self, choice: Choice) -> dict[str, Any]:
         prompt, nth = divmod(choice.index, self._work.n)
@@ -182,30 +185,31 @@ class Shapes:
         return None if choice.finish is None else {"type": "abort", "message": ABORTED}
 
     def _logprobs(self, choice: Choice, sampling: SamplingParams, start: int | None) -> dict[str, Any]:
+        """All so far. What an earlier result of the choice had is not made again: a stream shows it with each event."""
         if sampling.logprobs is None:
             return {}
-        begin = 0 if start is None or start < 0 else start
-        entries = (choice.prompt_logprobs or [])[begin:]
-        prompt = list(zip((choice.prompt_tokens or [])[begin:], entries))
-        result: dict[str, Any] = {
-            "input_token_logprobs": [self._chosen(token, entry) for token, entry in prompt],
-            "output_token_logprobs": [self._chosen(entry.token, entry) for entry in choice.logprobs or []],
-        }
+        asked: dict[str, Show] = {"token": self._chosen}
         if sampling.logprobs:
-            result["input_top_logprobs"] = [self._top(entry) for _, entry in prompt]
-            result["output_top_logprobs"] = [self._top(entry) for entry in choice.logprobs or []]
+            asked["top"] = self._top
         if sampling.logprob_token_ids:
-            result["input_token_ids_logprobs"] = [self._asked(entry) for _, entry in prompt]
-            result["output_token_ids_logprobs"] = [self._asked(entry) for entry in choice.logprobs or []]
-        return result
+            asked["token_ids"] = self._asked
+        names = [f"{side}_{kind}_logprobs" for kind in asked for side in ("input", "output")]
+        rows = self._shown.setdefault(choice.index, {name: [] for name in names})
+        begin = 0 if start is None or start < 0 else start
+        if not rows["input_token_logprobs"] and choice.prompt_logprobs is not None:
+            prompt = zip((choice.prompt_tokens or [])[begin:], choice.prompt_logprobs[begin:])
+            add_rows(rows, "input", asked, list(prompt))
+        new = (choice.logprobs or [])[len(rows["output_token_logprobs"]) :]
+        add_rows(rows, "output", asked, [(entry.token, entry) for entry in new])
+        return rows
 
     def _chosen(self, token: int, entry: TokenLogprob | None) -> list[Any]:
         return [None if entry is None else finite(entry.logprob), token, self._text(token)]
 
-    def _top(self, entry: TokenLogprob | None) -> list[list[Any]] | None:
+    def _top(self, token: int, entry: TokenLogprob | None) -> list[list[Any]] | None:
         return None if entry is None else self._rows(entry.top)
 
-    def _asked(self, entry: TokenLogprob | None) -> list[list[Any]] | None:
+    def _asked(self, token: int, entry: TokenLogprob | None) -> list[list[Any]] | None:
         return None if entry is None else self._rows(entry.asked)
 
     def _rows(self, values: Sequence[tuple[int, float]]) -> list[list[Any]]:
@@ -213,6 +217,18 @@ class Shapes:
 
     def _text(self, token: int) -> str | None:
         return token_text(self._tokenizer, token) if self._texts else None
+
+
+def add_rows(
+    rows: dict[str, list[msgspec.Raw]],
+    side: str,
+    asked: dict[str, Show],
+    entries: list[tuple[int, TokenLogprob | None]],
+) -> None:
+    for kind, show in asked.items():
+        rows[f"{side}_{kind}_logprobs"] += [
+            msgspec.Raw(encode(show(token, entry))) for token, entry in entries
+        ]
 
 
 class NativeStream(sse.Encoder):
