@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import Any
@@ -159,6 +160,19 @@ async def test_references_share_what_they_refer_to_and_are_bounded(serve: Serve)
         rounds += 1
     assert (status, reply["error"]["code"]) == (413, "request_too_large")
     assert 2 < rounds < 6
+
+
+async def test_what_is_stored_takes_memory_of_the_request(site: Site) -> None:
+    store, budget = sizes(site), site.app[SERVER].budget
+    first = await site.client.responses.create(model="fake", input="x" * 50_000, background=True)
+    asked = {"input": "y", "previous_response_id": first.id, "max_output_tokens": 1}
+    while (entry := store.get(first.id, "")) is None or entry.uid is not None:
+        await asyncio.sleep(0.001)
+    budget.limit = 70_000
+    assert (await site.post("/v1/responses", {"input": "y"}))[0] == 200
+    status, reply = await site.post("/v1/responses", {**asked, "input": "y" * 20_000})
+    assert (status, "--request-memory-bytes" in reply["error"]["message"]) == (413, True)
+    assert budget.used == 0
 
 
 async def test_a_conversation_has_a_limit_of_items(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

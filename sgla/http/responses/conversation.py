@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from sgla import census
 from sgla.errors import InvalidField, NotFound, TooLarge
+from sgla.http.bodies import Share
 from sgla.http.errors import Busy
 from sgla.http.responses.input import ResponsesRequest, input_items, referred, resolved
 from sgla.http.responses.output import new_id
@@ -36,12 +38,12 @@ class Slices:
 
 
 async def gather(
-    fields: ResponsesRequest, store: ResponseStore, owner: str, limit: int
+    fields: ResponsesRequest, store: ResponseStore, owner: str, limit: int, share: Share
 ) -> tuple[Part | None, list[Item], list[Item]]:
     """What the request goes on from; its own items, with stored ones in place of references; the whole conversation.
 
-    What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes. Raises PreviousResponseNotFound, Busy and
-    InvalidField.
+    What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes, and Overloaded where ``share`` gets no memory for
+    it. Raises PreviousResponseNotFound, Busy and InvalidField.
     """
     before = earlier(store, owner, fields.previous_response_id)
     items = input_items(fields)
@@ -60,9 +62,13 @@ async def gather(
             "a new conversation, or start the server with a larger --max-body-bytes"
         )
     slices = Slices()
-    stored = {name: await decoded(json, slices) for name, json in found.items() if json is not None}
-    own = [{"id": new_id("item"), **item} for item in resolved(items, stored.get)]
-    past = [await decoded(json, slices) for json in (before.conversation() if before is not None else ())]
+    stored = {name: await decoded(json, share, slices) for name, json in found.items() if json is not None}
+    own = []
+    for item in resolved(items, stored.get):
+        own.append({"id": new_id("item"), **item})
+        await slices.after(0)
+    stored_items = before.conversation() if before is not None else ()
+    past = [await decoded(json, share, slices) for json in stored_items]
     return before, own, [*past, *own]
 
 
@@ -81,14 +87,19 @@ def earlier(store: ResponseStore, owner: str, uid: str | None) -> Part | None:
     return entry.part
 
 
-async def decoded(json: bytes, slices: Slices) -> Item:
+async def decoded(json: bytes, share: Share, slices: Slices) -> Item:
+    counted = census.Census()
+    for _ in census.counting(json, counted):
+        await asyncio.sleep(0)
+    share.take(counted.memory(json))
     await slices.after(len(json))
     return _decode(json)
 
 
-async def to_keep(items: Iterable[Item]) -> list[Kept]:
+async def to_keep(items: Iterable[Item], share: Share) -> list[Kept]:
     slices, result = Slices(), []
     for item in items:
         result.append(kept(item))
+        share.take(len(result[-1].json))
         await slices.after(len(result[-1].json))
     return result

@@ -19,10 +19,10 @@ from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.clients import CLIENT
 from sgla.http.openai.chat import chat_work
-from sgla.http.request.intake import IGNORED_FIELDS, intake
+from sgla.http.request.intake import IGNORED_FIELDS, SHARE, intake
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses.background import Recorder
-from sgla.http.responses.conversation import gather, to_keep
+from sgla.http.responses.conversation import Slices, decoded, gather, to_keep
 from sgla.http.responses.input import (
     CLIENT_TOOLS,
     RESPONSES,
@@ -56,13 +56,14 @@ async def create(request: web.Request) -> web.StreamResponse:
     kinds = {str(tool.get("type")) for tool in fields.tools or [] if tool.get("type") not in CLIENT_TOOLS}
     request[IGNORED_FIELDS] += [f"tools.{kind}" for kind in sorted(kinds)]
     store, owner = server.responses, request[CLIENT].owner
-    before, own, items = await gather(fields, store, owner, server.config.max_body_bytes)
+    share = request[SHARE]
+    before, own, items = await gather(fields, store, owner, server.config.max_body_bytes, share)
     chat = chat_request(fields, items)
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
     work.jobs[0].drop_turns = fields.truncation == "auto"
     answer = Answer(fields, reading.reader(), store.limit > 0, logprobs_of(server, chat))
-    asked = await to_keep(own) if answer.response["store"] else []
+    asked = await to_keep(own, share) if answer.response["store"] else []
     entry = Stored(
         id=answer.response["id"],
         owner=owner,
@@ -186,11 +187,17 @@ async def input_list(request: web.Request) -> web.Response:
         if place is None or place not in numbers:
             raise InvalidField("after must be the id of an input item of this response", param="after")
         numbers = numbers[numbers.index(place) + 1 :]
-    items = [listed(msgspec.json.decode(entry.part.items[i].json)) for i in numbers[: int(limit)]]
-    ids = [item["id"] for item in items] or [None]
-    more = len(numbers) > len(items)
+    page, slices, share = numbers[: int(limit)], Slices(), request[SHARE]
+    ids: list[Any] = []
+    data = []
+    for i in page:
+        item = listed(await decoded(entry.part.items[i].json, share, slices))
+        ids.append(item["id"])
+        data.append(msgspec.Raw(encode(item)))
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    more = len(numbers) > len(page)
     return json_response(
-        {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1], "has_more": more}
+        {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
     )
 
 
