@@ -35,13 +35,14 @@ class Sink(Protocol):
 class _Open:
     """One admitted request: its sink, and which children have not finished."""
 
-    __slots__ = ("children", "cost", "n", "sink")
+    __slots__ = ("children", "cost", "extra", "n", "sink")
 
-    def __init__(self, sink: Sink, n: int, cost: int) -> None:
+    def __init__(self, sink: Sink, n: int, cost: int, extra: int) -> None:
         self.sink = sink
         self.n = n
         self.children = n
         self.cost = cost
+        self.extra = extra  # places that it has brought along
 
 
 class Ingress:
@@ -149,8 +150,9 @@ class Ingress:
         """Admit a request or raise the SglaError that refuses it; never waits. ``job.rid`` must be new."""
         self.open_all([(job, sink)])
 
-    def open_all(self, jobs: Sequence[tuple[Job, Sink]]) -> None:
-        """``open`` for jobs that belong together: all of them are admitted, or none."""
+    def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
+        """``open`` for jobs that belong together: all of them are admitted, or none. With ``extra`` there is always a place for them,
+        and as many as before for others."""
         self.require_ready()
         assert self._tokenize is not None
         for job, _ in jobs:
@@ -158,15 +160,17 @@ class Ingress:
                 raise BadRequest(f"a request with id {job.rid!r} is already running", param="request_id")
             check_task(job, self.facts)
         costs = [job_bytes(job) for job, _ in jobs]
-        full = self._full(sum(job.sampling.n for job, _ in jobs), sum(costs))
+        full = self._full(0 if extra else sum(job.sampling.n for job, _ in jobs), sum(costs))
         if full:
             self._refused += 1
             raise Overloaded(full, retry_after=self._retry_after())
         now = clock.now()
         for (job, sink), cost in zip(jobs, costs):
             job.arrival = now
-            self._open[job.rid] = _Open(sink, job.sampling.n, cost)
-            self._children += job.sampling.n
+            entry = _Open(sink, job.sampling.n, cost, job.sampling.n if extra else 0)
+            self._open[job.rid] = entry
+            self._capacity += entry.extra
+            self._children += entry.n
             self._bytes += cost
             self._tokenize.post(job)
 
@@ -208,6 +212,7 @@ class Ingress:
             if entry.children == 0:
                 del self._open[event.rid]
                 self._bytes -= entry.cost
+                self._capacity -= entry.extra
             self._free()
         entry.sink.push(event)
 
@@ -232,6 +237,7 @@ class Ingress:
         if entry is not None:
             self._children -= entry.children
             self._bytes -= entry.cost
+            self._capacity -= entry.extra
             self._free()
         return entry
 

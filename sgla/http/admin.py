@@ -9,10 +9,8 @@ from aiohttp import web
 
 from sgla import __version__
 from sgla.config import SECRETS
-from sgla.http.request.schema import RequestFields
-from sgla.http.server import PATH_ID, SERVER, Server, make_work
+from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
-from sgla.messages import SamplingParams
 from sgla.sched.stats import Stats
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,12 +70,7 @@ async def ready(request: web.Request) -> web.Response:
 async def health_generate(request: web.Request) -> web.Response:
     """200 if one token, or one vector, comes out of the engine."""
     server = request.app[SERVER]
-    server.ingress.require_ready()
-    facts = server.ingress.facts
-    pools = facts is not None and facts.pooling is not None
-    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    prompt = {"token_ids": [0], "pool": [] if pools else None}
-    await server.collect(make_work(request, RequestFields(timeout=20.0), [prompt], sampling))
+    await server.probe.check()
     return json_response({"status": "ready"})
 
 
@@ -176,10 +169,4 @@ def current(server: Server) -> Stats:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
-    facts, stats = server.ingress.facts, server.ingress.stats()
-    if facts is not None:
-        server.metrics.started(facts, facts.timings)
-    if stats is not None:
-        server.metrics.gauges(stats)
-    return web.Response(body=server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
+    return web.Response(body=request.app[SERVER].metrics_text(), headers={"Content-Type": METRICS_TYPE})

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MODELS = "/v1/models"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
 
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/chat/completions": {"POST": openai_chat.chat_completions},
@@ -146,7 +147,10 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     path = "/" + "/".join(filter(None, request.path.split("/")))
     route, request[PATH_ID] = match(path)
     identify(request)
-    named = request.method, route if route in ROUTES else "unknown"
+    named = (
+        request.method if request.method in METHODS else "other",
+        route if route in ROUTES else "unknown",
+    )
     server.metrics.http_started(*named)
     status = CLIENT_GONE
     try:

@@ -42,7 +42,7 @@ from sgla.http.request.schema import (
 from sgla.http.responses import routes as responses
 from sgla.http.responses.input import ResponsesRequest
 from sgla.http.server import SERVER
-from sgla.http.wire import json_response
+from sgla.http.wire import encode
 from sgla.text.template import TEXT_PARTS
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
@@ -166,7 +166,11 @@ TABLE: web.AppKey[Any] = web.AppKey("routes", dict)
 
 
 async def openapi_json(request: web.Request) -> web.Response:
-    return json_response(document(request.app[TABLE], request.app[SERVER].ingress.model_names))
+    """Made once, since that takes a while; nothing in it changes."""
+    server = request.app[SERVER]
+    if server.openapi is None:
+        server.openapi = encode(document(request.app[TABLE], server.ingress.model_names))
+    return web.Response(body=server.openapi, content_type="application/json")
 
 
 OPERATIONS[openapi_json] = Operation("The description of the API")

@@ -77,8 +77,9 @@ class Ingress(Protocol):
     def require_ready(self) -> None:
         """Raise the typed 503 that says why requests are not accepted now."""
 
-    def open_all(self, jobs: Sequence[tuple[Job, Sink]]) -> None:
-        """Admit requests, all or none, or raise the SglaError that refuses them; never waits."""
+    def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
+        """Admit requests, all or none, or raise the SglaError that refuses them; never waits. ``extra``: beside what there is room
+        for."""
 
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; nothing more reaches its sink. False if it is not open."""

@@ -21,12 +21,15 @@ from sgla.http.clients import CLIENT, Client
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
+from sgla.http.probe import Probe
 from sgla.http.request.sampling import model_defaults
 from sgla.http.request.schema import MAX_CHOICES, OpenAIFields, RequestFields
 from sgla.http.responses.store import ResponseStore
 from sgla.messages import Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
+
+SCRAPES = 20  # so a twentieth of the loop's time goes to metrics at most
 
 
 class Work(msgspec.Struct, kw_only=True):
@@ -70,6 +73,10 @@ class Server:
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
         self.sessions = Sessions(config.response_store, config.response_ttl)
+        self.probe = Probe(ingress)
+        self.openapi: bytes | None = None  # the description of the API, once somebody has asked
+        self._metrics_text = b""
+        self._metrics_hold = 0.0  # until then
         self._live: dict[str, tuple[Work, EndableSink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -91,6 +98,20 @@ class Server:
         if self.config.sampling_defaults == "openai":
             return {}
         return model_defaults(self.ingress.default_sampling)
+
+    def metrics_text(self) -> bytes:
+        """Prometheus' text. Open without a key, and some milliseconds of the loop: one that took t is shown for ``SCRAPES`` times t."""
+        began = clock.now()
+        if began >= self._metrics_hold:
+            facts, stats = self.ingress.facts, self.ingress.stats()
+            if facts is not None:
+                self.metrics.started(facts, facts.timings)
+            if stats is not None:
+                self.metrics.gauges(stats)
+            self._metrics_text = self.metrics.text()
+            ended = clock.now()
+            self._metrics_hold = ended + SCRAPES * (ended - began)
+        return self._metrics_text
 
     # running requests ------------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class FakeIngress:
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    def open_all(self, jobs: Any) -> None:
+    def open_all(self, jobs: Any, extra: bool = False) -> None:
         for job, sink in jobs:
             self.open(job, sink)
 

@@ -306,7 +306,7 @@ async def test_not_ready(serve: Serve) -> None:
 
 async def test_overload(serve: Serve) -> None:
     class Full(FakeIngress):
-        def open_all(self, jobs: Any) -> None:
+        def open_all(self, jobs: Any, extra: bool = False) -> None:
             raise Overloaded("full", retry_after=2.5)
 
     ingress = Full(manual=True)

@@ -96,8 +96,12 @@ class ServerProcess:
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
+    def stats(self) -> dict[str, Any]:
+        """The scheduler's counters of this moment."""
+        return dict(self.get("/get_server_info")[1]["internal_states"][0])
+
     def metric(self, name: str) -> float:
-        """Sum of a metric's samples in /metrics."""
+        """Sum of a metric's samples in /metrics, which may be some tenths of a second old."""
         total = 0.0
         for line in str(self.get("/metrics")[1]).splitlines():
             if line.startswith((name + "{", name + " ")):

@@ -31,15 +31,15 @@ def test_a_paused_server_goes_on_where_it_was(server: ServerProcess) -> None:
     long = {**body, "max_tokens": 400}
     running = threading.Thread(target=lambda: answers.append(server.request("POST", "/v1/completions", long)))
     running.start()
-    while server.metric("sgla:num_running_reqs") == 0:
+    while server.stats()["running"] == 0:
         time.sleep(0.005)
     assert server.request("POST", "/pause_generation", {"mode": "in_place"})[0] == 200
     time.sleep(0.2)
-    steps = server.metric("sgla:steps_total")
+    steps = server.stats()["steps"]
     waiting = threading.Thread(target=lambda: answers.append(server.request("POST", "/v1/completions", body)))
     waiting.start()
     time.sleep(0.3)
-    assert server.metric("sgla:steps_total") == steps
+    assert server.stats()["steps"] == steps
     assert answers == []
     assert server.request("POST", "/continue_generation")[0] == 200
     running.join(30)
