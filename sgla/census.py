@@ -142,8 +142,13 @@ def counting(text: bytes, census: Census) -> Iterator[None]:
         yield
 
 
-def loads(text: str) -> Any:
-    """The value of a JSON text inside a request, such as the arguments of a call. Raises ValueError, and TooComplex."""
+def check(text: str) -> None:
+    """Raises TooComplex for a JSON text inside a request, such as the arguments of a call."""
     for _ in counting(text.encode("utf-8", "surrogatepass"), Census()):
         pass
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text inside a request. Raises ValueError, and TooComplex."""
+    check(text)
     return json.loads(text)

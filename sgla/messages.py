@@ -167,6 +167,7 @@ class ThinkLimit(msgspec.Struct, array_like=True, frozen=True):
 
 
 # Most of what one request may ask of the sampler, whose tables on a GPU have a place for so much of every slot.
+MAX_GRAMMAR = 1 << 18  # characters of a grammar, as given and as compiled: a plan to the workers carries it
 MAX_BIASES = 4096  # tokens of logit_bias
 MAX_WORD_TOKENS = 2048  # of bad_words together, each word with and without a space before it
 MAX_STOP_IDS = 256  # that min_tokens holds back

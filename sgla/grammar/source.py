@@ -12,10 +12,9 @@ from sgla.grammar.errors import GrammarError
 from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
 from sgla.grammar.schema import adapt, object_schema, where
 from sgla.grammar.tags import tags_source
-from sgla.messages import Grammar
+from sgla.messages import MAX_GRAMMAR, Grammar
 
 SPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens: room for indentation, but no end of it for a model that has lost its way
-MAX_TEXT = 1 << 18  # characters of a grammar, as given and as compiled: a plan to the workers carries it
 
 _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 
@@ -25,14 +24,16 @@ def source_of(grammar: Grammar, special: dict[str, int]) -> str:
 
     Whether the source compiles is not checked for all kinds: ``explain`` tells the user what the compiler says.
     """
-    if len(grammar.text) > MAX_TEXT:
-        raise GrammarError(f"the grammar has {len(grammar.text)} characters, the limit is {MAX_TEXT}")
+    if len(grammar.text) > MAX_GRAMMAR:
+        raise GrammarError(f"the grammar has {len(grammar.text)} characters, the limit is {MAX_GRAMMAR}")
     try:
         source = _make(grammar, special)
     except RecursionError as error:
         raise GrammarError("the grammar is nested too deeply") from error
-    if len(source) > MAX_TEXT:
-        raise GrammarError(f"the grammar has {len(source)} characters when compiled, the limit is {MAX_TEXT}")
+    if len(source) > MAX_GRAMMAR:
+        raise GrammarError(
+            f"the grammar has {len(source)} characters when compiled, the limit is {MAX_GRAMMAR}"
+        )
     return source
 
 

@@ -19,7 +19,15 @@ from sgla.http.openai.chat import chat_work
 from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
-from sgla.http.request.schema import ChatRequest, RequestFields, SamplingFields, Schema, unsupported
+from sgla.http.request.schema import (
+    MAX_MESSAGES,
+    ChatRequest,
+    RequestFields,
+    SamplingFields,
+    Schema,
+    check_count,
+    unsupported,
+)
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
@@ -91,6 +99,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     check_tool_list(fields.tools)
     if not fields.messages:
         return json_response(loaded(server, fields, {"message": {"role": "assistant", "content": ""}}))
+    check_count("messages", fields.messages, MAX_MESSAGES)
     messages = [chat_message(message, i) for i, message in enumerate(fields.messages)]
     asked = ChatRequest(messages=messages, tools=fields.tools, **passed(server, fields))
     reading = Reading(server, asked)
@@ -264,7 +273,7 @@ class Lines(sse.Encoder):
         self._call = None
         try:
             arguments = msgspec.json.decode("".join(fragments) or "{}")
-        except msgspec.DecodeError:  # the answer was cut off
+        except (msgspec.DecodeError, RecursionError):  # the answer was cut off, or is wild
             arguments = {"INVALID_JSON": "".join(fragments)}
         return [{"function": {"name": name, "arguments": arguments}}]
 

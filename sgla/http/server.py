@@ -23,7 +23,7 @@ from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
 from sgla.http.probe import Probe
 from sgla.http.request.sampling import model_defaults
-from sgla.http.request.schema import MAX_CHOICES, OpenAIFields, RequestFields
+from sgla.http.request.schema import MAX_CHOICES, MAX_NAME, OpenAIFields, RequestFields
 from sgla.http.responses.store import ResponseStore
 from sgla.messages import Job, SamplingParams
 from sgla.observe.metrics import Metrics
@@ -205,6 +205,9 @@ def make_work(
         raise InvalidField(
             f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices in one request", param="n"
         )
+    for name, text in (("rid", rid), ("cache_salt", fields.cache_salt), ("extra_key", fields.extra_key)):
+        if len(text or "") > MAX_NAME:
+            raise InvalidField(f"{name} may have at most {MAX_NAME} characters", param=name)
     uid = request[UID] if rid is None else unique(rid)
     common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
     client = request[CLIENT]

@@ -17,6 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sgla import census
+from sgla.census import TooComplex
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
 
 Message = dict[str, Any]
@@ -252,8 +254,8 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):  # the model's own malformed output, sent back as history
+        arguments = census.loads(function["arguments"] or "{}")
+    except (ValueError, TooComplex):  # the model's own malformed output, sent back as history
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

@@ -123,7 +123,7 @@ def check_error(body: Any) -> dict[str, Any]:
         (TEXT, {"prompt": [1.5]}, "prompt", "prompt[0]"),
         (TEXT, {"prompt": [-1]}, "prompt", "at least 0"),
         (TEXT, {"prompt": [2**40]}, "prompt", "vocabulary"),
-        (TEXT, {"prompt": ["x"] * 4097}, "n", "4096 choices"),
+        (TEXT, {"prompt": ["x"] * 4097}, "prompt", "4096 is the limit"),
         (TEXT, PROMPT | {"logprobs": 21}, "logprobs", "between 0 and 20"),
         (TEXT, PROMPT | {"use_beam_search": True}, "use_beam_search", "use_beam_search is not supported"),
         ("/tokenize", {}, "prompt", "either prompt or messages"),

@@ -8,7 +8,16 @@ from typing import Any, Literal
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.schema import ChatRequest, SamplingFields, Schema, unsupported
+from sgla.http.request.chat import check_parts
+from sgla.http.request.schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    SamplingFields,
+    Schema,
+    check_count,
+    unsupported,
+)
 from sgla.http.wire import encode
 
 Message = dict[str, Any]
@@ -152,6 +161,7 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
         raise InvalidField("n must be 1: a message has one answer", param="n")
     if fields.stop_sequences is not None and fields.stop is not None:
         raise InvalidField("give either stop_sequences or stop", param="stop_sequences")
+    check_sizes(fields)
     passed = {name: getattr(fields, name) for name in PASSED}
     passed["stop"] = fields.stop if fields.stop_sequences is None else fields.stop_sequences
     if fields.output_config is not None and fields.output_config.effort is not None:
@@ -166,6 +176,19 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
         **passed,
         **chat_tools(fields),
     )
+
+
+def check_sizes(fields: CountTokensRequest) -> None:
+    """Raises InvalidField for what has too many parts to be looked at in one go."""
+    check_count("messages", fields.messages, MAX_MESSAGES)
+    check_count("tools", fields.tools or [], MAX_TOOLS)
+    contents: list[Any] = [fields.system, *(message.content for message in fields.messages)]
+    lists = [content for content in contents if isinstance(content, list)]
+    check_parts("messages", lists)
+    blocks = [block for content in lists for block in content]
+    contents = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
+    contents += [block.source.content for block in blocks if isinstance(block, DocumentBlock)]
+    check_parts("messages", [blocks, *(content for content in contents if isinstance(content, list))])
 
 
 def response_format(form: OutputFormat) -> dict[str, Any]:

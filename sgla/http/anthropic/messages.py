@@ -195,7 +195,7 @@ def call_input(arguments: str) -> dict[str, Any]:
     """The arguments as an object; those that were cut off, as Anthropic's documentation says to send them back."""
     try:
         value = msgspec.json.decode(arguments) if arguments else {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 

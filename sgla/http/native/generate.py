@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,14 @@ from sgla.http.openai.common import MAX_LOGPROB_IDS
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_ids, first, sampling_params
-from sgla.http.request.schema import GenerateRequest, NativeSampling, Schema, SessionParams
+from sgla.http.request.schema import (
+    MAX_CHOICES,
+    GenerateRequest,
+    NativeSampling,
+    Schema,
+    SessionParams,
+    check_count,
+)
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
@@ -29,6 +37,7 @@ from sgla.text.logprobs import finite, token_text
 
 SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling, "session_params": SessionParams})
 DEFAULT_MAX_TOKENS = 128
+SLICE = 256  # prompts that are looked at in one go
 
 Show = Callable[[int, TokenLogprob | None], Any]  # of a token's logprobs
 
@@ -39,7 +48,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     server.model(fields.model)
     prompts, many = native_prompts(fields)
     rids = spread("rid", fields.rid, len(prompts))
-    sampling = [native_sampling(fields, server, i, len(prompts)) for i in range(len(prompts))]
+    ids = asked_ids(fields.token_ids_logprob, len(prompts))
+    sampling = []
+    for i in range(len(prompts)):
+        sampling.append(native_sampling(fields, server, i, len(prompts), ids[i] or []))
+        if i % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
     work = make_work(request, fields, prompts, sampling, rids[0])
@@ -97,14 +111,14 @@ def native_prompts(fields: GenerateRequest) -> tuple[list[dict[str, Any]], bool]
     if fields.input_ids is not None:
         many = bool(fields.input_ids) and isinstance(fields.input_ids[0], list)
         batch: list[Any] = fields.input_ids if many else [fields.input_ids]
-        if not all(isinstance(ids, list) for ids in batch) or (
-            not many and any(isinstance(i, list) for i in batch[0])
-        ):
+        check_count("input_ids", batch, MAX_CHOICES)
+        if not all(isinstance(ids, list) for ids in batch) or (not many and list in map(type, batch[0])):
             raise InvalidField("input_ids must be a list of ids or a list of id lists", param="input_ids")
         return [token_prompt(ids, "input_ids") for ids in batch], many
     texts = fields.text if isinstance(fields.text, list) else [fields.text]
     if not texts:
         raise InvalidField("text: the list is empty", param="text")
+    check_count("text", texts, MAX_CHOICES)
     return [{"text": text} for text in texts], isinstance(fields.text, list)
 
 
@@ -117,12 +131,15 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
     return value
 
 
-def native_sampling(fields: GenerateRequest, server: Server, i: int, count: int) -> SamplingParams:
+def native_sampling(
+    fields: GenerateRequest, server: Server, i: int, count: int, ids: list[int]
+) -> SamplingParams:
+    """Of prompt ``i`` of ``count``; ``ids``: whose logprobs it asks for."""
     params = spread("sampling_params", fields.sampling_params, count)[i] or NativeSampling()
     wanted = spread("return_logprob", fields.return_logprob, count)[i]
     top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
     start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)
-    ids = (asked_ids(fields.token_ids_logprob, count)[i] or []) if wanted else []
+    ids = ids if wanted else []
     check_ids("token_ids_logprob", ids, MAX_LOGPROB_IDS)
     sampling = sampling_params(
         params,

@@ -33,6 +33,7 @@ def as_tools(fields: ChatRequest) -> bool:
 def modern_messages(messages: list[Message]) -> list[Message]:
     """Calls of functions and their results as those of tools. A result belongs to the call before it."""
     result: list[Message] = []
+    latest = ""  # call
     for i, message in enumerate(messages):
         call = message.get("function_call")
         if message.get("role") == "assistant" and isinstance(call, dict) and not message.get("tool_calls"):
@@ -40,17 +41,18 @@ def modern_messages(messages: list[Message]) -> list[Message]:
             message = {**message, "tool_calls": calls}
             del message["function_call"]
         elif message.get("role") == "function":
-            message = {**message, "role": "tool", "tool_call_id": latest_call(result)}
+            message = {**message, "role": "tool", "tool_call_id": latest}
         result.append(message)
+        latest = call_id(message) or latest
     return result
 
 
-def latest_call(messages: list[Message]) -> str:
-    for message in reversed(messages):
-        calls = message.get("tool_calls")
-        if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
-            return str(calls[-1].get("id"))
-    return ""
+def call_id(message: Message) -> str:
+    """The id of the last call of a message, or nothing."""
+    calls = message.get("tool_calls")
+    return (
+        str(calls[-1].get("id")) if isinstance(calls, list) and calls and isinstance(calls[-1], dict) else ""
+    )
 
 
 def old_message(message: Message) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import msgspec
@@ -26,11 +27,12 @@ from sgla.http.openai.common import (
 )
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_max_tokens, first, sampling_params
-from sgla.http.request.schema import CompletionRequest, Schema
+from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
 from sgla.text.logprobs import TextOffsets, completion_logprobs
+from sgla.text.prepare import extremes
 
 SCHEMA = Schema(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
@@ -86,7 +88,8 @@ def prompts(prompt: str | list[int | str | list[int]]) -> list[dict[str, Any]]:
     )
     if not items:
         raise InvalidField("prompt: the list is empty", param="prompt")
-    kinds = {type(item) for item in (prompt if isinstance(prompt, list) else items)}
+    check_count("prompt", items, MAX_CHOICES)
+    kinds = set(map(type, prompt if isinstance(prompt, list) else items))
     if len(kinds) > 1:
         raise InvalidField(
             "prompt must be a string, a list of strings, a list of ids or a list of id lists", param="prompt"
@@ -98,7 +101,11 @@ def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
     """Job fields of a prompt of ids; the engine checks them against the vocabulary."""
     if not ids:
         raise InvalidField(f"{param}: a list of token ids is empty", param=param)
-    if min(ids) < 0 or max(ids) >= 2**31:
+    try:
+        low, _ = extremes(ids)
+    except struct.error:
+        low = -1
+    if low < 0:
         raise InvalidField(f"{param}: token ids must be at least 0 and in the vocabulary", param=param)
     return {"token_ids": ids}
 

@@ -13,7 +13,7 @@ from sgla.errors import InvalidField, UnsupportedTask
 from sgla.http.answer.collect import Choice
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.sampling import first
-from sgla.http.request.schema import MAX_CHOICES, RequestFields
+from sgla.http.request.schema import MAX_CHOICES, RequestFields, check_count
 from sgla.http.server import Server, make_work, raise_aborted
 from sgla.messages import Pooling, SamplingParams
 
@@ -54,7 +54,8 @@ def inputs(value: Any, param: str) -> list[dict[str, Any]]:
     items = [value] if single else list(value)
     if not items:
         raise InvalidField(f"{param}: the list is empty", param=param)
-    if len({type(item) for item in (value if isinstance(value, list) else items)}) > 1:
+    check_count(param, items, MAX_CHOICES)
+    if len(set(map(type, value if isinstance(value, list) else items))) > 1:
         raise InvalidField(
             f"{param} must be a string, a list of strings, a list of ids or a list of id lists", param=param
         )

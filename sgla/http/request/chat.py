@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sized
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.http.request.schema import ChatRequest, ThinkingSwitch, TokenizeRequest, unsupported
+from sgla.http.request.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ChatRequest,
+    ThinkingSwitch,
+    TokenizeRequest,
+    check_count,
+    unsupported,
+)
 from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
 
 Message = dict[str, Any]
@@ -18,9 +28,23 @@ def checked_messages(messages: list[Message]) -> list[Message]:
     """``messages`` themselves. Raises InvalidField or UnsupportedField that names the wrong one."""
     if not messages:
         raise InvalidField("messages: at least one message is needed", param="messages")
+    check_count("messages", messages, MAX_MESSAGES)
+    check_parts("messages", [part for message in messages for part in _lists(message)])
     for i, message in enumerate(messages):
         _check_message(message, f"messages[{i}]")
     return messages
+
+
+def _lists(message: Message) -> list[list[Any]]:
+    values = (message.get("content"), message.get("tool_calls"))
+    return [value for value in values if isinstance(value, list)]
+
+
+def check_parts(name: str, lists: Iterable[Sized]) -> None:
+    """Raise InvalidField if the ``lists`` of all messages together are too long."""
+    parts = sum(map(len, lists))
+    if parts > MAX_PARTS:
+        raise InvalidField(f"{name} has {parts} parts and calls; {MAX_PARTS} is the limit", param=name)
 
 
 def _check_message(message: Message, path: str) -> None:
@@ -114,11 +138,13 @@ def allowed(choice: dict[str, Any]) -> tuple[list[Any], bool]:
 def with_names(tools: list[Message], references: list[Any]) -> list[Message]:
     """Those of ``tools`` that ``references`` name."""
     functions = [each.get("function") for each in references if isinstance(each, dict)]
-    names = {function.get("name") for function in functions if isinstance(function, dict)}
+    given = (function.get("name") for function in functions if isinstance(function, dict))
+    names = {name for name in given if isinstance(name, str)}
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
+    check_count("tools", tools or [], MAX_TOOLS)
     for i, tool in enumerate(tools or []):
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):

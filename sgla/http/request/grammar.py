@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from sgla import census
 from sgla.errors import InvalidField
 from sgla.http.request.schema import SamplingFields, unsupported
-from sgla.messages import Grammar
+from sgla.messages import MAX_GRAMMAR, Grammar
 
 # vLLM's structured_outputs and its old guided_* fields: key -> kind.
 VLLM = {
@@ -33,6 +34,7 @@ PLAIN = {
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
 }
+JSON_KINDS = ("json_schema", "choice", "structural_tag")
 WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
 NOTHING: tuple[Any, ...] = (None, "", False, [])  # values that ask for nothing
 
@@ -57,6 +59,10 @@ def grammar_of(fields: SamplingFields) -> Grammar | None:
 def make(kind: str, value: Any, param: str, whitespace: str | None = None) -> Grammar:
     """A schema, tag or list may be given as a JSON value or as its text."""
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if len(text) > MAX_GRAMMAR:
+        raise InvalidField(f"{param} has {len(text)} characters; {MAX_GRAMMAR} is the limit", param=param)
+    if kind in JSON_KINDS:
+        census.check(text)
     return Grammar(kind=kind, text="" if kind == "json_object" else text, whitespace=whitespace, param=param)
 
 

@@ -7,8 +7,16 @@ from typing import Any
 
 from sgla.errors import InvalidField
 from sgla.http.request.grammar import grammar_of
-from sgla.http.request.schema import MAX_STOP_CHARS, MAX_STOPS, RANGES, TOKENS, SamplingFields
-from sgla.messages import SamplingParams
+from sgla.http.request.schema import (
+    MAX_ALLOWED,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    RANGES,
+    TOKENS,
+    SamplingFields,
+    check_count,
+)
+from sgla.messages import MAX_BIASES, SamplingParams
 
 # The fields of generation_config.json that change how tokens are chosen.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -43,7 +51,7 @@ def sampling_params(
         if value is not None:
             chosen[name] = value
     check_ids("stop_token_ids", fields.stop_token_ids, MAX_STOPS)
-    check_ids("allowed_token_ids", fields.allowed_token_ids)
+    check_ids("allowed_token_ids", fields.allowed_token_ids, MAX_ALLOWED)
     if fields.allowed_token_ids == []:
         raise InvalidField("allowed_token_ids: the list is empty", param="allowed_token_ids")
     return SamplingParams(
@@ -100,6 +108,7 @@ def check_ids(name: str, ids: list[int] | None, most: int | None = None) -> None
 def logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
     """``{"id": bias}`` with integer keys. Raises InvalidField for a key that is no id or a bias outside [-100, 100]."""
     result = {}
+    check_count("logit_bias", bias or {}, MAX_BIASES)
     for key, value in (bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise InvalidField(f"logit_bias: keys must be token ids, got {key[:32]!r}", param="logit_bias")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -21,6 +21,11 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 4096  # prompts x n in one request
 MAX_FIELDS = 256  # of a body
+MAX_MESSAGES = 8192  # or items, of one conversation
+MAX_PARTS = 16384  # parts of contents and calls, in all messages together
+MAX_TOOLS = 1024
+MAX_ALLOWED = 1 << 17  # allowed_token_ids
+MAX_NAME = 1024  # characters of what stands for a request or a part of the prefix cache
 MAX_REWRITTEN = 16 << 10  # bytes of a body in which floats are taken for integers
 
 _OFF = (None, False)
@@ -373,7 +378,9 @@ class Schema(Generic[R]):
         request = _read(self._typed, body)
         check_ranges(request)
         for name in self._nested:
-            for item in as_list(getattr(request, name)):
+            items = as_list(getattr(request, name))
+            check_count(name, items, MAX_CHOICES)
+            for item in items:
                 check_ranges(item)
         return request
 
@@ -475,13 +482,21 @@ def invalid(text: str) -> BadRequest:
     return InvalidField(f"{path}: {reason}", param=re.split(r"[.\[]", path)[0])
 
 
+def check_count(name: str, items: Sized, most: int) -> None:
+    """Raise InvalidField for a field with too many items."""
+    if len(items) > most:
+        raise InvalidField(f"{name} has {len(items)} items; {most} is the limit", param=name)
+
+
 def check_ranges(request: msgspec.Struct) -> None:
     """Raise InvalidField for the first number outside its ``RANGES`` entry."""
     for name in request.__struct_fields__:
         allowed = RANGES.get(name)
         if allowed is None:
             continue
-        for number in as_list(getattr(request, name)):
+        numbers = as_list(getattr(request, name))
+        check_count(name, numbers, MAX_CHOICES)
+        for number in numbers:
             if number not in allowed:
                 raise InvalidField(f"{name} must be {allowed}, got {number}", param=name)
 

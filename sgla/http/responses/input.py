@@ -5,12 +5,21 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.schema import ChatRequest, SamplingFields, Schema, unsupported
+from sgla.http.request.chat import check_parts
+from sgla.http.request.schema import (
+    MAX_TOOLS,
+    ChatRequest,
+    SamplingFields,
+    Schema,
+    check_count,
+    unsupported,
+)
 from sgla.http.wire import encode
 
 Item = dict[str, Any]
@@ -149,6 +158,7 @@ def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
         tools = choice.get("tools")
         allowed = {str(tool.get("name")) for tool in tools or [] if isinstance(tool, dict)}
         choice = choice.get("mode", "auto")
+    check_count("tools", fields.tools or [], MAX_TOOLS)
     tools = [
         chat_tool(tool, i) for i, tool in enumerate(fields.tools or []) if tool.get("type") in CLIENT_TOOLS
     ]
@@ -216,13 +226,15 @@ def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item
 def chat_messages(instructions: str | None, items: list[Item]) -> list[Message]:
     """Items as messages. The items of one turn of the assistant (reasoning, text, calls) become one message, and the
     instructions and system texts at the beginning another: few templates take more than one."""
+    contents = (item.get(name) for item in items for name in ("content", "output", "summary"))
+    check_parts("input", [content for content in contents if isinstance(content, list)])
     turns = Turns()
     for i, item in enumerate(items):
         turns.add(item, f"input[{i}]")
-    messages = turns.messages
     texts = [instructions] if instructions else []
-    while messages and messages[0]["role"] in ("system", "developer"):
-        texts.append(plain_text(messages.pop(0)["content"]))
+    leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), turns.messages))
+    texts += [plain_text(message["content"]) for message in leading]
+    messages = turns.messages[len(leading) :]
     return [{"role": "system", "content": "\n".join(texts)}, *messages] if texts else messages
 
 

@@ -132,7 +132,7 @@ def free_text(arguments: str) -> str:
     """The text that a custom tool was called with; whatever was written, if that is not the object it should be."""
     try:
         value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

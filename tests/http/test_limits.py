@@ -1,0 +1,112 @@
+"""Requests whose parts are too many to be looked at in one go: each is refused by name, soon, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from http_site import Serve, Site
+
+from sgla.http.openai.functions import modern_messages
+from sgla.http.request.schema import MAX_CHOICES, MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from sgla.text.template import _parsed_call
+
+TEXT, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generate"
+RESPONSES, ANTHROPIC, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
+USER = {"role": "user", "content": "x"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * 9000}
+ITEM_PARTS = {"role": "user", "content": [{"type": "input_text", "text": "x"}] * 9000}
+TOOL = {"type": "function", "function": {"name": "a"}}
+RESULT = {
+    "role": "user",
+    "content": [{"type": "tool_result", "tool_use_id": "a", "content": PARTS["content"]}],
+}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [USER], "max_tokens": 1, **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {"prompt": [""] * 5000}, f"prompt has 5000 items; {MAX_CHOICES} is the limit"),
+        (TEXT, {"prompt": [[1]] * 5000}, f"prompt has 5000 items; {MAX_CHOICES} is the limit"),
+        (TEXT, {"prompt": [1] * 1_200_000}, "1114112 values"),
+        (TEXT, {"prompt": [1] * 1_200_000, "max_tokens": 1.0}, "1114112 values"),
+        (TEXT, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias has 5000 items"),
+        (
+            TEXT,
+            {"prompt": "x", "allowed_token_ids": [1] * 200_000},
+            "allowed_token_ids may list at most 131072",
+        ),
+        (TEXT, {"prompt": "x"} | {f"f{i}": 1 for i in range(300)}, f"301 fields; {MAX_FIELDS} is the limit"),
+        (TEXT, {"prompt": "x", "cache_salt": "a" * 2000}, "cache_salt may have at most 1024 characters"),
+        (TEXT, {"prompt": "x", "request_id": "a" * 2000}, "rid may have at most 1024 characters"),
+        (TEXT, {"prompt": "x", "guided_choice": ["a"] * 100_000}, "guided_choice has 400001 characters"),
+        (TEXT, {"prompt": "x", "guided_json": "[" * 1000}, "nested more than 128 deep"),
+        (NATIVE, {"text": [""] * 5000}, "text has 5000 items"),
+        (NATIVE, {"input_ids": [[1]] * 5000}, "input_ids has 5000 items"),
+        (NATIVE, {"text": "x", "sampling_params": [{}] * 5000}, "sampling_params has 5000 items"),
+        (NATIVE, {"text": "x", "logprob_start_len": [1] * 5000}, "logprob_start_len has 5000 items"),
+        (CHAT, chat(messages=[USER] * 9000), f"messages has 9000 items; {MAX_MESSAGES} is the limit"),
+        (CHAT, chat(messages=[PARTS] * 2), f"18000 parts and calls; {MAX_PARTS} is the limit"),
+        (CHAT, chat(tools=[TOOL] * 2000), f"tools has 2000 items; {MAX_TOOLS} is the limit"),
+        (RESPONSES, {"input": [USER] * 9000}, "9000 items, the limit is 8192"),
+        (RESPONSES, {"input": [ITEM_PARTS] * 2}, "18000 parts and calls"),
+        (
+            RESPONSES,
+            {"input": "x", "tools": [{"type": "function", "name": "a"}] * 2000},
+            "tools has 2000 items",
+        ),
+        (ANTHROPIC, chat(messages=[USER] * 9000), "messages has 9000 items"),
+        (ANTHROPIC, chat(messages=[PARTS] * 2), "18000 parts and calls"),
+        (ANTHROPIC, chat(messages=[RESULT] * 2), "18002 parts and calls"),
+        (ANTHROPIC, chat(tools=[{"name": "a", "input_schema": {}}] * 2000), "tools has 2000 items"),
+        (OLLAMA, {"model": "fake", "messages": [USER] * 9000}, "messages has 9000 items"),
+    ],
+)
+async def test_too_many(site: Site, path: str, body: dict[str, Any], words: str) -> None:
+    status, reply = await site.post(path, json.dumps(body).encode())
+    assert status == 400
+    error = reply["error"]
+    assert words in (error if isinstance(error, str) else error["message"])
+    assert site.ingress.jobs == []
+
+
+async def test_floats_as_integers_in_large_bodies(site: Site) -> None:
+    ids = [5] * 50_000
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 3.0, "temperature": 0.0}}
+    assert (await site.post(NATIVE, body))[0] == 400  # too long for the context, not for the fields
+    assert site.ingress.jobs[0].sampling.max_tokens == 3
+    status, reply = await site.post(NATIVE, {"input_ids": [5.0] * 50_000})
+    assert status == 400
+    assert "expected int" in reply["error"]["message"]
+
+
+async def test_ids_that_are_none(serve: Serve) -> None:
+    site = await serve()
+    for ids in ([-1], [2**31], [2**70], [5, -(2**40)]):
+        for path, name in ((NATIVE, "input_ids"), (TEXT, "prompt")):
+            status, reply = await site.post(path, {name: ids})
+            assert (status, reply["error"]["param"]) == (400, name)
+
+
+def test_results_of_functions_find_their_calls_in_linear_time() -> None:
+    result = {"role": "function", "name": "f", "content": "x"}
+    call = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    messages = modern_messages([*[result] * 50_000, call, result, USER, result])
+    assert [message.get("tool_call_id") for message in messages[-4:]] == [
+        None,
+        "call_50000",
+        None,
+        "call_50000",
+    ]
+    assert messages[0]["tool_call_id"] == ""
+
+
+def test_arguments_that_are_nested_without_end_stay_text() -> None:
+    for text in ("[" * 100_000, '{"a":' * 500 + "1" + "}" * 500):
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+        assert _parsed_call(call) is call
