@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_header import check_places, parse, type_name
-from sgla.hub.gguf_keys import read_keys, read_vocabulary, token_id
+from sgla.hub.gguf_keys import read_keys, read_sampling, read_vocabulary, token_id
 
 Quants = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
 
@@ -355,6 +355,15 @@ class GGUFFile:
         if self.architecture == "llama" and "rope_freqs.weight" in self._tensors:
             expected["rope_freqs.weight"] = "", (head_dim // 2,)
         return expected
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """What ``generation_config.json`` of the same model would say. Raises as ``config`` does."""
+        ids = {"bos_token_id": self.config["bos_token_id"], "eos_token_id": self.eos_token_ids}
+        try:
+            return ids | read_sampling(self.metadata)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
 
     @cached_property
     def eos_token_ids(self) -> list[int]:

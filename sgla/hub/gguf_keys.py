@@ -175,6 +175,9 @@ _ADVICE = {
     "split.count": "; join the parts with llama-gguf-split --merge",
     "pooling_type": "; serve embedding models from a folder with safetensors",
 }
+# Of general.sampling, in the words of generation_config.json; the advice for llama.cpp's other samplers is ignored.
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SEEING = ("gemma3.mm.", "gemma3.vision.")  # of the part that reads images, which the file does not hold
 _OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.")
 
 
@@ -189,7 +192,7 @@ def read_keys(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             _check(key, value, _FILES[key])
         elif key.startswith(_OTHER_FILES):
             raise ConfigError(f"the key {key} belongs to another kind of GGUF file than a language model's")
-        elif key.startswith(f"{architecture}."):
+        elif key.startswith(f"{architecture}.") and not key.startswith(_SEEING):
             name = key.removeprefix(f"{architecture}.")
             if name not in table:
                 raise ConfigError(
@@ -218,6 +221,12 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:
         if key.endswith("_token_id") and tokens and value >= len(tokens):
             raise ConfigError(f"{key} is {value}, and there are {len(tokens)} tokens")
     return found
+
+
+def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """How the model's authors recommend to sample, in the words of generation_config.json."""
+    keys = {f"general.sampling.{name}": hf for name, hf in _SAMPLING.items()}
+    return {hf: _check(key, metadata[key], Number()) for key, hf in keys.items() if key in metadata}
 
 
 def token_id(metadata: Mapping[str, Any], name: str) -> int | None:

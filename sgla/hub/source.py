@@ -77,9 +77,8 @@ def open_source(path: str | Path, load_format: str = "auto") -> ModelSource:
 
 def _open_gguf(path: Path, load_format: str) -> ModelSource:
     file = read_gguf(path)
-    generation = {"bos_token_id": file.config["bos_token_id"], "eos_token_id": file.eos_token_ids}
     kind: Literal["gguf", "dummy"] = "dummy" if load_format == "dummy" else "gguf"
-    return ModelSource(kind, path.parent, (path,), file.config, generation)
+    return ModelSource(kind, path.parent, (path,), file.config, file.generation_config)
 
 
 def _safetensors(folder: Path) -> tuple[Path, ...]:

@@ -260,7 +260,11 @@ def load_path(path: Path, download_dir: str | None = None, eos_ids: Iterable[int
 
     file = read_gguf(path)
     cache = cache_folder(download_dir) / "tokenizers"
-    return load_tokenizer(file.tokenizer_raw, cache=cache, eos_ids=[*file.eos_token_ids, *eos_ids])
+    raw = file.tokenizer_raw
+    try:
+        return load_tokenizer(raw, cache=cache, eos_ids=[*file.eos_token_ids, *eos_ids])
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", param=error.param) from error
 
 
 def load_tokenizer(

@@ -302,10 +302,26 @@ def test_parts_and_adapters_are_refused_by_name(key: str, tmp_path: Path) -> Non
         open_source(finish(writer, tmp_path / "model.gguf"))
 
 
+def test_recommended_sampling_and_named_templates_come_along(tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama")
+    advice = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.mirostat": 1}
+    source = open_source(convert(hf, tmp_path / "a.gguf", **advice))
+    assert source.generation_config["temperature"] == pytest.approx(0.6)
+    assert source.generation_config["top_k"] == 20
+    with pytest.raises(ConfigError, match="general.sampling.temp is 'hot'"):
+        open_source(convert(hf, tmp_path / "b.gguf", **{"general.sampling.temp": "hot"}))
+    writer = gguf.GGUFWriter(tmp_path / "c.gguf", "llama")
+    writer.add_chat_template([{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}])
+    raw = read_gguf(finish(writer, tmp_path / "c.gguf")).tokenizer_raw
+    assert raw["chat_template"] == {"default": "D", "tool_use": "T"}
+
+
 def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
     """Lists that repeat one number, features that are off, and what other tools write for themselves."""
     hf = save_checkpoint(tmp_path, "llama")
     plain = open_source(convert(hf, tmp_path / "a.gguf")).config
+    gemma = save_checkpoint(tmp_path, "gemma3_text", **LAYOUTS["gemma3_text"])
+    open_source(convert(gemma, tmp_path / "c.gguf", mm__tokens_per_image=256, vision__block_count=27))
     off = {
         "expert_count": 0,
         "attention.causal": True,
