@@ -83,7 +83,7 @@ struct GroupReader {
 template <>
 struct Reader<INT8> : GroupReader {
   static constexpr int PER = 4;
-  INLINE vf get(vi raw, int i, int v) const { return to_float((vi)((vu)raw >> (8 * i)) & 255) * scale[v] + low[v]; }
+  INLINE vf get(vi raw, int i, int v) const { return to_float(take_byte(raw, i)) * scale[v] + low[v]; }
 };
 
 template <>

@@ -215,7 +215,8 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
         "fp8",
     ),
     "fp8": ({}, "fp8"),
-    "int8": ({}, "int8"),
+    # Heads of 32, so that ranks have whole groups.
+    "int8": ({"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32}, "int8"),
     "int4": ({"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32}, "int4"),
 }
 
