@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 SLICE = 32  # deltas that a turn of the loop takes at least: about a millisecond
+TURN = 0.01  # seconds after which it takes no more, as where stop expressions are slow
 
 
 class _Child:
@@ -85,6 +86,8 @@ class Detokenize(Actor[Deltas]):
         now = clock.now()
         for _ in range(min(len(backlog), max(SLICE, len(backlog) // 8))):
             self._one(backlog.popleft(), now)
+            if clock.now() - now > TURN:
+                break
         if backlog:
             self.wake()
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # only looked at (~1 us per 100).
 INLINE_BYTES = 4096
 INLINE_IDS = 32768
+TURN = 65536  # bytes of prompts that one turn of the loop encodes, with so many for each job and for each of its choices:
+JOB, CHOICE = 1024, 512
 
 
 class Tokenize(Actor[Job]):
@@ -68,9 +70,16 @@ class Tokenize(Actor[Job]):
                 self._schedule.post(Cancel(child_rid(rid, index), reason))
 
     def handle(self, messages: deque[Job]) -> None:
-        for job in messages:
+        spent = 0
+        while messages:
+            if spent > TURN:
+                self._mailbox.extendleft(reversed(messages))
+                self.wake()
+                return
+            job = messages.popleft()
             if job.rid not in self._pending:
                 continue
+            spent += JOB + CHOICE * job.sampling.n + min(INLINE_BYTES, job_bytes(job))
             grammar = job.sampling.grammar
             if grammar is None or self._compiler is None:
                 self._go_on(job, "")

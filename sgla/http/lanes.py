@@ -13,11 +13,13 @@ from aiohttp import web
 
 from sgla.errors import Overloaded
 from sgla.http.clients import CLIENT
-from sgla.http.wire import encode
+from sgla.http.wire import encode, json_response
 
 INLINE_SIZE = 4096  # characters or tokens that the loop does itself
 SMALL_SIZE = 65536  # of work in the lane for small ones
 SLICE = 4096  # items that are encoded in one turn of the loop
+
+PART = 256  # items with logprobs or vectors that are encoded in one go
 
 T = TypeVar("T")
 
@@ -51,6 +53,7 @@ class Lane:
             del self._clients[client]
 
 
+_answers = ThreadPoolExecutor(2, thread_name_prefix="answers")
 _small, _large = Lane("small", 2, 64, 1024), Lane("large", 2, 2, 16)
 
 
@@ -76,3 +79,24 @@ async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None
 def total(texts: Iterable[Any]) -> int:
     """The size of a list: of its members, and a little for each."""
     return sum(64 + len(text) for text in texts)
+
+
+async def answered(size: int, make: Callable[[], Any], inline: int = SLICE) -> web.Response:
+    """The JSON response of what ``make`` makes, in a thread if it has more than ``inline`` values. Never refused: its work is done.
+
+    Other threads wait for each call of the encoder, so ``make`` has written long lists with ``in_parts`` itself.
+    """
+    if size <= inline:
+        return json_response(make())
+    return await asyncio.wrap_future(_answers.submit(lambda: json_response(make())))
+
+
+def in_parts(count: int, part: Callable[[slice], list[Any]], size: int = PART) -> Any:
+    """A list of ``count`` items, of which ``part`` makes a few; if it is long, as JSON already."""
+    if count <= size:
+        return part(slice(0, count))
+    return msgspec.Raw(b"[%b]" % b",".join(encode(part(each))[1:-1] for each in slices(count, size)))
+
+
+def slices(count: int, size: int = PART) -> Iterable[slice]:
+    return [slice(at, min(count, at + size)) for at in range(0, count, size)]

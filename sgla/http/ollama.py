@@ -15,7 +15,9 @@ from sgla.http.answer.collect import Choice
 from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.answer.reading import Reading, server_dialect
 from sgla.http.errors import Aborted, error_headers
+from sgla.http.lanes import answered
 from sgla.http.openai.chat import chat_work
+from sgla.http.openai.common import answer_size
 from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
@@ -141,7 +143,8 @@ async def answer(
         return await sse.stream(request, server, work, lines)
     choices = await server.collect(work)
     raise_aborted(choices)
-    return json_response(lines.whole(choices[0]))
+    size = answer_size(choices, work.jobs[0].sampling)
+    return await answered(size, lambda: lines.whole(choices[0]))
 
 
 def passed(server: Server, fields: OllamaFields) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
 from sgla.http.probe import Probe
 from sgla.http.request.sampling import model_defaults
-from sgla.http.request.schema import MAX_CHOICES, MAX_NAME, OpenAIFields, RequestFields
+from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields
 from sgla.http.responses.store import ResponseStore
-from sgla.messages import Job, SamplingParams
+from sgla.messages import Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
 
@@ -226,6 +226,7 @@ def make_work(
         )
         for i, (prompt, params) in enumerate(zip(prompts, each))
     ]
+    check_logprobs(jobs, request.app[SERVER].ingress.facts)
     trace(request, rid or request[RID], jobs)
     return Work(
         rid=rid or request[RID],
@@ -236,6 +237,28 @@ def make_work(
         size=request.content_length or 0,
         prompt_only=[params.max_tokens == 0 for params in each],
     )
+
+
+def check_logprobs(jobs: Iterable[Job], facts: Facts | None) -> None:
+    """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each character at most."""
+    context = facts.context_len if facts is not None else 0
+    most = 0
+    for job in jobs:
+        sampling = job.sampling
+        if sampling.logprobs is not None:
+            named = 1 + sampling.logprobs + len(sampling.logprob_token_ids)
+            tokens = context if sampling.max_tokens is None else min(sampling.max_tokens, context)
+            most += sampling.n * tokens * named
+        if sampling.prompt_logprobs is not None:
+            prompt = job.token_ids or job.text
+            tokens = context if prompt is None else min(len(prompt), context)
+            most += tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_token_ids))
+    if most > MAX_LOGPROBS:
+        raise InvalidField(
+            f"the answer may have {most} logprobs, {MAX_LOGPROBS} is the limit of one request; send fewer prompts, or ask "
+            "for fewer choices, alternatives or tokens",
+            param="logprobs",
+        )
 
 
 def trace(request: web.Request, rid: str, jobs: Sequence[Job]) -> None:

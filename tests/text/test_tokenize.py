@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgla.actors.ingress import job_bytes
-from sgla.actors.tokenize import INLINE_BYTES, Tokenize
+from sgla.actors.tokenize import INLINE_BYTES, TURN, Tokenize
 from sgla.errors import SglaError
 from sgla.messages import Job, Rejected, SamplingParams, Submit
 
@@ -88,4 +88,43 @@ async def test_a_panic_of_an_actor_is_told() -> None:
     tokenize.post(job("bad", 1))
     name, error = await asyncio.wait_for(crashed, 5)
     assert (name, type(error)) == ("Tokenize", Panic)
+    tokenize.close()
+
+
+async def test_many_short_prompts_take_several_turns() -> None:
+    prepared: list[str] = []
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        prepared.append(job.rid)
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    count = 4 * TURN // INLINE_BYTES
+    for i in range(count):
+        tokenize.post(job(str(i), INLINE_BYTES))
+    turns = []
+    while len(prepared) < count:
+        before = len(prepared)
+        await asyncio.sleep(0)
+        turns.append(len(prepared) - before)
+    assert prepared == [str(i) for i in range(count)]
+    assert max(turns) <= 1 + TURN // INLINE_BYTES
+    tokenize.close()
+
+
+async def test_chats_are_prepared_in_threads() -> None:
+    """Their template may take its time."""
+    names: list[str] = []
+    done = threading.Event()
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        names.append(threading.current_thread().name)
+        done.set()
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    tokenize.post(Job(rid="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "hi"}]))
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(done.wait, 10)
+    assert names[0].startswith("chats")
     tokenize.close()

@@ -16,9 +16,10 @@ from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.anthropic.input import COUNT_TOKENS, MESSAGES, CountTokensRequest, chat_request
 from sgla.http.errors import Aborted, error_headers
-from sgla.http.lanes import beside
+from sgla.http.lanes import answered, beside
 from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
+from sgla.http.openai.common import answer_size
 from sgla.http.request.intake import IGNORED_FIELDS, intake
 from sgla.http.server import ABORTED, SERVER, Server, raise_aborted
 from sgla.http.wire import encode, json_response
@@ -55,7 +56,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
         return await sse.stream(request, server, work, MessageStream(answer))
     choices = await server.collect(work)
     raise_aborted(choices)
-    return json_response(answer.whole(choices[0]))
+    size = answer_size(choices, work.jobs[0].sampling)
+    return await answered(size, lambda: answer.whole(choices[0]))
 
 
 def thinking_budget(fields: CountTokensRequest) -> int | None:

@@ -15,10 +15,10 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.errors import error_body
-from sgla.http.lanes import beside
+from sgla.http.lanes import answered, beside
 from sgla.http.native.session_store import Turn
 from sgla.http.native.tokens import MAX_CHARS, check_size
-from sgla.http.openai.common import MAX_LOGPROB_IDS
+from sgla.http.openai.common import MAX_LOGPROB_IDS, answer_size
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_ids, first, sampling_params
@@ -31,7 +31,7 @@ from sgla.http.request.schema import (
     check_count,
 )
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work
-from sgla.http.wire import encode, json_response
+from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import finite, token_text
 
@@ -76,8 +76,13 @@ async def answer(
     choices = await server.collect(work)
     if turn is not None:
         turn.end(choices[0].tokens)
-    results = [shapes.result(choice) for choice in choices]
-    return json_response(results if many or work.n > 1 else results[0])
+
+    def whole() -> Any:
+        results = [shapes.result(choice) for choice in choices]
+        return results if many or work.n > 1 else results[0]
+
+    size = sum(answer_size(choices[i : i + 1], work.jobs[i // work.n].sampling) for i in range(len(choices)))
+    return await answered(size, whole)
 
 
 async def begin_turn(

@@ -13,8 +13,10 @@ from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.errors import Aborted
+from sgla.http.lanes import answered, in_parts
 from sgla.http.openai.common import (
     ChunkStream,
+    answer_size,
     check_logprob_ids,
     check_prompt_logprobs,
     check_stream_options,
@@ -30,7 +32,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_max_tokens, first, sampling_params
 from sgla.http.request.schema import ChatRequest, Schema, unsupported
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
-from sgla.http.wire import encode, json_response
+from sgla.http.wire import encode
 from sgla.messages import Event, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
@@ -53,7 +55,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     choices = await server.collect(work)
     raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
-    return json_response(response(head, choices, work, shapes, reading))
+    size = answer_size(choices, work.jobs[0].sampling)
+    return await answered(size, lambda: response(head, choices, work, shapes, reading))
 
 
 def chat_work(
@@ -175,7 +178,10 @@ class Shapes:
     def logprobs(self, entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
         if self._sampling.logprobs is None or entries is None:
             return None
-        return {"content": chat_logprobs(self._tokenizer, entries, self._as_ids), "refusal": None}
+        content = in_parts(
+            len(entries), lambda part: chat_logprobs(self._tokenizer, entries[part], self._as_ids)
+        )
+        return {"content": content, "refusal": None}
 
     def prompt(self, choice: Choice | Event) -> dict[str, Any]:
         """vLLM's logprobs and ids of the prompt, if they are asked for; they stand beside the choices."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.sse import Encoder
 from sgla.http.errors import error_body
+from sgla.http.lanes import in_parts
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
 from sgla.http.wire import encode
-from sgla.messages import Event, Rejected, Usage
+from sgla.messages import Event, Rejected, SamplingParams, Usage
 from sgla.text.logprobs import prompt_logprobs
 
 MAX_LOGPROB_IDS = 128
@@ -69,11 +71,22 @@ def cut(fields: OpenAIFields) -> dict[str, Any]:
     return {name: fields.truncate_prompt_tokens}
 
 
-def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> list[Any] | None:
+def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> Any:
     """``prompt_logprobs`` of a choice that carries its prompt."""
     if choice.prompt_tokens is None or choice.prompt_logprobs is None:
         return None
-    return prompt_logprobs(tokenizer, choice.prompt_tokens, choice.prompt_logprobs, k)
+    tokens, entries = choice.prompt_tokens, choice.prompt_logprobs
+    assert len(tokens) == len(entries)
+    return in_parts(len(tokens), lambda part: prompt_logprobs(tokenizer, tokens[part], entries[part], k))
+
+
+def answer_size(choices: Iterable[Choice], sampling: SamplingParams) -> int:
+    """About how many values an answer has: tokens, logprobs, and what it takes to read the text."""
+    shown = 1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) + len(sampling.logprob_token_ids)
+    return sum(
+        (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown + sum(map(len, choice.texts)) // 4
+        for choice in choices
+    )
 
 
 class ChunkStream(Encoder):

@@ -14,8 +14,10 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.errors import Aborted
+from sgla.http.lanes import PART, answered, slices
 from sgla.http.openai.common import (
     ChunkStream,
+    answer_size,
     check_logprob_ids,
     check_prompt_logprobs,
     check_stream_options,
@@ -29,7 +31,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_max_tokens, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
-from sgla.http.wire import encode, json_response
+from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
 from sgla.text.logprobs import TextOffsets, completion_logprobs
 from sgla.text.prepare import extremes
@@ -62,10 +64,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
     raise_aborted(choices)
     shapes = Shapes(fields, work, server.ingress.tokenizer)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
-    shown = [shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
-    for index, choice in enumerate(shown):
-        choice["index"] = index
-    return json_response({**head, "choices": shown, "usage": usage_object(usage)})
+
+    def whole() -> dict[str, Any]:
+        shown = [shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
+        for index, choice in enumerate(shown):
+            choice["index"] = index
+        return {**head, "choices": shown, "usage": usage_object(usage)}
+
+    return await answered(answer_size(choices, work.jobs[0].sampling), whole)
 
 
 def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
@@ -211,7 +217,15 @@ class Shapes:
         offsets = self._offsets.get(choice.index)
         if offsets is None:
             offsets = self._offsets[choice.index] = TextOffsets(self._tokenizer, self._sampling)
-        return completion_logprobs(self._tokenizer, tokens, entries, offsets.feed(tokens), self._as_ids)
+        if len(tokens) <= PART:
+            return completion_logprobs(self._tokenizer, tokens, entries, offsets.feed(tokens), self._as_ids)
+        written: dict[str, list[bytes]] = {}
+        for part in slices(len(tokens)):
+            at = offsets.feed(tokens[part])
+            columns = completion_logprobs(self._tokenizer, tokens[part], entries[part], at, self._as_ids)
+            for name, column in columns.items():
+                written.setdefault(name, []).append(encode(column)[1:-1])
+        return {name: msgspec.Raw(b"[%b]" % b",".join(parts)) for name, parts in written.items()}
 
     def _asked(self, entries: list[TokenLogprob | None]) -> list[TokenLogprob | None]:
         """Without the alternatives that only ``prompt_logprobs`` wants."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http.lanes import answered, in_parts
 from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, usage, vector
 from sgla.http.request.chat import checked_messages
 from sgla.http.request.intake import intake
@@ -33,6 +34,8 @@ class EncodeRequest(PooledFields, kw_only=True):
     dimensions: int | None = None
 
 
+ROWS = 16  # vectors that are encoded in one go
+
 EMBEDDINGS = Schema(EmbeddingRequest)
 ENCODE = Schema(EncodeRequest)
 
@@ -44,14 +47,20 @@ async def embeddings(request: web.Request) -> web.Response:
     pooling = pooling_of(server, "embed")
     check_dimensions(pooling, fields.dimensions)
     choices = await run(request, server, fields, prompts(fields.input, fields.messages))
-    rows = [embedding(vector(choice), pooling, fields.dimensions, fields.normalize) for choice in choices]
-    encoded: list[Any] = (
-        [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows]
-        if fields.encoding_format == "base64"
-        else [row.tolist() for row in rows]
-    )
-    data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(encoded)]
-    return json_response({"object": "list", "data": data, "model": model, "usage": usage(choices)})
+
+    def shown(i: int) -> dict[str, Any]:
+        row = embedding(vector(choices[i]), pooling, fields.dimensions, fields.normalize)
+        if fields.encoding_format == "base64":
+            value: Any = base64.b64encode(row.astype("<f4").tobytes()).decode()
+        else:
+            value = row.tolist()
+        return {"object": "embedding", "index": i, "embedding": value}
+
+    def whole() -> dict[str, Any]:
+        data = in_parts(len(choices), lambda part: [shown(i) for i in range(part.start, part.stop)], ROWS)
+        return {"object": "list", "data": data, "model": model, "usage": usage(choices)}
+
+    return await answered(len(choices) * pooling.size, whole)
 
 
 def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -76,18 +85,20 @@ async def encode(request: web.Request) -> web.Response:
     choices = await run(
         request, server, fields, inputs(given, "text" if fields.input_ids is None else "input_ids")
     )
-    results = [
-        native_result(
-            f"{request[RID]}-{i}" if len(choices) > 1 else request[RID],
-            embedding(vector(choice), pooling, fields.dimensions)
-            if pooling.task == "embed"
-            else raw(vector(choice)),
-            choice.usage.prompt_tokens,
-        )
-        for i, choice in enumerate(choices)
-    ]
+
+    def shown(i: int) -> dict[str, Any]:
+        embeds, data = pooling.task == "embed", vector(choices[i])
+        rid = f"{request[RID]}-{i}" if len(choices) > 1 else request[RID]
+        values = embedding(data, pooling, fields.dimensions) if embeds else raw(data)
+        return native_result(rid, values, choices[i].usage.prompt_tokens)
+
     many = isinstance(given, list) and not isinstance(given[0], int)
-    return json_response(results if many else results[0])
+    if not many:
+        return json_response(shown(0))
+    return await answered(
+        len(choices) * pooling.size,
+        lambda: in_parts(len(choices), lambda part: [shown(i) for i in range(part.start, part.stop)], ROWS),
+    )
 
 
 def native_result(rid: str, values: Any, prompt_tokens: int) -> dict[str, Any]:
