@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -22,7 +22,7 @@ from sgla.layers.build import CHUNK, Build, Share, Slot, SourceTensor, columns_o
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.fp8 import join_scales
-from sgla.model.registry import check_architecture, model_class
+from sgla.model.registry import model_class
 from sgla.model.spec import ModelSpec, scale_block
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
 from sgla.quant import Kind, Weight, pack
@@ -37,6 +37,7 @@ _PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
+EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
 POOL = 1_000_003  # random values of dummy weights
@@ -60,7 +61,8 @@ def load_model(
     its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
-    check_architecture(spec.architecture)
+    if spec.tied and has_own_head(source):
+        spec = replace(spec, tied=False)
     if _device().type == "cuda":
         quantization = quantization or spec.quantization
     kind, vocab_kind, plain = kinds_of(dtype, quantization)
@@ -82,6 +84,25 @@ def load_model(
         seed=seed,
     )
     return model
+
+
+def has_own_head(source: ModelSource) -> bool:
+    """Whether the files hold an output layer that is not the embedding, which counts for more than ``tie_word_embeddings``,
+    as in transformers. Raises WeightError."""
+    if source.kind != "safetensors":
+        return False
+    tables = {"lm_head.weight", EMBEDDING}
+    found = {name: tensor for raw, tensor in _safetensors(source) if (name := _canonical(raw)) in tables}
+    if len(found) < 2:
+        return False
+    head, embedding = found["lm_head.weight"], found[EMBEDDING]
+    if head.shape != embedding.shape:
+        return True
+    rows = max(1, SHARE // head.shape[1])
+    return any(
+        not torch.equal(head.view[at : at + rows].float(), embedding.view[at : at + rows].float())
+        for at in range(0, head.shape[0], rows)
+    )
 
 
 def load_weights(
@@ -123,20 +144,30 @@ def _fill(
     """Fill every slot from the tensors, a few at a time in threads; then complain about all that did not fit."""
     jobs: dict[str, SourceTensor] = {}
     unexpected: list[str] = []
-    misshapen: list[str] = []
+    twice: list[str] = []
+    head: SourceTensor | None = None  # a tied one, which stands for the embedding if that is left out
     for raw, tensor in tensors:
         name = _canonical(raw)
-        if name in table:
+        if name in table and name in jobs:
+            twice.append(raw)
+        elif name in table:
             jobs[name] = tensor
-            if tuple(tensor.shape) != table[name].shape:
-                wanted = list(table[name].shape)
-                misshapen.append(f"{raw} has shape {list(tensor.shape)}, expected {wanted}")
-        elif not (_BUFFERS.match(name) or raw.startswith(ignored) or (tied and name == "lm_head.weight")):
+        elif tied and name == "lm_head.weight":
+            head = tensor
+        elif not (_BUFFERS.match(name) or raw.startswith(ignored)):
             unexpected.append(raw)
+    if head is not None and EMBEDDING in table and EMBEDDING not in jobs:
+        jobs[EMBEDDING] = head
+    misshapen = [
+        f"{name} has shape {list(tensor.shape)}, expected {list(table[name].shape)}"
+        for name, tensor in jobs.items()
+        if tuple(tensor.shape) != table[name].shape
+    ]
     complaints = (
         _complain("missing", [name for name in table if name not in jobs])
         + _complain("unexpected", unexpected)
         + _complain("misshapen", misshapen)
+        + _complain("there twice", twice)
     )
     if complaints:
         raise WeightError(f"the weights do not fit {architecture}: " + "; ".join(complaints))
@@ -197,7 +228,13 @@ def _stream(source: ModelSource, build: Build, seed: int) -> Iterator[tuple[str,
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
         return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
-    stored = dict(_safetensors(source))
+    stored: dict[str, _Stored] = {}
+    for name, tensor in _safetensors(source):
+        if name in stored:
+            raise WeightError(
+                f"{name} is in two of the files {', '.join(path.name for path in source.files[:8])}"
+            )
+        stored[name] = tensor
     e4m3 = {name for name, tensor in stored.items() if tensor.view.get_dtype() == "F8_E4M3"}
     tensors = _unstack(iter(stored.items()), build)
     return join_scales(tensors, scale_block(source.config), e4m3) if e4m3 else tensors

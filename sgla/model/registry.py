@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sgla.errors import ConfigError
 
@@ -53,14 +55,28 @@ def body_of(name: str) -> str | None:
     return None
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The name of the model's class in a config.json. Raises ConfigError if there is none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ConfigError(
+            "config.json has no 'architectures' list, so the model's class is unknown", param="model"
+        )
+    return names[0]
+
+
 def check_architecture(name: str) -> None:
     """Raises ConfigError for an architecture that is not supported. Loads no torch."""
     if name in supported():
         return
-    near = difflib.get_close_matches(name, supported(), n=2)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    # Another number is another architecture.
+    alike = [known for known in supported() if re.findall(r"\d", known) == re.findall(r"\d", name)]
+    folded = {known.lower(): known for known in alike}
+    near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.95)]
+    hint = f" Did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"architecture {name!r} is not supported.{hint} Supported: {', '.join(supported())}", param="model"
+        f"architecture {name[:99]!r} is not supported.{hint} Supported: {', '.join(supported())}",
+        param="model",
     )
 
 

@@ -3,63 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
+from sgla.model.families import GEMMA3, Family, Reader, check_keys, family_of, shown
+from sgla.model.registry import architecture_of, check_architecture
 
-# What HF's configuration classes fill in when a file leaves it out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 2048},
-    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 32768},
-    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 32768, "head_dim": 128},
-    "qwen3_moe": {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 32768,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "mixtral": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    },
-}
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-# Kinds of rope scaling and the numbers they cannot do without. ``factors`` comes from GGUF files.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "factors": ("factors",),
+# Kinds of rope scaling: the numbers they cannot do without, and those they may have. ``factors`` comes from GGUF files.
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+        ),
+    ),
+    "factors": (("factors",), ()),
 }
+_ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+# The largest sizes that are taken for a model's and not for a broken file's.
+_LAYERS, _WIDTH, _INNER, _HEADS, _HEAD_DIM = 1024, 1 << 17, 1 << 20, 4096, 4096
+_VOCAB, _EXPERTS, _POSITIONS = 1 << 24, 1 << 14, 1 << 31
 
 
 @dataclass(frozen=True)
@@ -115,154 +95,291 @@ class ModelSpec:
     moe: MoESpec | None = None
     quantization: Literal["fp8"] | None = None  # of the checkpoint
 
+    notes: tuple[str, ...] = ()  # about the file
+
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ModelSpec:
-        """From the content of ``config.json``, transformers 4 or 5 style. Raises ConfigError naming what is wrong."""
-        names = config.get("architectures") or [None]
-        if not isinstance(names, list) or not isinstance(names[0], str):
-            raise ConfigError("config.json has no 'architectures' list, so the model's class is unknown")
-        c = _flatten(config)
-        try:
-            return _read(names[0], c)
-        except KeyError as error:
-            raise ConfigError(f"config.json of {names[0]} lacks {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"config.json of {names[0]} has a value of the wrong type: {error}") from error
+    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """From the content of ``config.json``, transformers 4 or 5 style. Raises ConfigError for an architecture that is not
+        supported and for what cannot be honoured, naming the key."""
+        architecture = architecture_of(config)
+        check_architecture(architecture)
+        quantization = checkpoint_quantization(config)
+        family, text = family_of(architecture), _text(architecture, config)
+        unknown = check_keys(architecture, family, text)
+        reader = Reader(architecture, {**family.defaults, **text})
+        return replace(_read(reader, family), quantization=quantization, notes=noted(unknown))
 
 
-def _flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """The text model's keys on one level, over the defaults of its type; ``null`` counts as absent."""
-    text = config | (config.get("text_config") or {})
-    model_type = "gemma3_text" if text.get("model_type") == "gemma3" else str(text.get("model_type"))
-    return _DEFAULTS.get(model_type, {}) | {key: value for key, value in text.items() if value is not None}
+def noted(unknown: list[str]) -> tuple[str, ...]:
+    """What to say of keys that nobody knows."""
+    if not unknown:
+        return ()
+    more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+    return (f"config.json: unknown keys without effect: {', '.join(key[:40] for key in unknown[:8])}{more}",)
 
 
-def _read(architecture: str, c: dict[str, Any]) -> ModelSpec:
-    hidden, heads, layers = int(c["hidden_size"]), int(c["num_attention_heads"]), int(c["num_hidden_layers"])
-    kv_heads = int(c.get("num_key_value_heads", heads))
-    head_dim = int(c.get("head_dim", hidden // heads))
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"config.json: {heads} attention heads do not divide among {kv_heads} KV heads")
-    activation = c.get("hidden_activation", c.get("hidden_act", "silu"))
-    if activation not in _ACTIVATIONS:
+def _text(architecture: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the language model, which stand in ``text_config`` beside those of a vision tower."""
+    if architecture not in ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"):
+        return config
+    if config.get("text_config") is None and config.get("model_type") != "gemma3":
+        return config
+    check_keys(architecture, GEMMA3, config)
+    outer = Reader(architecture, {**GEMMA3.defaults, **config})
+    text, tied = outer.table("text_config"), outer.flag("tie_word_embeddings")
+    if text.get("tie_word_embeddings", tied) != tied:
+        raise ConfigError("config.json: tie_word_embeddings is another one in text_config", param="model")
+    dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+    return {**text, **dtype, "tie_word_embeddings": tied}
+
+
+def _read(c: Reader, family: Family) -> ModelSpec:
+    hidden, heads = c.integer("hidden_size", _WIDTH), c.integer("num_attention_heads", _HEADS)
+    layers = c.integer("num_hidden_layers", _LAYERS)
+    kv_heads = c.integer("num_key_value_heads", _HEADS) if c.given("num_key_value_heads") else heads
+    if heads % kv_heads:
         raise ConfigError(
-            f"config.json: activation {activation!r} is not supported; {', '.join(_ACTIVATIONS)} are"
+            f"config.json: {heads} attention heads (num_attention_heads) do not divide among {kv_heads} KV heads "
+            "(num_key_value_heads)",
+            param="model",
         )
-    if c.get("use_bidirectional_attention"):
+    head_dim = c.integer("head_dim", _HEAD_DIM) if c.given("head_dim") else hidden // heads
+    if head_dim % 2 or not head_dim:
         raise ConfigError(
-            f"{architecture} with bidirectional attention (an embedding model) is not supported"
+            f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
         )
-    rope, local_rope = _ropes(c, head_dim)
-    context_len = int(c["max_position_embeddings"])
+    context_len = c.integer("max_position_embeddings", _POSITIONS)
+    rope, local_rope = _ropes(c, head_dim, context_len)
     if rope.kind == "yarn":
-        extended = rope.scaling.get("original_max_position_embeddings", context_len) * rope.scaling.get(
-            "factor", 1.0
-        )
-        context_len = max(context_len, int(extended))
+        extended = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
+        context_len = min(max(context_len, int(extended)), _POSITIONS)
+    scale = c.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else head_dim
     return ModelSpec(
-        architecture=architecture,
+        architecture=c.architecture,
         layers=layers,
         hidden=hidden,
-        intermediate=int(c["intermediate_size"]),
+        intermediate=c.integer("intermediate_size", _INNER),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=int(c["vocab_size"]),
-        eps=float(c["rms_norm_eps"]),
-        activation=_ACTIVATIONS[activation],
+        vocab=c.integer("vocab_size", _VOCAB),
+        eps=c.number("rms_norm_eps", 1.0),
+        activation=_activation(c, family),
         context_len=context_len,
         rope=rope,
         local_rope=local_rope,
-        windows=_windows(c, layers),
-        attention_scale=float(c.get("query_pre_attn_scalar", head_dim)) ** -0.5,
-        attention_softcap=float(c.get("attn_logit_softcapping", 0.0)),
-        final_softcap=float(c.get("final_logit_softcapping", 0.0)),
-        attention_bias=bool(c.get("attention_bias", False)),
-        mlp_bias=bool(c.get("mlp_bias", False)),
-        tied=bool(c.get("tie_word_embeddings", False)),
-        dtype=str(c.get("dtype", c.get("torch_dtype", "float32"))).removeprefix("torch."),
-        moe=_moe(c, layers),
-        quantization=checkpoint_quantization(c),
+        windows=_windows(c, family, layers),
+        attention_scale=scale**-0.5,
+        attention_softcap=_softcap(c, family, "attn_logit_softcapping"),
+        final_softcap=_softcap(c, family, "final_logit_softcapping"),
+        attention_bias="attention_bias" in family.defaults and c.flag("attention_bias"),
+        mlp_bias="mlp_bias" in family.defaults and c.flag("mlp_bias"),
+        tied=c.flag("tie_word_embeddings"),
+        dtype=_dtype(c),
+        moe=_moe(c, family, layers),
     )
 
 
+def _activation(c: Reader, family: Family) -> Literal["silu", "gelu_tanh"]:
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    found = c.values.get(key)
+    if not isinstance(found, str) or found not in _ACTIVATIONS:
+        raise ConfigError(
+            f"config.json: {key} {shown(found)} is not supported for {c.architecture}; {', '.join(_ACTIVATIONS)} are",
+            param="model",
+        )
+    return _ACTIVATIONS[found]
+
+
+def _softcap(c: Reader, family: Family, key: str) -> float:
+    return c.number(key) if key in family.defaults and c.given(key) else 0.0
+
+
+def _dtype(c: Reader) -> str:
+    key = "dtype" if c.given("dtype") else "torch_dtype"
+    found = c.values.get(key)
+    name = str(found if found is not None else "float32")[:99].removeprefix("torch.")
+    if name not in _DTYPES:
+        raise c.error(key, f"one of {', '.join(_DTYPES)}")
+    return name
+
+
 def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
-    """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Other formats show when their
-    tensors are read."""
+    """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Raises ConfigError for every other
+    format, naming its method."""
     c = config.get("quantization_config") or {}
-    e4m3 = c.get("quant_method") in ("fp8", "fbgemm_fp8") or c.get("format") == "float-quantized"
-    return "fp8" if e4m3 or c.get("quant_algo") == "FP8" else None
-
-
-def scale_block(config: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns of the weights that share a ``weight_scale_inv``."""
-    rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
-
-
-def _moe(c: dict[str, Any], layers: int) -> MoESpec | None:
-    """Mixtral is a mixture in every layer; Qwen in every ``decoder_sparse_step``-th but the ``mlp_only_layers``."""
-    if c.get("model_type") not in ("mixtral", "qwen3_moe"):
+    if not isinstance(c, dict):
+        raise ConfigError("config.json: quantization_config is no object", param="model")
+    if not c:
         return None
-    experts = int(c["num_local_experts"] if "num_local_experts" in c else c["num_experts"])
-    top_k = int(c["num_experts_per_tok"])
-    if not 1 <= top_k <= experts:
-        raise ConfigError(f"config.json: {top_k} experts a token of {experts} experts")
-    step, dense = int(c.get("decoder_sparse_step", 1)), set(c.get("mlp_only_layers", ()))
+    method = c.get("quant_method")
+    kind = method or ("bitsandbytes" if c.get("load_in_8bit") or c.get("load_in_4bit") else "unnamed")
+    detail = c.get("format") or c.get("quant_algo") or ""
+    e4m3 = {
+        "fp8": c.get("fmt", "e4m3") in ("e4m3", None),
+        "fbgemm_fp8": True,
+        "compressed-tensors": c.get("format") == "float-quantized",
+        "modelopt": c.get("quant_algo") == "FP8",
+    }
+    if isinstance(kind, str) and e4m3.get(kind):
+        return "fp8"
+    raise ConfigError(
+        f"config.json: quantization_config: the method {shown(kind)}"
+        + (f" with {shown(detail)}" if detail else "")
+        + " is not supported; fp8, fbgemm_fp8, compressed-tensors with float-quantized and modelopt with FP8 are. Take "
+        "the model's unquantized checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
+        param="model",
+    )
+
+
+def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of the weights that share a ``weight_scale_inv``."""
+    found = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    if len(found) != 2 or not all(type(size) is int and 0 < size <= _WIDTH for size in found):
+        raise ConfigError(
+            f"config.json: weight_block_size is {shown(found)}; it must be two whole numbers", param="model"
+        )
+    return found[0], found[1]
+
+
+def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:
+    """Mixtral is a mixture in every layer; Qwen in every ``decoder_sparse_step``-th but the ``mlp_only_layers``."""
+    if "num_experts_per_tok" not in family.defaults:
+        return None
+    mixtral = "norm_topk_prob" not in family.defaults
+    # The two names mean the same in transformers.
+    given = [name for name in ("num_experts", "num_local_experts") if c.given(name)]
+    if len(given) == 2 and c.values[given[0]] != c.values[given[1]]:
+        raise ConfigError("config.json: num_experts and num_local_experts are not the same", param="model")
+    experts = c.integer(given[0], _EXPERTS) if given else 8 if mixtral else 128
+    top_k = c.integer("num_experts_per_tok", _EXPERTS)
+    if top_k > experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok: {top_k} experts a token of {experts} experts", param="model"
+        )
+    step = 1 if mixtral else c.integer("decoder_sparse_step", _LAYERS)
+    dense = set() if mixtral else set(c.integers("mlp_only_layers", _LAYERS))
     return MoESpec(
         experts=experts,
         top_k=top_k,
-        intermediate=int(c.get("moe_intermediate_size", c["intermediate_size"])),
-        normalize=bool(c.get("norm_topk_prob", c.get("model_type") == "mixtral")),
+        intermediate=c.integer("intermediate_size" if mixtral else "moe_intermediate_size", _INNER),
+        normalize=mixtral or c.flag("norm_topk_prob"),
         layers=frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
     )
 
 
-def _windows(c: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Gemma slides by default, Qwen only when ``use_sliding_window`` is set, from layer ``max_window_layers`` on.
-
-    The mixtures have one window for all layers.
-    """
-    window, family = int(c.get("sliding_window", 0)), str(c.get("model_type"))
-    if not window or not c.get("use_sliding_window", family.startswith(("gemma", "mixtral"))):
-        return (0,) * layers
-    if family in ("mixtral", "qwen3_moe"):
-        return (window,) * layers
-    if "layer_types" in c:
-        if len(c["layer_types"]) != layers:
-            raise ConfigError(f"config.json: {len(c['layer_types'])} layer_types for {layers} layers")
-        sliding = [kind == "sliding_attention" for kind in c["layer_types"]]
-    elif "max_window_layers" in c:
-        sliding = [i >= int(c["max_window_layers"]) for i in range(layers)]
+def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
+    """Gemma slides in layers of ``layer_types``, or all but every ``sliding_window_pattern``-th; Qwen only when
+    ``use_sliding_window`` is set, from layer ``max_window_layers`` on. The mixtures have one window for all layers."""
+    known = family.defaults
+    if "sliding_window" not in known or ("use_sliding_window" in known and not c.flag("use_sliding_window")):
+        window = 0
     else:
-        pattern = int(c.get("sliding_window_pattern", c.get("_sliding_window_pattern", 6)))
-        sliding = [(i + 1) % pattern != 0 for i in range(layers)]
-    return tuple(window if s else 0 for s in sliding)
-
-
-def _ropes(c: dict[str, Any], head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """Global and local rotary embedding: ``rope_parameters`` (possibly by layer type) or ``rope_theta`` + ``rope_scaling``."""
-    parameters = c.get("rope_parameters") or {}
-    old_style = {"rope_theta": c.get("rope_theta", 1e4)} | (c.get("rope_scaling") or {})
-    full = parameters.get("full_attention") if "full_attention" in parameters else parameters
-    rope = _rope(old_style | (full or {}), c, head_dim)
-    if "rope_local_base_freq" not in c and "sliding_attention" not in parameters:
-        return rope, rope
-    local = {"rope_theta": c.get("rope_local_base_freq", 1e4)} | (parameters.get("sliding_attention") or {})
-    return rope, _rope(local, c, head_dim)
-
-
-def _rope(p: dict[str, Any], c: dict[str, Any], head_dim: int) -> RopeSpec:
-    kind = p.get("rope_type", p.get("type", "default"))
-    if kind not in _ROPE_NEEDS:
-        raise ConfigError(
-            f"config.json: rope scaling {kind!r} is not supported; {', '.join(_ROPE_NEEDS)} are"
+        window = c.integer("sliding_window", _POSITIONS) if c.given("sliding_window") else 0
+    if "layer_types" not in known:
+        return (window,) * layers
+    if c.given("layer_types"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c, layers, window))
+    if "max_window_layers" in known:
+        first = c.integer("max_window_layers", _POSITIONS, 0)
+        return tuple(window if i >= first else 0 for i in range(layers))
+    pattern = c.integer("sliding_window_pattern", _LAYERS)
+    if c.values.get("_sliding_window_pattern") not in (None, pattern):
+        raise c.error(
+            "_sliding_window_pattern", f"that of sliding_window_pattern, {pattern}, or with layer_types"
         )
-    partial = float(p.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)))
-    scaling = {key: value for key, value in p.items() if value is not None}
-    for needed in _ROPE_NEEDS[kind]:
-        if needed not in scaling:
-            raise ConfigError(f"config.json: rope scaling {kind!r} needs {needed!r}")
-    if kind in ("yarn", "llama3"):
-        scaling.setdefault("original_max_position_embeddings", int(c["max_position_embeddings"]))
-    return RopeSpec(float(p["rope_theta"]), int(head_dim * partial), kind, scaling)
+    if not window and pattern > 1:
+        raise c.error("sliding_window", "a number of tokens")
+    return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
+
+
+def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
+    kinds = c.values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        count = len(kinds) if isinstance(kinds, list) else shown(kinds)
+        raise ConfigError(f"config.json: {count} layer_types for {layers} layers", param="model")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"config.json: layer_types has {shown(kind)}; full_attention and sliding_attention are supported",
+                param="model",
+            )
+    if "sliding_attention" in kinds and not window:
+        raise ConfigError(
+            "config.json: layer_types has sliding_attention, but there is no sliding_window in use",
+            param="model",
+        )
+    return kinds
+
+
+def _ropes(c: Reader, head_dim: int, positions: int) -> tuple[RopeSpec, RopeSpec]:
+    """Global and local rotary embedding: ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
+    old, new = c.table("rope_scaling"), c.table("rope_parameters")
+    if "rope_local_base_freq" not in c.values:
+        rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions)
+        return rope, rope
+    if stray := new.keys() - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}; full_attention and sliding_attention "
+            "are supported",
+            param="model",
+        )
+    parts = Reader(c.architecture, new)
+    full, local = parts.table("full_attention") | old, parts.table("sliding_attention")
+    return (
+        _rope(full, c, c.values.get("rope_theta"), head_dim, positions),
+        _rope(local, c, c.values.get("rope_local_base_freq"), head_dim, positions),
+    )
+
+
+def _rope(table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions: int) -> RopeSpec:
+    kind = table.get("rope_type", table.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        raise ConfigError(
+            f"config.json: rope scaling {shown(kind)} is not supported; {', '.join(_ROPE_KEYS)} are",
+            param="model",
+        )
+    needed, optional = _ROPE_KEYS[kind]
+    for key in needed:
+        if key not in table:
+            raise ConfigError(f"config.json: rope scaling {kind!r} needs {key!r}", param="model")
+    for key, value in table.items():
+        if key not in (*needed, *optional, *_ROPE_COMMON, *(("truncate",) if kind == "yarn" else ())):
+            raise ConfigError(
+                f"config.json: rope scaling {kind!r} has no {shown(key)} ({shown(value)}); remove it if the weights were "
+                "trained without it",
+                param="model",
+            )
+    if table.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {shown(table['partial_rotary_factor'])} is not supported for "
+            f"{c.architecture}; 1 is",
+            param="model",
+        )
+    p = Reader(c.architecture, {"rope_theta": theta, **table})
+    scaling: dict[str, Any] = {
+        key: p.number(key) for key in (*needed, *optional) if key != "factors" and p.given(key)
+    }
+    if kind == "factors":
+        scaling["factors"] = _factors(p, head_dim // 2)
+    if kind in ("llama3", "yarn"):
+        outer = "original_max_position_embeddings"
+        scaling[outer] = (
+            c if c.given(outer) else p if p.given(outer) else Reader("", {outer: positions})
+        ).integer(outer, _POSITIONS)
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise p.error("high_freq_factor", "above low_freq_factor")
+    if kind == "yarn":
+        scaling["truncate"] = p.flag("truncate") if p.given("truncate") else True
+    base = p.number("rope_theta")
+    if base <= 1:
+        raise p.error("rope_theta", "above 1")
+    return RopeSpec(base, head_dim, kind, scaling)
+
+
+def _factors(p: Reader, count: int) -> list[float]:
+    """By which each frequency is divided."""
+    values = p.values["factors"]
+    if isinstance(values, list) and len(values) == count:
+        return [Reader(p.architecture, {"factors": value}).number("factors") for value in values]
+    raise p.error("factors", f"a list of {count} numbers")

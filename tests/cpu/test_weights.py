@@ -67,12 +67,40 @@ def test_known_buffers_and_a_tied_head_may_be_present(tmp_path: Path) -> None:
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     edit(tmp_path, change)
     loaded = load_model(open_source(tmp_path))
+    assert loaded.spec.tied
     prompts = random_prompts([9])
     assert torch.equal(Eager(plain).prompt_logprobs(prompts), Eager(loaded).prompt_logprobs(prompts))
+    edit(tmp_path, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    alone = load_model(open_source(tmp_path))
+    assert torch.equal(Eager(plain).prompt_logprobs(prompts), Eager(alone).prompt_logprobs(prompts))
+
+
+def test_a_head_that_is_not_the_embedding_counts_for_more_than_the_configuration(tmp_path: Path) -> None:
+    """As in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0).clone()}))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompts = random_prompts([9])
+    with torch.no_grad():
+        expected = hf(torch.tensor(prompts)).logits[0].log_softmax(-1)
+    model = load_model(open_source(tmp_path))
+    torch.testing.assert_close(Eager(model).prompt_logprobs(prompts), expected, rtol=0, atol=1e-4)
+
+
+def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama", shard_size="60KB")
+    files = open_source(tmp_path).files
+    first, second = load_file(files[0]), load_file(files[1])
+    name = min(first)
+    save_file(second | {name: first[name] + 1}, files[1], {"format": "pt"})
+    with pytest.raises(WeightError, match=rf"{name} is in two of the files"):
+        load_model(open_source(tmp_path))
 
 
 def test_several_files_equal_one(tmp_path: Path) -> None:
@@ -156,7 +184,7 @@ def test_progress_counts_every_value() -> None:
         ({"architectures": ["LlamaForCausalLLM"]}, "Did you mean LlamaForCausalLM"),
         ({"architectures": []}, "architectures"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"hidden_size": "wide"}, "wrong type"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a whole number"),
         ({"hidden_act": "relu"}, "relu"),
         ({"num_key_value_heads": 4}, "6 attention heads"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),

@@ -1,0 +1,373 @@
+"""The keys of ``config.json`` that each family has, what HF's classes fill in for them, and what becomes of all the others.
+
+The rule: a key that changes the mathematics is honoured or refused by name. A family's own keys are honoured. Of the others,
+those that no forward pass reads (``HARMLESS``: training, sampling, where the file comes from) are passed over. What remains is
+refused if a word of its name is one that configurations use for mathematics, unless its value turns it off, and noted
+otherwise. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgla.errors import ConfigError
+from sgla.model.registry import body_of
+
+
+@dataclass(frozen=True)
+class Family:
+    """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it fills in. ``fixed``: keys it
+    does not read, each with the value that describes what the class does."""
+
+    types: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+_DECODER = {
+    "hidden_act": "silu",
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "original_max_position_embeddings": None,
+}
+_CAUSAL = {
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "partial_rotary_factor": 1,
+    "rope_interleaved": False,
+    "text_config": None,
+}
+_WINDOWS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_BERT = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+_ENCODER = {
+    "is_decoder": False,
+    "is_causal": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "position_embedding_type": "absolute",
+}
+_ROBERTA = Family(("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER)
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        ("llama",),
+        _DECODER
+        | {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        _CAUSAL,
+    ),
+    "Qwen2ForCausalLM": Family(
+        ("qwen2",),
+        _DECODER
+        | _WINDOWS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+        _CAUSAL | {"qkv_bias": True},
+    ),
+    "Qwen3ForCausalLM": Family(
+        ("qwen3",),
+        _DECODER
+        | _WINDOWS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+        },
+        _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        ("qwen3_moe",),
+        _DECODER
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": None,  # in every published file; the window is that of all layers
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": None,  # 128
+            "num_local_experts": None,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+        },
+        _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
+    ),
+    "MixtralForCausalLM": Family(
+        ("mixtral",),
+        _DECODER
+        | {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": None,  # 8
+            "num_experts": None,
+        },
+        _CAUSAL | {"norm_topk_prob": True},
+    ),
+    "Gemma3ForCausalLM": Family(
+        ("gemma3_text",),
+        {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": None,
+            "rope_parameters": None,
+            "attention_bias": False,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "_sliding_window_pattern": None,
+            "layer_types": None,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+        },
+        _CAUSAL | {"use_bidirectional_attention": False},
+    ),
+    "Bert": Family(("bert",), _BERT, _ENCODER),
+    "DistilBert": Family(
+        ("distilbert",),
+        {
+            "vocab_size": 30522,
+            "max_position_embeddings": 512,
+            "n_layers": None,
+            "n_heads": None,
+            "dim": None,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "hidden_size": 768,
+            "hidden_dim": 3072,
+            "activation": "gelu",
+            "pad_token_id": 0,
+        },
+        _ENCODER | {"layer_norm_eps": 1e-12},
+    ),
+    "Roberta": _ROBERTA,
+    "XLMRoberta": Family(_ROBERTA.types, _BERT | {"pad_token_id": 1}, _ENCODER),
+}
+# The file of Gemma 3 with a vision tower: the language model has keys of its own in ``text_config``.
+GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, "vision_config": None})
+
+# Keys without a part in the forward pass: a whole name, or the end of one.
+HARMLESS = frozenset(
+    """
+    architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition vocab_size_or_config_json_file
+    quantization_config tie_word_embeddings
+    initializer_range initializer_factor init_std use_cache pretraining_tp gradient_checkpointing
+    cache_implementation use_flash_attn flash_attn_2_enabled
+    output_attentions output_hidden_states output_past output_scores output_router_logits return_dict
+    return_dict_in_generate torchscript xla_device use_bfloat16 chunk_size_feed_forward
+    tie_encoder_decoder tie_weights cross_attention_hidden_size fused_rms_norm fused_mlp mm_tokens_per_image
+    max_sequence_length model_max_length max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens renormalize_logits
+    finetuning_task task_specific_params prefix problem_type num_labels id2label label2id
+    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
+    sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
+    """.split()  # noqa: SIM905
+)
+_HARMLESS_END = re.compile(
+    r".*(_token_ids?|_token_index|dropout|dropout_prob|_pdrop|_loss|_coef|_coeff|_version|name_or_path|commit_hash)$"
+    r"|(attn|experts)_implementation.*|unsloth.*"
+)
+# Words of which the names of mathematical keys consist, in the configurations of transformers.
+_MATHEMATICS = frozenset(
+    """
+    act activation alibi alpha attention attn beta bias bidirectional block cap capping causal chunk clamp clip conv decoder
+    dense depth dim dims embed embedding embeddings encoder eps epsilon expert experts factor ffn freq frequency gate gating
+    global group groups head heads hidden index indexer inner interleave interleaved intermediate kernel kv latent layer layernorm layers
+    lightning limit linear local logit logits lora mamba mask mixer mlp moe mrope mscale mtp multiplier n nextn ngram nope norm
+    normalization normalize ntk parallel pattern position positional positions prefix prenorm q qk qkv quant quantization query
+    rank recurrent relative residual rms rmsnorm rope rotary routed router routing sandwich scale scales scaling shared sink
+    sinks skip sliding smear softcap softcapping sparse sparsity ssm state step swiglu temperature theta tie topk untie v
+    value window width
+    """.split()  # noqa: SIM905
+)
+_FACTORS = frozenset({"multiplier", "scale", "scales", "scaling", "factor", "mscale"})
+_SHOWN = 60  # characters of a value in an error
+
+
+def family_of(architecture: str) -> Family:
+    """The family of a supported architecture, of its language model where there are several models."""
+    if architecture == "Gemma3ForConditionalGeneration":
+        return FAMILIES["Gemma3ForCausalLM"]
+    found = FAMILIES.get(architecture) or FAMILIES.get(body_of(architecture) or "")
+    assert found is not None, architecture
+    return found
+
+
+def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> list[str]:
+    """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises ConfigError for those that
+    may change what the model computes and are not honoured."""
+    if (found := config.get("model_type")) is not None and found not in family.types:
+        raise ConfigError(
+            f"config.json: model_type {shown(found)} is not that of {architecture}, which is "
+            f"{' or '.join(map(repr, family.types))}; transformers would run another class",
+            param="model",
+        )
+    unknown = []
+    for key, value in config.items():
+        name = key.strip("_")
+        if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
+            continue
+        if key in family.fixed:
+            if value is not None and value != family.fixed[key]:
+                raise ConfigError(
+                    f"config.json: {key} {shown(value)} is not supported for {architecture}; "
+                    f"{family.fixed[key]!r} is",
+                    param="model",
+                )
+        elif _MATHEMATICS.isdisjoint(re.findall(r"[a-z]+", name.lower())):
+            unknown.append(key)
+        elif not _off(name, value):
+            raise ConfigError(
+                f"config.json: {shown(key)} ({shown(value)}) may change what the model computes, and {architecture} has "
+                "no such key, here or in transformers; remove it if the weights were trained without it",
+                param="model",
+            )
+    return unknown
+
+
+def _off(name: str, value: Any) -> bool:
+    """Whether a value says that there is none of what its key names."""
+    if _FACTORS.isdisjoint(name.lower().split("_")):
+        return value is None or value in (False, "", [], {})
+    return value is None or value is False or (value is not True and value in (1, [], {}))
+
+
+def shown(value: Any) -> str:
+    """A value for an error."""
+    try:
+        text = repr(value[:_SHOWN] if isinstance(value, str | list) else value)
+    except (RecursionError, ValueError):
+        return "a value"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+class Reader:
+    """Typed values of a configuration over the defaults of its family. Every error names the key and what it may be."""
+
+    def __init__(self, architecture: str, values: Mapping[str, Any]) -> None:
+        self.architecture, self.values = architecture, values
+
+    def given(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, most: int, least: int = 1) -> int:
+        value = self._value(key)
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+            return value
+        raise self.error(key, f"a whole number from {least} to {most}")
+
+    def number(self, key: str, most: float = 1e12) -> float:
+        """Above 0."""
+        value = self._value(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
+            return float(value)
+        raise self.error(key, f"a number above 0 and at most {most:g}")
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise self.error(key, "true or false")
+
+    def table(self, key: str) -> dict[str, Any]:
+        """An object without its nulls; empty if there is none."""
+        value = self.values.get(key)
+        if value is None or isinstance(value, dict):
+            return {name: entry for name, entry in (value or {}).items() if entry is not None}
+        raise self.error(key, "an object")
+
+    def integers(self, key: str, most: int) -> list[int]:
+        """A list of whole numbers from 0 on; empty if there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if isinstance(value, list) and len(value) <= most and all(type(x) is int and x >= 0 for x in value):
+            return value
+        raise self.error(key, f"a list of at most {most} whole numbers")
+
+    def error(self, key: str, wanted: str) -> ConfigError:
+        return ConfigError(
+            f"config.json of {self.architecture}: {key} is {shown(self.values.get(key))}; it must be {wanted}",
+            param="model",
+        )
+
+    def _value(self, key: str) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            raise ConfigError(f"config.json of {self.architecture} lacks {key!r}", param="model")
+        return value
