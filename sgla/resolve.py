@@ -12,12 +12,12 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
-from sgla.model.registry import is_encoder
+from sgla.model.sizes import kv_bytes_per_token, read_spec
+from sgla.model.spec import ModelSpec
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import choose
 
 MIB, GIB = 1 << 20, 1 << 30
-BYTES = {"float32": 4, "bfloat16": 2}
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
 BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
@@ -41,30 +41,17 @@ class Resolved(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-class KVShape(NamedTuple):
-    """What the size of the KV cache depends on."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    positions: int | None  # the model's own limit
-
-    def bytes_per_token(self, dtype: str, kv_cache_dtype: str = "auto") -> int:
-        return (
-            2 * self.layers * self.kv_heads * self.head_dim * (1 if kv_cache_dtype == "fp8" else BYTES[dtype])
-        )
-
-
 def resolve(
     config: Config, machine: Machine | None = None, model: Mapping[str, Any] | None = None
 ) -> Resolved:
     """Fill every open value of ``config``.
 
     ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if known.
-    Raises ConfigError for values out of range or impossible together.
+    Raises ConfigError for values out of range or impossible together, and for a model that is not supported.
     """
     machine = machine or detect()
     check(config)
+    spec = read_spec(model) if model is not None else None
     defaults = Config()
     reasons = {
         name: "default" if getattr(config, name) == getattr(defaults, name) else "given"
@@ -85,7 +72,7 @@ def resolve(
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
-    encoder = model is not None and is_encoder(architecture(model))
+    encoder = isinstance(spec, EncoderSpec)
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
@@ -124,15 +111,16 @@ def resolve(
     elif cuda:
         reasons |= {name: reason for name, reason in BY_WORKERS.items() if getattr(config, name) is None}
     else:
-        room = settle("kv_cache_bytes", choose_kv_bytes(machine, model, dtype, config.tp))
-        if model:
-            held = room * config.tp // kv_shape(model).bytes_per_token(dtype)
-            settle("context_length", choose_context(kv_shape(model).positions, held))
+        room = settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, config.tp))
+        if isinstance(spec, ModelSpec):
+            held = room * config.tp // kv_bytes_per_token(spec, dtype)
+            settle("context_length", choose_context(spec.context_len, held))
         elif config.context_length is None:
             reasons["context_length"] = BY_WORKERS["context_length"]
     if not config.served_model_name:
         filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
-    return Resolved(msgspec.structs.replace(config, **filled), reasons, notes(config, machine, device))
+    found = [*notes(config, machine, device), *(spec.notes if spec else ())]
+    return Resolved(msgspec.structs.replace(config, **filled), reasons, found)
 
 
 def check_gpus(config: Config, machine: Machine) -> None:
@@ -187,57 +175,23 @@ def choose_threads(machine: Machine, tp: int) -> Choice:
     return Choice(max(1, cores // tp), f"{cores} {kind} cores over {tp} ranks")
 
 
-def choose_kv_bytes(machine: Machine, model: Mapping[str, Any] | None, dtype: str, ranks: int) -> Choice:
+def choose_kv_bytes(machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, ranks: int) -> Choice:
     """Of a CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free."""
-    shape = kv_shape(model) if model else None
-    wanted = max(512 * MIB, shape.bytes_per_token(dtype) * ROOM_TOKENS // ranks if shape else 0)
+    token = kv_bytes_per_token(spec, dtype) if isinstance(spec, ModelSpec) else 0
+    wanted = max(512 * MIB, token * ROOM_TOKENS // ranks)
     limit = machine.memory_available // 4
     if wanted > limit > 0:
         return Choice(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")
     return Choice(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
 
 
-def choose_context(positions: int | None, room: int) -> Choice:
+def choose_context(positions: int, room: int) -> Choice:
     """``room``: tokens that the KV cache holds."""
-    if room < min(LONGEST, positions or LONGEST):
+    if room < min(LONGEST, positions):
         return Choice(room, "what the KV cache holds; --kv-cache-bytes gives more")
-    if positions is None or positions > LONGEST:
+    if positions > LONGEST:
         return Choice(LONGEST, "the longest there can be")
     return Choice(positions, "the model's own limit")
-
-
-def architecture(model: Mapping[str, Any]) -> str:
-    """The name of the model's class in a config.json; "" if there is none."""
-    names = model.get("architectures") or [""]
-    return str(names[0])
-
-
-def kv_shape(model: Mapping[str, Any]) -> KVShape:
-    """Read the shape out of a config.json (of the text part, for models that have several)."""
-    text = model.get("text_config") or model
-    heads = text["num_attention_heads"]
-    return KVShape(
-        layers=text["num_hidden_layers"],
-        kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        positions=text.get("max_position_embeddings"),
-    )
-
-
-def weight_bytes(model: Mapping[str, Any], dtype: str, quantization: str | None = None) -> int:
-    """Estimated size of a decoder's weights, all experts included; quantization leaves the embedding as it is."""
-    if is_encoder(architecture(model)):
-        return EncoderSpec.from_config(dict(model)).values * BYTES[dtype]
-    text = model.get("text_config") or model
-    hidden, shape = text["hidden_size"], kv_shape(model)
-    experts = text.get("num_local_experts") or text.get("num_experts") or 1
-    inner = experts * ((experts > 1 and text.get("moe_intermediate_size")) or text["intermediate_size"])
-    queries = text["num_attention_heads"] * shape.head_dim
-    layer = 2 * hidden * queries + 2 * hidden * shape.kv_heads * shape.head_dim + 3 * hidden * inner
-    tied = text.get("tie_word_embeddings", model.get("tie_word_embeddings", False))
-    embedding = text["vocab_size"] * hidden * (1 if tied else 2)
-    bits = {"int8": 9.0, "int4": 5.0, "fp8": 8.0}.get(quantization or "", 8.0 * BYTES[dtype])
-    return int(shape.layers * layer * bits / 8) + embedding * BYTES[dtype]
 
 
 def notes(config: Config, machine: Machine, device: str) -> list[str]:

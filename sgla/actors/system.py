@@ -23,6 +23,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, Draining, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
+from sgla.model.registry import architecture_of
 from sgla.observe import steplog
 from sgla.observe.metrics import Metrics
 from sgla.observe.steplog import RecordedCore
@@ -120,7 +121,7 @@ class System:
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.default_sampling = source.generation_config
-        ingress.architecture = str((source.config.get("architectures") or [""])[0])
+        ingress.architecture = architecture_of(source.config)
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
             ingress.step_log = core.written
@@ -250,7 +251,10 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     source = open_source(resolve_model(config, report), config.load_format)
     if packaged := MODELS.get(config.model):
         source = replace(source, generation_config={**packaged.sampling, **source.generation_config})
-    resolved = resolve(config, model=source.config).config
+    found = resolve(config, model=source.config)
+    for note in found.notes:
+        log.warning("%s", note)
+    resolved = found.config
     if resolved.device == "cuda" and read_pooling(source, config.task) is not None:
         if config.device == "cuda":
             raise ConfigError(

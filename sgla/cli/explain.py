@@ -13,10 +13,10 @@ from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
 from sgla.hub.fetch import find_local
 from sgla.hub.source import open_source
-from sgla.model.registry import is_encoder
-from sgla.model.spec import checkpoint_quantization
+from sgla.model.encoder import EncoderSpec
+from sgla.model.sizes import kv_bytes_per_token, read_spec, weight_bytes
 from sgla.observe.machine import Machine, detect
-from sgla.resolve import GIB, MIB, Resolved, architecture, kv_shape, resolve, weight_bytes
+from sgla.resolve import GIB, MIB, Resolved, resolve
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,11 +38,13 @@ def model_config(config: Config) -> dict[str, Any] | None:
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     """Bytes by purpose for all ranks together, and what the KV cache holds, unless it gets what a GPU has left. Weights are
     estimated from the shape."""
-    stored = checkpoint_quantization(model) if config.device == "cuda" else None
-    weights = weight_bytes(model, config.dtype, config.quantization or stored)
-    if is_encoder(architecture(model)):
+    spec = read_spec(model)
+    if isinstance(spec, EncoderSpec):
+        weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
-    per_token = kv_shape(model).bytes_per_token(config.dtype, config.kv_cache_dtype)
+    quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
+    weights = weight_bytes(spec, config.dtype, quantization, config.tp) * config.tp
+    per_token = kv_bytes_per_token(spec, config.dtype, config.kv_cache_dtype)
     if config.kv_cache_bytes is None:
         return {"weights": weights, "kv_bytes_per_token": per_token}
     kv = config.kv_cache_bytes * config.tp

@@ -28,6 +28,7 @@ from sgla.messages import (
     StepPlan,
     StepResult,
 )
+from sgla.model.sizes import read_spec
 
 if TYPE_CHECKING:
     from sgla.config import Config
@@ -263,15 +264,15 @@ class FakeModel:
 
 def fake_facts(config: Config, source: ModelSource) -> Facts:
     """Vocabulary and context length of the model, sizes of the configuration."""
-    model = source.config.get("text_config", source.config)
-    context = config.context_length or model.get("max_position_embeddings", 8192)
+    spec = read_spec(source.config)
+    context = config.context_length or spec.context_len
     tokens = (config.kv_cache_bytes or POOL_TOKENS * BYTES_PER_TOKEN) // BYTES_PER_TOKEN
     return Facts(
         pages=max(tokens, context) // config.page_size + 2,
         page_size=config.page_size,
         slots=config.max_running_requests or 256,
         context_len=context,
-        vocab_size=model["vocab_size"],
+        vocab_size=spec.vocab,
         step_tokens=config.step_tokens or 8192,
         dtype="none",
         device="fake",

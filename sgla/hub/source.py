@@ -10,6 +10,10 @@ from typing import Any, Literal
 from sgla.errors import ConfigError
 from sgla.hub.gguf import GGUFFile, read_gguf
 
+MAX_JSON = 16 << 20  # bytes of a configuration
+MAX_INDEX = 64 << 20  # bytes of an index of tensors
+MAX_ENDS = 1024  # ids that end a generation
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -45,10 +49,22 @@ class ModelSource:
     @property
     def eos_token_ids(self) -> list[int]:
         """Ids that end a generation; empty if the files name none."""
-        ids = self.generation_config.get("eos_token_id")
-        if ids is None:
-            ids = self.config.get("eos_token_id", self.config.get("text_config", {}).get("eos_token_id"))
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        text = self.config.get("text_config")
+        for holder in (self.generation_config, self.config, text if isinstance(text, dict) else {}):
+            ids = holder.get("eos_token_id")
+            if ids is None:
+                continue
+            found = ids if isinstance(ids, list) else [ids]
+            if len(found) > MAX_ENDS or not all(
+                type(token) is int and 0 <= token < 1 << 31 for token in found
+            ):
+                raise ConfigError(
+                    f"eos_token_id in generation_config.json or config.json is {str(found[:4])[:60]}; it must be a token id "
+                    f"or a list of at most {MAX_ENDS}",
+                    param="model",
+                )
+            return found
+        return []
 
 
 def open_source(path: str | Path, load_format: str = "auto") -> ModelSource:
@@ -68,8 +84,8 @@ def open_source(path: str | Path, load_format: str = "auto") -> ModelSource:
         raise ConfigError(
             f"{path} has no config.json" + (", and several .gguf files: name one" if found else "")
         )
-    config, generation = _read_json(path / "config.json"), path / "generation_config.json"
-    generation_config = _read_json(generation) if generation.is_file() else {}
+    config, generation = read_object(path / "config.json"), path / "generation_config.json"
+    generation_config = read_object(generation) if generation.is_file() else {}
     if load_format == "dummy":
         return ModelSource("dummy", path, (), config, generation_config)
     return ModelSource("safetensors", path, _safetensors(path), config, generation_config)
@@ -82,15 +98,23 @@ def _open_gguf(path: Path, load_format: str) -> ModelSource:
 
 
 def _safetensors(folder: Path) -> tuple[Path, ...]:
-    """The files that the index names, else every ``.safetensors`` file."""
+    """``model.safetensors``, else the files that the index names, else every ``.safetensors`` file."""
     index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return (folder / "model.safetensors",)
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        table = read_object(index, MAX_INDEX).get("weight_map")
+        names = list(table.values()) if isinstance(table, dict) else []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"{index} has no weight_map from tensors to files")
+        names = sorted(set(names))
+        for name in names:
+            if Path(name).name != name or Path(name).suffix != ".safetensors":
+                raise ConfigError(f"{index} names {name[:99]!r}, which is no .safetensors file beside it")
         missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise ConfigError(
-                f"{index} names files that are not there: {', '.join(missing) or 'none at all'}"
-            )
+        if missing:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise ConfigError(f"{index} names files that are not there: {', '.join(missing[:8])}{more}")
         return tuple(folder / name for name in names)
     files = tuple(sorted(folder.glob("*.safetensors")))
     if not files:
@@ -101,11 +125,20 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
     return files
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most: int = MAX_JSON) -> Any:
+    """The content of a JSON file of at most ``most`` bytes. Raises ConfigError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        if (size := path.stat().st_size) > most:
+            raise ConfigError(f"{path} has {size} bytes; at most {most} are read", param="model")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply", param="model") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
+
+
+def read_object(path: Path, most: int = MAX_JSON) -> dict[str, Any]:
+    value = read_json(path, most)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
+        raise ConfigError(f"{path} does not hold a JSON object", param="model")
     return value

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.model.registry import body_of
+from sgla.model.families import Reader, check_keys, family_of, shown
+from sgla.model.registry import architecture_of, body_of, check_architecture
+from sgla.model.spec import HEADS, INNER, LAYERS, VOCAB, WIDTH, checkpoint_quantization, noted
 
 ACTIVATIONS = {
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -18,7 +22,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-# DistilBERT's names for what its configuration and tensors have in common with BERT's.
+# DistilBERT's names for what its configuration and tensors have in common with BERT's; it may have the first three by both.
 DISTILBERT_KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -58,6 +62,7 @@ class EncoderSpec:
     types: int
     eps: float
     activation: str
+    notes: tuple[str, ...] = ()  # about the file
 
     @property
     def values(self) -> int:
@@ -70,21 +75,24 @@ class EncoderSpec:
         return self.positions - self.offset
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> EncoderSpec:
-        """Raises ConfigError naming what is wrong."""
-        name = str(config["architectures"][0])
+    def from_config(cls, config: Mapping[str, Any]) -> EncoderSpec:
+        """Raises ConfigError for what cannot be honoured, naming the key."""
+        name = architecture_of(config)
+        check_architecture(name)
         family = body_of(name)
-        assert family is not None
-        c = {key: value for key, value in config.items() if value is not None}
+        assert family is not None, name
+        if checkpoint_quantization(config) is not None:
+            raise ConfigError(f"config.json: quantization_config is not supported for {name}", param="model")
+        known = family_of(name)
+        unknown = check_keys(name, known, config)
+        values = {**known.defaults, **config}
         if family == "DistilBert":
-            c |= {ours: c[theirs] for ours, theirs in DISTILBERT_KEYS.items() if theirs in c}
-            c |= {"type_vocab_size": 0, "layer_norm_eps": 1e-12}
-        try:
-            return _read(name, family, c)
-        except KeyError as error:
-            raise ConfigError(f"config.json of {name} lacks {error.args[0]!r}") from error
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"config.json of {name} has a value of the wrong type: {error}") from error
+            for ours, theirs in DISTILBERT_KEYS.items():
+                if values.get(theirs) is not None:
+                    if config.get(ours, values[theirs]) != values[theirs]:
+                        raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
+                    values[ours] = values[theirs]
+        return replace(_read(Reader(name, values), family), notes=noted(unknown))
 
     def rename(self, name: str) -> str:
         """From a checkpoint's name to the one the model declares: BERT's, without the prefix of models with a head."""
@@ -95,32 +103,34 @@ class EncoderSpec:
         return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _read(name: str, family: str, c: dict[str, Any]) -> EncoderSpec:
-    if c.get("position_embedding_type", "absolute") != "absolute":
+def _read(c: Reader, family: str) -> EncoderSpec:
+    activation = c.values.get("hidden_act")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        key = "activation" if family == "DistilBert" else "hidden_act"
         raise ConfigError(
-            f"config.json: positions of type {c['position_embedding_type']!r} are not supported; absolute ones are"
+            f"config.json: {key} {shown(activation)} is not supported; {', '.join(ACTIVATIONS)} are",
+            param="model",
         )
-    if c.get("is_decoder"):
-        raise ConfigError(f"config.json: {name} as a decoder is not supported")
-    activation = c.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        raise ConfigError(
-            f"config.json: activation {activation!r} is not supported; {', '.join(ACTIVATIONS)} are"
-        )
-    hidden, heads = int(c["hidden_size"]), int(c["num_attention_heads"])
+    hidden, heads = c.integer("hidden_size", WIDTH), c.integer("num_attention_heads", HEADS)
     if hidden % heads:
-        raise ConfigError(f"config.json: {heads} attention heads do not divide a width of {hidden}")
+        raise ConfigError(
+            f"config.json: num_attention_heads: {heads} attention heads do not divide a width of {hidden}",
+            param="model",
+        )
+    vocab = c.integer("vocab_size", VOCAB)
+    offset = c.integer("pad_token_id", vocab, 0) + 1 if family.endswith("Roberta") else 0
+    distilled = family == "DistilBert"
     return EncoderSpec(
-        architecture=name,
+        architecture=c.architecture,
         family=family,
-        layers=int(c["num_hidden_layers"]),
+        layers=c.integer("num_hidden_layers", LAYERS),
         hidden=hidden,
-        intermediate=int(c["intermediate_size"]),
+        intermediate=c.integer("intermediate_size", INNER),
         heads=heads,
-        vocab=int(c["vocab_size"]),
-        positions=int(c["max_position_embeddings"]),
-        offset=int(c.get("pad_token_id", 1)) + 1 if family.endswith("Roberta") else 0,
-        types=int(c.get("type_vocab_size", 2)),
-        eps=float(c.get("layer_norm_eps", 1e-12)),
+        vocab=vocab,
+        positions=c.integer("max_position_embeddings", VOCAB, offset + 1),
+        offset=offset,
+        types=0 if distilled else c.integer("type_vocab_size", VOCAB),
+        eps=1e-12 if distilled else c.number("layer_norm_eps", 1.0),
         activation=ACTIVATIONS[activation],
     )

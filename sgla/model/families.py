@@ -20,7 +20,7 @@ from sgla.model.registry import body_of
 @dataclass(frozen=True)
 class Family:
     """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it fills in. ``fixed``: keys it
-    does not read, each with the value that describes what the class does."""
+    does not read, or reads in vain, each with the value that describes what the class does."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -190,9 +190,8 @@ FAMILIES = {
             "_sliding_window_pattern": None,
             "layer_types": None,
             "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
         },
-        _CAUSAL | {"use_bidirectional_attention": False},
+        _CAUSAL | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     ),
     "Bert": Family(("bert",), _BERT, _ENCODER),
     "DistilBert": Family(

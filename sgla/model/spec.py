@@ -38,8 +38,8 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The largest sizes that are taken for a model's and not for a broken file's.
-_LAYERS, _WIDTH, _INNER, _HEADS, _HEAD_DIM = 1024, 1 << 17, 1 << 20, 4096, 4096
-_VOCAB, _EXPERTS, _POSITIONS = 1 << 24, 1 << 14, 1 << 31
+LAYERS, WIDTH, INNER, HEADS, HEAD_DIM = 1024, 1 << 17, 1 << 20, 4096, 4096
+VOCAB, EXPERTS, POSITIONS = 1 << 24, 1 << 14, 1 << 31
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class ModelSpec:
     local_rope: RopeSpec  # of layers with a window; other than ``rope`` in Gemma
     windows: tuple[int, ...]
     attention_scale: float
-    attention_softcap: float
     final_softcap: float
     attention_bias: bool
     mlp_bias: bool
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
+    attention_softcap: float = 0.0  # no family has one: transformers does not apply Gemma 3's
     moe: MoESpec | None = None
     quantization: Literal["fp8"] | None = None  # of the checkpoint
 
@@ -134,35 +134,35 @@ def _text(architecture: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(c: Reader, family: Family) -> ModelSpec:
-    hidden, heads = c.integer("hidden_size", _WIDTH), c.integer("num_attention_heads", _HEADS)
-    layers = c.integer("num_hidden_layers", _LAYERS)
-    kv_heads = c.integer("num_key_value_heads", _HEADS) if c.given("num_key_value_heads") else heads
+    hidden, heads = c.integer("hidden_size", WIDTH), c.integer("num_attention_heads", HEADS)
+    layers = c.integer("num_hidden_layers", LAYERS)
+    kv_heads = c.integer("num_key_value_heads", HEADS) if c.given("num_key_value_heads") else heads
     if heads % kv_heads:
         raise ConfigError(
             f"config.json: {heads} attention heads (num_attention_heads) do not divide among {kv_heads} KV heads "
             "(num_key_value_heads)",
             param="model",
         )
-    head_dim = c.integer("head_dim", _HEAD_DIM) if c.given("head_dim") else hidden // heads
+    head_dim = c.integer("head_dim", HEAD_DIM) if c.given("head_dim") else hidden // heads
     if head_dim % 2 or not head_dim:
         raise ConfigError(
             f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
         )
-    context_len = c.integer("max_position_embeddings", _POSITIONS)
+    context_len = c.integer("max_position_embeddings", POSITIONS)
     rope, local_rope = _ropes(c, head_dim, context_len)
     if rope.kind == "yarn":
         extended = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
-        context_len = min(max(context_len, int(extended)), _POSITIONS)
+        context_len = min(max(context_len, int(extended)), POSITIONS)
     scale = c.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else head_dim
     return ModelSpec(
         architecture=c.architecture,
         layers=layers,
         hidden=hidden,
-        intermediate=c.integer("intermediate_size", _INNER),
+        intermediate=c.integer("intermediate_size", INNER),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=c.integer("vocab_size", _VOCAB),
+        vocab=c.integer("vocab_size", VOCAB),
         eps=c.number("rms_norm_eps", 1.0),
         activation=_activation(c, family),
         context_len=context_len,
@@ -170,8 +170,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         local_rope=local_rope,
         windows=_windows(c, family, layers),
         attention_scale=scale**-0.5,
-        attention_softcap=_softcap(c, family, "attn_logit_softcapping"),
-        final_softcap=_softcap(c, family, "final_logit_softcapping"),
+        final_softcap=c.number("final_logit_softcapping") if c.given("final_logit_softcapping") else 0.0,
         attention_bias="attention_bias" in family.defaults and c.flag("attention_bias"),
         mlp_bias="mlp_bias" in family.defaults and c.flag("mlp_bias"),
         tied=c.flag("tie_word_embeddings"),
@@ -189,10 +188,6 @@ def _activation(c: Reader, family: Family) -> Literal["silu", "gelu_tanh"]:
             param="model",
         )
     return _ACTIVATIONS[found]
-
-
-def _softcap(c: Reader, family: Family, key: str) -> float:
-    return c.number(key) if key in family.defaults and c.given(key) else 0.0
 
 
 def _dtype(c: Reader) -> str:
@@ -235,7 +230,7 @@ def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
 def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of the weights that share a ``weight_scale_inv``."""
     found = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    if len(found) != 2 or not all(type(size) is int and 0 < size <= _WIDTH for size in found):
+    if len(found) != 2 or not all(type(size) is int and 0 < size <= WIDTH for size in found):
         raise ConfigError(
             f"config.json: weight_block_size is {shown(found)}; it must be two whole numbers", param="model"
         )
@@ -251,18 +246,18 @@ def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:
     given = [name for name in ("num_experts", "num_local_experts") if c.given(name)]
     if len(given) == 2 and c.values[given[0]] != c.values[given[1]]:
         raise ConfigError("config.json: num_experts and num_local_experts are not the same", param="model")
-    experts = c.integer(given[0], _EXPERTS) if given else 8 if mixtral else 128
-    top_k = c.integer("num_experts_per_tok", _EXPERTS)
+    experts = c.integer(given[0], EXPERTS) if given else 8 if mixtral else 128
+    top_k = c.integer("num_experts_per_tok", EXPERTS)
     if top_k > experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok: {top_k} experts a token of {experts} experts", param="model"
         )
-    step = 1 if mixtral else c.integer("decoder_sparse_step", _LAYERS)
-    dense = set() if mixtral else set(c.integers("mlp_only_layers", _LAYERS))
+    step = 1 if mixtral else c.integer("decoder_sparse_step", LAYERS)
+    dense = set() if mixtral else set(c.integers("mlp_only_layers", LAYERS))
     return MoESpec(
         experts=experts,
         top_k=top_k,
-        intermediate=c.integer("intermediate_size" if mixtral else "moe_intermediate_size", _INNER),
+        intermediate=c.integer("intermediate_size" if mixtral else "moe_intermediate_size", INNER),
         normalize=mixtral or c.flag("norm_topk_prob"),
         layers=frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
     )
@@ -275,15 +270,15 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
     if "sliding_window" not in known or ("use_sliding_window" in known and not c.flag("use_sliding_window")):
         window = 0
     else:
-        window = c.integer("sliding_window", _POSITIONS) if c.given("sliding_window") else 0
+        window = c.integer("sliding_window", POSITIONS) if c.given("sliding_window") else 0
     if "layer_types" not in known:
         return (window,) * layers
     if c.given("layer_types"):
         return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c, layers, window))
     if "max_window_layers" in known:
-        first = c.integer("max_window_layers", _POSITIONS, 0)
+        first = c.integer("max_window_layers", POSITIONS, 0)
         return tuple(window if i >= first else 0 for i in range(layers))
-    pattern = c.integer("sliding_window_pattern", _LAYERS)
+    pattern = c.integer("sliding_window_pattern", LAYERS)
     if c.values.get("_sliding_window_pattern") not in (None, pattern):
         raise c.error(
             "_sliding_window_pattern", f"that of sliding_window_pattern, {pattern}, or with layer_types"
@@ -366,7 +361,7 @@ def _rope(table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions
         outer = "original_max_position_embeddings"
         scaling[outer] = (
             c if c.given(outer) else p if p.given(outer) else Reader("", {outer: positions})
-        ).integer(outer, _POSITIONS)
+        ).integer(outer, POSITIONS)
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise p.error("high_freq_factor", "above low_freq_factor")
     if kind == "yarn":

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from sgla.errors import OutOfMemory
 from sgla.model.base import KVSpec
-from sgla.model.spec import ModelSpec
+from sgla.model.sizes import BYTES
 
 MIB = 1 << 20
 KV_BYTES = 512 * MIB  # size of the KV cache if nobody says otherwise
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.125, "int4": 0.625, "fp8": 1.0}  # of one weight
 
 
 class KVSize(NamedTuple):
@@ -20,19 +19,6 @@ class KVSize(NamedTuple):
     context_len: int
     bytes: int
     note: str  # why the context is shorter than the model's, or ""
-
-
-def weight_bytes(spec: ModelSpec, dtype: str, quantization: str | None, ranks: int) -> int:
-    """Bytes of one rank's matrices; norms and scales are left out."""
-    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    mixed = len(spec.moe.layers) if spec.moe else 0
-    mlps = (spec.layers - mixed) * spec.intermediate
-    if spec.moe:
-        mlps += mixed * spec.moe.experts * spec.moe.intermediate
-    table = spec.vocab * spec.hidden * BYTES["int8" if quantization in ("int8", "int4") else dtype]
-    head = 0.0 if spec.tied else table / ranks
-    layers = spec.layers * attention + 3 * spec.hidden * mlps
-    return int(layers * BYTES[quantization or dtype] / ranks + table + head)
 
 
 def size_kv(

@@ -33,6 +33,7 @@ from sgla.messages import (
 )
 from sgla.model.base import CausalLM, KVSpec
 from sgla.model.load import load_model
+from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.sampling import Sampler, Samples, faults
 from sgla.sampling.draw import draw
@@ -42,7 +43,7 @@ from sgla.sampling.native import find_draw
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.forward import Forward, describe, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
-from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv, weight_bytes
+from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv
 from sgla.worker.profile import Profiler
 from sgla.worker.state import SlotTables, column
 

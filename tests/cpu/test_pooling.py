@@ -307,7 +307,9 @@ def test_the_task_is_read_from_the_files(tmp_path: Path) -> None:
         folder.mkdir()
         if modules:
             write_modules(folder, "lasttoken")
-        settings = {"architectures": [architecture], "hidden_size": 48, **config}
+        settings = {"architectures": [architecture], "hidden_size": 48, "num_attention_heads": 4, **config}
+        if architecture.startswith("Qwen"):
+            settings["num_key_value_heads"] = 4
         (folder / "config.json").write_text(json.dumps(settings))
         return read_pooling(open_source(folder, "dummy"), task)
 
@@ -328,7 +330,9 @@ def test_the_task_is_read_from_the_files(tmp_path: Path) -> None:
     weighted = tmp_path / "weighted"
     weighted.mkdir()
     write_modules(weighted, "weightedmean_tokens")
-    (weighted / "config.json").write_text(json.dumps({"architectures": ["BertModel"], "hidden_size": 48}))
+    (weighted / "config.json").write_text(
+        json.dumps({"architectures": ["BertModel"], "hidden_size": 48, "num_attention_heads": 4})
+    )
     with pytest.raises(ConfigError, match="this pooling is not supported"):
         read_pooling(open_source(weighted, "dummy"))
 

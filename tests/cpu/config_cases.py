@@ -1,0 +1,468 @@
+"""Configurations as they are published, and doctored ones, each with what must come of it.
+
+Sizes of those that run are made small; which keys there are, and what they say of the rest, is as published.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Config = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """``refused``: a word that the error must have; None: the model must equal HF's."""
+
+    config: Config
+    refused: str | None = None
+
+
+TINY: Config = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+USUAL: Config = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "float32",
+    "transformers_version": "4.45.0",
+    "use_cache": True,
+}
+
+
+def llama(**changes: Any) -> Config:
+    own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+    return TINY | USUAL | own | changes
+
+
+def qwen2(**changes: Any) -> Config:
+    own = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+    windows = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 21}
+    return TINY | USUAL | own | windows | {"rope_theta": 1e6} | changes
+
+
+def qwen3(**changes: Any) -> Config:
+    own = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 16}
+    windows = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
+    rest = {"attention_bias": False, "rope_scaling": None, "rope_theta": 1000000}
+    return TINY | USUAL | own | windows | rest | changes
+
+
+def qwen3_moe(**changes: Any) -> Config:
+    own = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+    config = qwen3() | own | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def mixtral(**changes: Any) -> Config:
+    own = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    }
+    return TINY | USUAL | own | changes
+
+
+def gemma3(**changes: Any) -> Config:
+    own = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+    }
+    base = {key: value for key, value in (TINY | USUAL).items() if key != "hidden_act"}
+    config = base | own | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def gemma3_vision(text: Config, **changes: Any) -> Config:
+    """The language model's ``head_dim`` and heads are those of HF's classes, as in the 4B."""
+    tower = {
+        "hidden_size": 16,
+        "image_size": 28,
+        "intermediate_size": 16,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 2,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 8,
+        "vocab_size": 97,
+        "max_position_embeddings": 128,
+    }
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 93,
+        "eoi_token_index": 94,
+        "eos_token_id": [1, 96],
+        "image_token_index": 95,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 4,
+        "model_type": "gemma3",
+        "text_config": small | text,
+        "torch_dtype": "float32",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": tower,
+    } | changes
+
+
+def other(architecture: str, model_type: str, **changes: Any) -> Config:
+    return TINY | {"architectures": [architecture], "model_type": model_type} | changes
+
+
+def quantized(method: str | None, **changes: Any) -> Config:
+    return llama(quantization_config={"quant_method": method} | changes)
+
+
+def encoder(family: str, model_type: str, **changes: Any) -> Config:
+    return {
+        "architectures": [f"{family}Model"],
+        "model_type": model_type,
+        "attention_probs_dropout_prob": 0.1,
+        "gradient_checkpointing": False,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 40,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "type_vocab_size": 2,
+        "use_cache": True,
+        "vocab_size": 97,
+    } | changes
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+    "rope_type": "llama3",
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
+SHAPES: Config = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+DISTILBERT: Config = {
+    "architectures": ["DistilBertModel"],
+    "model_type": "distilbert",
+    "activation": "gelu",
+    "attention_dropout": 0.1,
+    "dim": 32,
+    "dropout": 0.1,
+    "hidden_dim": 40,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "pad_token_id": 0,
+    "qa_dropout": 0.1,
+    "seq_classif_dropout": 0.2,
+    "sinusoidal_pos_embds": False,
+    "tie_weights_": True,
+    "vocab_size": 97,
+}
+
+# As published.
+RUN: dict[str, Case] = {
+    "Llama-2-7b": Case(llama(pretraining_tp=1, rope_scaling=None, tie_word_embeddings=False)),
+    "Llama-2-13b pretraining_tp": Case(llama(pretraining_tp=2, num_key_value_heads=4)),
+    "llama-7b": Case(llama(num_key_value_heads=None, max_sequence_length=2048, rms_norm_eps=1e-6)),
+    "Llama-3.1-8B": Case(
+        llama(rope_scaling=LLAMA3, rope_theta=500000.0, mlp_bias=False, attention_bias=False)
+    ),
+    "Llama-3.2-1B": Case(llama(rope_scaling=LLAMA3, rope_theta=5e5, head_dim=16, tie_word_embeddings=True)),
+    "Llama-3.2-1B by unsloth": Case(
+        llama(rope_scaling=LLAMA3, unsloth_fixed=True, tie_word_embeddings=True)
+    ),
+    "SmolLM2-135M": Case(
+        llama(
+            is_llama_config=True,
+            rope_interleaved=False,
+            rope_theta=100000,
+            tie_word_embeddings=True,
+            num_key_value_heads=1,
+            **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+        )
+    ),
+    "TinyLlama": Case(llama(num_key_value_heads=1)),
+    "deepseek-coder": Case(llama(rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=100000)),
+    "granite-code": Case(llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "Yarn-Llama-2": Case(llama(rope_scaling=YARN | {"finetuned": True}, auto_map={"AutoConfig": "c.C"})),
+    "llama dynamic": Case(llama(rope_scaling={"type": "dynamic", "factor": 2.0})),
+    "llama of transformers 5": Case(
+        llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, dtype="float32")
+    ),
+    "llama with gelu": Case(llama(hidden_act="gelu_pytorch_tanh")),
+    "Llama defaults of HF": Case({k: v for k, v in llama().items() if k not in ("rms_norm_eps", "hidden_act")}),
+    "Qwen2-0.5B": Case(qwen2(tie_word_embeddings=True)),
+    "Qwen2.5-7B": Case(qwen2(rope_scaling=None)),
+    "Qwen2.5 yarn": Case(qwen2(rope_scaling=YARN, tie_word_embeddings=False)),
+    "R1-Distill-Qwen": Case(qwen2(use_mrope=False)),
+    "Qwen2 wide heads": Case(qwen2(head_dim=16)),
+    "Qwen2 kv heads null": Case(qwen2(num_key_value_heads=None)),
+    "Qwen3-0.6B": Case(qwen3(tie_word_embeddings=True)),
+    "Qwen3-8B": Case(qwen3()),
+    "Qwen3 yarn": Case(qwen3(rope_scaling=YARN | {"rope_type": "yarn"})),
+    "Qwen3-30B-A3B": Case(qwen3_moe()),
+    "Qwen3-Coder-30B-A3B": Case(
+        qwen3_moe(qkv_bias=False, shared_expert_intermediate_size=0, use_qk_norm=True)
+    ),
+    "Qwen3-MoE of transformers 5": Case(qwen3_moe(num_experts=..., num_local_experts=8)),
+    "Mixtral-8x7B": Case(mixtral()),
+    "Mixtral-8x22B": Case(mixtral(router_jitter_noise=0.0, head_dim=16)),
+    "gemma-3-1b": Case(gemma3()),
+    "gemma-3-270m": Case(
+        gemma3(
+            _sliding_window_pattern=3,
+            sliding_window_pattern=...,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            use_bidirectional_attention=False,
+        )
+    ),
+    "gemma-3-4b": Case(gemma3_vision({})),
+    "gemma-3-27b": Case(
+        gemma3_vision({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 8})
+    ),
+    "gemma-3 without its text's model_type": Case(gemma3_vision({"model_type": "gemma3_text"}, tie_word_embeddings=True)),
+    "bge-small": Case(encoder("Bert", "bert", id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})),
+    "MiniLM-L6": Case(encoder("Bert", "bert", _name_or_path="nreimers/MiniLM-L6-H384-uncased")),
+    "bert-base-multilingual": Case(
+        encoder(
+            "Bert", "bert", directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12,
+            pooler_num_fc_layers=3, pooler_size_per_head=128, pooler_type="first_token_transform",
+        )
+    ),
+    "multilingual-e5": Case(
+        encoder("XLMRoberta", "xlm-roberta", pad_token_id=1, type_vocab_size=1, output_past=True, layer_norm_eps=1e-5)
+    ),
+    "roberta-base": Case(encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, layer_norm_eps=1e-5)),
+    "distilbert-base": Case(DISTILBERT),
+    "bert gelu_new": Case(encoder("Bert", "bert", hidden_act="gelu_new")),
+}  # fmt: skip
+
+# Doctored, with keys that HF honours.
+HONOURED: dict[str, Case] = {
+    "qwen2 window by layer": Case(qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen2 window without max_window_layers": Case(
+        {k: v for k, v in qwen2(use_sliding_window=True, sliding_window=8).items() if k != "max_window_layers"}
+    ),
+    "qwen3 layer types": Case(
+        qwen3(
+            use_sliding_window=True,
+            sliding_window=8,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        )
+    ),
+    "qwen3_moe window of all layers": Case(qwen3_moe(use_sliding_window=True, sliding_window=8)),
+    "qwen3_moe without model_type": Case(qwen3_moe(model_type=...)),
+    "qwen3_moe unnormalized": Case(qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2)),
+    "qwen3_moe dense layers": Case(qwen3_moe(mlp_only_layers=[0, 2])),
+    "mixtral window": Case(mixtral(sliding_window=8)),
+    "gemma3 softcap": Case(gemma3(final_logit_softcapping=3.0)),
+    "gemma3 untied": Case(gemma3(tie_word_embeddings=False)),
+    "gemma3 biases": Case(gemma3(attention_bias=True)),
+    "gemma3 linear rope": Case(gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    "qwen3 biases": Case(qwen3(attention_bias=True)),
+    "llama yarn extras": Case(
+        llama(rope_scaling=YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.5})
+    ),
+    "llama yarn untruncated": Case(llama(rope_scaling=YARN | {"truncate": False, "attention_factor": 1.5})),
+    "llama original positions outside": Case(
+        llama(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=32)
+    ),
+    "llama rope_scaling before rope_parameters": Case(
+        llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    ),
+    "llama unknown metadata": Case(llama(made_by="somebody", license="none", data_card={"a": [1]})),
+    "llama keys that are off": Case(
+        llama(sliding_window=None, logit_scale=1.0, alibi=False, num_experts=0, residual_multiplier=None)
+    ),
+    "distilbert by HF's other names": Case(
+        {k: v for k, v in DISTILBERT.items() if k not in ("dim", "n_heads", "n_layers")}
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    ),
+}  # fmt: skip
+
+# What HF computes otherwise, or nobody does: refused by the key.
+REFUSED: dict[str, Case] = {
+    "gte-Qwen2": Case(qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"),
+    "Qwen2.5-1M": Case(qwen2(dual_chunk_attention_config={"chunk_size": 64}), "dual_chunk_attention_config"),
+    "Qwen3 reads no norm": Case(qwen3(use_qk_norm=False), "use_qk_norm"),
+    "Mistral's window in Llama": Case(llama(sliding_window=8), "sliding_window"),
+    "Mistral's type in Llama": Case(llama(model_type="mistral"), "model_type"),
+    "partial rotary": Case(llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "partial rotary inside": Case(
+        llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor",
+    ),
+    "softcap in Llama": Case(llama(attn_logit_softcapping=30.0), "attn_logit_softcapping"),
+    "softcap that HF's Gemma 3 ignores": Case(
+        gemma3(attn_logit_softcapping=50.0), "attn_logit_softcapping"
+    ),
+    "logit_scale": Case(llama(logit_scale=0.0625), "logit_scale"),
+    "residual_multiplier": Case(llama(residual_multiplier=0.22), "residual_multiplier"),
+    "attention_multiplier": Case(llama(attention_multiplier=0.0156), "attention_multiplier"),
+    "embedding_multiplier": Case(llama(embedding_multiplier=12), "embedding_multiplier"),
+    "logits_scaling": Case(llama(logits_scaling=8), "logits_scaling"),
+    "clip_qkv": Case(llama(clip_qkv=8.0), "clip_qkv"),
+    "qk_layernorm": Case(llama(qk_layernorm=True), "qk_layernorm"),
+    "no_rope_layers": Case(llama(no_rope_layers=[1, 1, 0]), "no_rope_layers"),
+    "layer_types in Llama": Case(llama(layer_types=["full_attention"] * 3), "layer_types"),
+    "per_layer_config": Case(llama(per_layer_config={"0": {"hidden_act": "gelu"}}), "per_layer_config"),
+    "text_config in Llama": Case(llama(text_config={"hidden_size": 8}), "text_config"),
+    "pruned heads": Case(encoder("Bert", "bert", pruned_heads={"0": [1]}), "pruned_heads"),
+    "attention_bias in Mixtral": Case(mixtral(attention_bias=True), "attention_bias"),
+    "norm_topk_prob in Mixtral": Case(mixtral(norm_topk_prob=False), "norm_topk_prob"),
+    "mlp_bias in Qwen3": Case(qwen3(mlp_bias=True), "mlp_bias"),
+    "shared experts": Case(qwen3_moe(shared_expert_intermediate_size=64), "shared_expert_intermediate_size"),
+    "two numbers of experts": Case(qwen3_moe(num_local_experts=4), "num_local_experts"),
+    "too many experts": Case(qwen3_moe(num_experts_per_tok=9), "num_experts_per_tok"),
+    "linear attention": Case(qwen3(layer_types=["linear_attention"] * 3), "linear_attention"),
+    "sliding without a window": Case(qwen3(layer_types=["sliding_attention"] * 3), "sliding_attention"),
+    "layer types too few": Case(gemma3(layer_types=["full_attention"]), "layer_types"),
+    "million layer types": Case(gemma3(layer_types=["full_attention"] * 1_000_000), "layer_types"),
+    "embedding Gemma": Case(gemma3(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    "Gemma's own pattern": Case(
+        gemma3(_sliding_window_pattern=2, sliding_window_pattern=...), "_sliding_window_pattern"
+    ),
+    "flat rope in Gemma": Case(gemma3(rope_parameters={"rope_theta": 1e5}), "rope_theta"),
+    "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
+    "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
+    "a size outside text_config": Case(gemma3_vision({}, num_attention_heads=4), "num_attention_heads"),
+    "longrope": Case(
+        llama(rope_scaling={"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}), "longrope"
+    ),
+    "mrope": Case(qwen2(rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope_section"),
+    "yarn without a factor": Case(llama(rope_scaling={"type": "yarn"}), "factor"),
+    "llama3 upside down": Case(llama(rope_scaling=LLAMA3 | {"high_freq_factor": 1.0}), "high_freq_factor"),
+    "rope parameters by layer": Case(
+        qwen3(rope_parameters={"full_attention": {"rope_type": "default"}}), "full_attention"
+    ),
+    "relu": Case(llama(hidden_act="relu"), "hidden_act"),
+    "exact gelu": Case(llama(hidden_act="gelu"), "hidden_act"),
+    "alibi": Case(encoder("Bert", "bert", position_embedding_type="alibi"), "position_embedding_type"),
+    "relative positions": Case(
+        encoder("Bert", "bert", position_embedding_type="relative_key"), "position_embedding_type"
+    ),
+    "bert as a decoder": Case(encoder("Bert", "bert", is_decoder=True), "is_decoder"),
+    "quick gelu": Case(encoder("Bert", "bert", hidden_act="quick_gelu"), "hidden_act"),
+    "distilbert eps": Case(DISTILBERT | {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
+    "distilbert twice": Case(DISTILBERT | {"hidden_size": 64}, "hidden_size"),
+    "awq": Case(quantized("awq", bits=4, group_size=128, version="gemm", zero_point=True), "awq"),
+    "gptq": Case(quantized("gptq", bits=4, group_size=128, desc_act=False, sym=True), "gptq"),
+    "bitsandbytes": Case(quantized("bitsandbytes", load_in_4bit=True), "bitsandbytes"),
+    "bitsandbytes of old": Case(quantized(None, load_in_8bit=True), "bitsandbytes"),
+    "int4 of compressed-tensors": Case(quantized("compressed-tensors", format="pack-quantized"), "pack-quantized"),
+    "int8 of compressed-tensors": Case(quantized("compressed-tensors", format="int-quantized"), "int-quantized"),
+    "nvfp4": Case(quantized("modelopt", quant_algo="NVFP4"), "NVFP4"),
+    "mxfp4": Case(quantized("mxfp4"), "mxfp4"),
+    "torchao": Case(quantized("torchao"), "torchao"),
+    "hqq": Case(quantized("hqq"), "hqq"),
+    "eetq of a mixture": Case(mixtral(quantization_config={"quant_method": "eetq"}), "eetq"),
+    "mlx": Case(llama(quantization={"bits": 4, "group_size": 64}), "quantization"),
+    "awq of an encoder": Case(encoder("Bert", "bert", quantization_config={"quant_method": "awq"}), "awq"),
+    "layers 1e9": Case(llama(num_hidden_layers=10**9), "num_hidden_layers"),
+    "no layers": Case(llama(num_hidden_layers=0), "num_hidden_layers"),
+    "width 2^40": Case(llama(hidden_size=1 << 40), "hidden_size"),
+    "negative width": Case(llama(hidden_size=-32), "hidden_size"),
+    "width in words": Case(llama(hidden_size="wide"), "hidden_size"),
+    "half a head": Case(llama(num_attention_heads=2.5), "num_attention_heads"),
+    "heads true": Case(llama(num_attention_heads=True), "num_attention_heads"),
+    "no heads": Case(llama(num_attention_heads=0), "num_attention_heads"),
+    "kv heads -1": Case(llama(num_key_value_heads=-1), "num_key_value_heads"),
+    "kv heads 3": Case(llama(num_key_value_heads=3), "num_key_value_heads"),
+    "more heads than width": Case(llama(num_attention_heads=64, num_key_value_heads=64), "head_dim"),
+    "odd head_dim": Case(llama(head_dim=7), "head_dim"),
+    "huge vocabulary": Case(llama(vocab_size=1 << 60), "vocab_size"),
+    "eps 0": Case(llama(rms_norm_eps=0), "rms_norm_eps"),
+    "eps NaN": Case(llama(rms_norm_eps=float("nan")), "rms_norm_eps"),
+    "theta 0": Case(llama(rope_theta=0), "rope_theta"),
+    "theta infinite": Case(llama(rope_theta=float("inf")), "rope_theta"),
+    "factor -1": Case(llama(rope_scaling={"type": "linear", "factor": -1}), "factor"),
+    "rope_scaling in words": Case(llama(rope_scaling="linear"), "rope_scaling"),
+    "rope type a list": Case(llama(rope_scaling={"type": ["linear"], "factor": 2}), "linear"),
+    "tied in words": Case(llama(tie_word_embeddings="yes"), "tie_word_embeddings"),
+    "activation a list": Case(llama(hidden_act=["silu"]), "hidden_act"),
+    "no positions": Case(llama(max_position_embeddings=0), "max_position_embeddings"),
+    "dtype int3": Case(llama(torch_dtype="int3"), "torch_dtype"),
+    "text_config in words": Case(gemma3_vision({}, text_config="none"), "text_config"),
+    "text_config inside text_config": Case(gemma3_vision({"text_config": {"hidden_size": 1}}), "text_config"),
+    "quantization in words": Case(llama(quantization_config="awq"), "quantization_config"),
+    "query scalar 0": Case(gemma3(query_pre_attn_scalar=0), "query_pre_attn_scalar"),
+    "padding beyond the vocabulary": Case(encoder("Roberta", "roberta", pad_token_id=-1), "pad_token_id"),
+    "no types": Case(encoder("Bert", "bert", type_vocab_size=0), "type_vocab_size"),
+    "architectures a string": Case(llama(architectures="LlamaForCausalLM"), "architectures"),
+    "architectures of numbers": Case(llama(architectures=[1]), "architectures"),
+    **{
+        name: Case(other(name, model_type, **changes), name)
+        for name, model_type, changes in (
+            ("GPT2LMHeadModel", "gpt2", {"n_embd": 768, "n_layer": 12, "activation_function": "gelu_new"}),
+            ("OPTForCausalLM", "opt", {"activation_function": "relu"}),
+            ("FalconForCausalLM", "falcon", {"alibi": False}),
+            ("MistralForCausalLM", "mistral", {"sliding_window": 4096}),
+            ("PhiForCausalLM", "phi", {"partial_rotary_factor": 0.4}),
+            ("Phi3ForCausalLM", "phi3", {"rope_scaling": {"type": "longrope"}}),
+            ("DeepseekV3ForCausalLM", "deepseek_v3", {"kv_lora_rank": 512}),
+            ("GptOssForCausalLM", "gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
+            ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", {}),
+            ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
+            ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
+            ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),
+            ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
+            ("Gemma4ForConditionalGeneration", "gemma4", {"text_config": {}}),
+            ("Gemma2ForCausalLM", "gemma2", {"attn_logit_softcapping": 50.0}),
+            ("Llama4ForCausalLM", "llama4_text", {}),
+            ("Qwen3NextForCausalLM", "qwen3_next", {}),
+            ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
+        )
+    },
+}  # fmt: skip

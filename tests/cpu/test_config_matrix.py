@@ -1,0 +1,293 @@
+"""Configurations, published and doctored, through resolve, explain and load: what runs equals HF, and the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import Eager
+from config_cases import HONOURED, REFUSED, RUN, Case
+from tiny import make_core, run, submit, tiny_config
+
+from sgla.cli.explain import ledger
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource, open_source
+from sgla.model.families import FAMILIES, HARMLESS, family_of
+from sgla.model.load import load_model
+from sgla.model.pooling import read_pooling
+from sgla.model.registry import is_encoder
+from sgla.model.sizes import read_spec, weight_bytes
+from sgla.observe.machine import Machine, detect
+from sgla.resolve import resolve
+from sgla.worker.start import cpu_runner
+
+EQUAL = RUN | HONOURED
+PROMPT = [3 + 7 * i % 83 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return detect()
+
+
+@torch.no_grad()
+def save_as_hf(folder: Path, config: dict[str, Any]) -> Any:
+    """HF's model of the configuration, with random weights, and its files with the configuration as it was given."""
+    import transformers
+
+    name = config["architectures"][0]
+    family = family_of(name)
+    text = json.dumps({"model_type": family.types[0]} | config)
+    (folder / "config.json").write_text(text)
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, name)
+    model = kind._from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter_name, parameter in model.named_parameters():
+        shift = 1.0 if "norm" in parameter_name.lower() and "gemma" not in settings.model_type else 0.0
+        parameter.normal_(shift, 0.15)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def vector(folder: Path) -> Any:
+    """The pooled hidden states of the prompt."""
+    runner: Any = cpu_runner(tiny_config(), open_source(folder), 0, 1, "", lambda progress: None)
+    request = submit("r", PROMPT, 0, pool=[])
+    deltas = run(runner, [request], make_core(runner.facts, encoder=True))["r"]
+    return np.frombuffer(deltas[-1].vector or b"", np.float32)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@torch.no_grad()
+def test_what_runs_equals_transformers(name: str, tmp_path: Path, machine: Machine) -> None:
+    config = EQUAL[name].config
+    hf = save_as_hf(tmp_path, config)
+    source = open_source(tmp_path)
+    resolved = resolve(tiny_config(device="cpu"), machine, source.config)
+    assert ledger(resolved.config, source.config)["weights"] > 0
+    ids = torch.tensor([PROMPT])
+    if is_encoder(config["architectures"][0]):
+        expected = hf(ids).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(vector(tmp_path), expected, atol=1e-4)
+        return
+    assert read_pooling(source) is None
+    expected = hf(ids).logits[0].log_softmax(-1)
+    model = load_model(source)
+    torch.testing.assert_close(Eager(model).prompt_logprobs([PROMPT]), expected, rtol=0, atol=1e-4)
+    counted = sum(
+        slot.numel() for key, slot in hf.named_parameters() if slot.dim() > 1 and "vision" not in key
+    )
+    stacked = sum(1 for key, _ in hf.named_parameters() if key.endswith("mm_input_projection_weight"))
+    assert stacked or abs(weight_bytes(model.spec, "float32", None, 1) / 4 / counted - 1) < 0.02
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_run_is_refused_by_name(name: str, machine: Machine) -> None:
+    case: Case = REFUSED[name]
+    source = ModelSource("dummy", Path("dummy"), (), json.loads(json.dumps(case.config)), {})
+    assert case.refused is not None
+    for step in (
+        lambda: resolve(tiny_config(device="cpu"), machine, source.config),
+        lambda: cpu_runner(tiny_config(), source, 0, 1, "", lambda progress: None),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            step()
+        assert case.refused in caught.value.message.split("Supported:")[0]
+        assert len(caught.value.message) < 1200
+
+
+def test_an_unknown_key_is_noted() -> None:
+    (note,) = read_spec(RUN["TinyLlama"].config | {"made_by": "somebody"}).notes
+    assert "made_by" in note
+    assert not read_spec(RUN["SmolLM2-135M"].config).notes
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("LLaMAForCausalLM", "LlamaForCausalLM"),
+        ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
+        ("Llama4ForCausalLM", None),
+        ("Gemma2ForCausalLM", None),
+        ("DeepseekV3ForCausalLM", None),
+        ("MistralForCausalLM", None),
+    ],
+)
+def test_hints_name_the_same_model_only(name: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec({"architectures": [name]})
+    assert ("Did you mean" in caught.value.message) == (hint is not None)
+    assert hint is None or f"Did you mean {hint}?" in caught.value.message
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) -> None:
+    """Each key that HF's configuration class declares is the family's, fixed, or harmless; and its default is ours."""
+    from transformers import AutoConfig
+
+    family = FAMILIES[architecture]
+    theirs = AutoConfig.for_model(family.types[0] if architecture != "XLMRoberta" else "xlm-roberta")
+    declared = {field.name: field.default for field in fields(theirs)}
+    same = {"num_experts", "num_local_experts", "rope_parameters"}
+    for key, default in declared.items():
+        known = key in family.defaults or key in family.fixed or key in HARMLESS
+        assert known or key.endswith(
+            ("_token_id", "dropout", "dropout_prob", "_coef", "_version", "output_attentions")
+        ), key
+        if key in family.defaults and key not in same:
+            assert family.defaults[key] == default or key in ("dim", "n_layers", "n_heads"), key
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 200_000, "nested too deeply|not valid JSON"),
+        ('{"text_config":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+        ("[1, 2]", "JSON object"),
+        ("", "not valid JSON"),
+        ('{"hidden_size": ' + "9" * 10_000 + "}", "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_source(write(tmp_path, "config.json", text), "dummy")
+
+
+def test_a_file_of_100_mb_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(100 << 20)
+    with pytest.raises(ConfigError, match="104857600 bytes; at most 16777216"):
+        open_source(tmp_path, "dummy")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"a": "../other/model.safetensors"}}, "no .safetensors file beside it"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "no .safetensors file beside it"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "not there: gone.safetensors"),
+        ({"weight_map": {"a": 1}}, "no weight_map"),
+        ({"weight_map": ["a"]}, "no weight_map"),
+        ({}, "no weight_map"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(index: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write(tmp_path, "config.json", json.dumps(RUN["TinyLlama"].config))
+    write(tmp_path, "model.safetensors.index.json", json.dumps(index))
+    with pytest.raises(ConfigError, match=words):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (1 << 62).to_bytes(8, "little"),
+        (200).to_bytes(8, "little") + b"{",
+        (2).to_bytes(8, "little") + b"[]",
+        *(
+            len(text).to_bytes(8, "little") + text + bytes(64)
+            for text in (
+                b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}',
+                b'{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,16]}}',
+                b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}',
+            )
+        ),
+    ],
+    ids=["huge header", "cut header", "a list", "overlapping", "overflowing", "negative"],
+)
+def test_a_weight_file_that_lies_is_refused(header: bytes, tmp_path: Path) -> None:
+    write(tmp_path, "config.json", json.dumps(RUN["TinyLlama"].config))
+    (tmp_path / "model.safetensors").write_bytes(header)
+    with pytest.raises(ConfigError, match="not a complete safetensors file"):
+        load_model(open_source(tmp_path))
+
+
+@pytest.mark.parametrize("ends", ["two", [1, "2"], -1, 1.5, True, [[1]], list(range(5000)), {"id": 1}])
+def test_ends_that_are_no_token_ids_are_refused(ends: Any) -> None:
+    source = ModelSource("dummy", Path("dummy"), (), {}, {"eos_token_id": ends})
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        _ = source.eos_token_ids
+    assert ModelSource("dummy", Path(), (), {"text_config": {"eos_token_id": [1, 2]}}, {}).eos_token_ids == [
+        1,
+        2,
+    ]
+
+
+POOLED = RUN["MiniLM-L6"].config
+PLAIN = [{"type": "m.Transformer", "path": ""}, {"type": "m.Pooling", "path": "1_Pooling"}]
+MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"modules.json": {"a": 1}}, "list of modules"),
+        ({"modules.json": [PLAIN[0]]}, "in this order"),
+        ({"modules.json": [PLAIN[1], PLAIN[0]]}, "in this order"),
+        ({"modules.json": [*PLAIN, {"type": "m.Normalize", "path": "2"}, {"type": "m.Dense", "path": "3"}]}, "in this order"),
+        ({"modules.json": [{"type": "m.Transformer", "path": "0_Transformer"}]}, "0_Transformer"),
+        ({"modules.json": [PLAIN[0], {"type": "m.Pooling", "path": "../1_Pooling"}]}, r"path '\.\./1_Pooling'"),
+        ({"modules.json": [*PLAIN, {"type": "m.Dense", "path": ".."}]}, "path"),
+        ({"modules.json": [*PLAIN, {"type": "m.WeightedLayerPooling", "path": "2"}]}, "WeightedLayerPooling"),
+        ({"1_Pooling/config.json": MEAN | {"include_prompt": False}}, "include_prompt"),
+        ({"1_Pooling/config.json": MEAN | {"word_embedding_dimension": 8}}, "word_embedding_dimension"),
+        ({"1_Pooling/config.json": MEAN | {"pooling_mode_cls_token": True}}, "this pooling"),
+        ({"1_Pooling/config.json": [1]}, "JSON object"),
+        ({"sentence_bert_config.json": {"max_seq_length": "long"}}, "max_seq_length"),
+        ({"sentence_bert_config.json": {"max_seq_length": -1}}, "max_seq_length"),
+        ({"sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query", "prompts": {"query": "q: "}}}, "default_prompt_name"),
+        (
+            {
+                "modules.json": [*PLAIN, {"type": "m.Dense", "path": "2_Dense"}],
+                "2_Dense/config.json": {"in_features": 8, "out_features": 8},
+            },
+            "in_features",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_sentence_transformers_are_honoured_or_refused(
+    files: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    base = {"config.json": POOLED, "modules.json": PLAIN, "1_Pooling/config.json": MEAN}
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "1_Pooling").mkdir()
+    for name, content in base.items():
+        write(tmp_path, name, json.dumps(content))
+    pooling = read_pooling(open_source(tmp_path, "dummy"))
+    assert pooling is not None
+    assert (pooling.kind, pooling.size) == ("mean", 32)
+    for name, content in files.items():
+        write(tmp_path, name, json.dumps(content))
+    with pytest.raises(ConfigError, match=words):
+        read_pooling(open_source(tmp_path, "dummy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_labels": 10**9}, "num_labels"),
+        ({"num_labels": "two"}, "num_labels"),
+        ({"id2label": {"0": "a", "7": "b"}}, "id2label"),
+        ({"id2label": ["a", "b"]}, "id2label"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softplus"}}, "Softplus"),
+    ],
+)
+def test_labels_and_scores_are_honoured_or_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = POOLED | {"architectures": ["BertForSequenceClassification"]} | changes
+    with pytest.raises(ConfigError, match=words):
+        read_pooling(open_source(write(tmp_path, "config.json", json.dumps(config)), "dummy"))
