@@ -443,8 +443,10 @@ def _gemma_config(keys: dict[str, Any], scale: float) -> dict[str, Any]:
     scalar = scale**-2
     return {
         "query_pre_attn_scalar": round(scalar) if isclose(scalar, round(scalar), rel_tol=1e-5) else scalar,
-        "sliding_window": keys.get("attention.sliding_window", 0),
-        "sliding_window_pattern": keys.get("attention.sliding_window_pattern", 6),
+        "sliding_window": keys.get("attention.sliding_window") or None,
+        "sliding_window_pattern": keys.get("attention.sliding_window_pattern", 6)
+        if keys.get("attention.sliding_window")
+        else 1,
         "rope_local_base_freq": keys.get("rope.freq_base_swa", 10000.0),
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
