@@ -1,0 +1,524 @@
+"""Hostile clients against a server of its own: how long does the loop stand still, what stays in memory, does the process end?
+
+    python bench/attack.py [--model demo] [--scale 1] [--only NAME ...] [--server-args "..."]
+
+Each attack is one client, without care for what it gets; another process asks ``/health/live`` all the while, which is open and
+costs nothing, so its slowest answer is how long one client held the loop. Prints a JSON line for each attack and one for
+SIGTERM. ``--scale`` makes every attack smaller: ``tests/server/test_attacks.py`` runs them so. All traffic is on the loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import lines
+from process import Server, free_port, resident, tree
+
+KEY, OTHER = "attacker", "bystander"
+DESCRIPTORS = 1024  # the soft limit that the server is started with
+PATIENCE = 120.0  # seconds for an answer
+SETTLE = 10.0  # seconds that memory may take to come back
+DRAIN = 3.0
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+
+
+@dataclass
+class Target:
+    """The server at ``port`` of 127.0.0.1, and the share of each attack's size that is used (1: all)."""
+
+    port: int
+    scale: float = 1.0
+
+    def many(self, count: int) -> int:
+        return max(1, int(count * self.scale))
+
+
+@dataclass
+class Outcome:
+    """Answers by status (0: the connection ended without one), and what else an attack found out."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+Attack = Callable[[Target], Awaitable[Outcome]]
+
+
+def head(path: str, length: int, key: str, method: str = "POST", more: str = "") -> bytes:
+    return (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n{more}\r\n"
+    ).encode()
+
+
+async def exchange(target: Target, data: bytes | Iterable[bytes]) -> tuple[int, bytes]:
+    """Send a request on a connection of its own; its status (0 for none) and what came after the first line."""
+    status, answer = 0, b""
+    writer = None
+    try:
+        async with asyncio.timeout(PATIENCE):
+            reader, writer = await asyncio.open_connection("127.0.0.1", target.port, limit=1 << 20)
+            writing = asyncio.ensure_future(write(writer, [data] if isinstance(data, bytes) else data))
+            first = await reader.readline()
+            status = int(first.split()[1]) if first else 0
+            answer = await whole(reader)
+            writing.cancel()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
+        pass
+    finally:
+        if writer is not None:
+            writer.close()
+    return status, answer
+
+
+async def write(writer: asyncio.StreamWriter, parts: Iterable[bytes]) -> None:
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+    except OSError:
+        pass  # a refusal may close the connection before the body is sent
+
+
+async def whole(reader: asyncio.StreamReader) -> bytes:
+    """The rest of an answer, its headers too. Raises IncompleteReadError where it breaks off."""
+    headers = await reader.readuntil(b"\r\n\r\n")
+    lowered = headers.lower()
+    if b"transfer-encoding: chunked" in lowered:
+        body = b""
+        while size := int(await reader.readline(), 16):
+            body += await reader.readexactly(size + 2)
+        await reader.readexactly(2)
+        return headers + body
+    length = (
+        int(lowered.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in lowered else 0
+    )
+    return headers + await reader.readexactly(length)
+
+
+def request(path: str, body: Any, key: str = KEY) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
+    return head(path, len(data), key) + data
+
+
+async def send(target: Target, *requests: bytes) -> Outcome:
+    """All at once, each on a connection of its own."""
+    answers = await asyncio.gather(*(exchange(target, data) for data in requests))
+    return Outcome(Counter(status for status, _ in answers))
+
+
+def one(path: str, body: Callable[[Target], Any], copies: int = 1) -> Attack:
+    async def attack(target: Target) -> Outcome:
+        return await send(target, *[request(path, body(target))] * copies)
+
+    return attack
+
+
+def listed(count: int, item: bytes) -> bytes:
+    return b"[" + b",".join([item] * count) + b"]"
+
+
+# Bodies ---------------------------------------------------------------------------------------------------------------
+
+
+def bomb(target: Target, mebibytes: int) -> bytes:
+    return gzip.compress(bytes(target.many(mebibytes) << 20), 9)
+
+
+async def gzip_bomb(target: Target) -> Outcome:
+    """To a route that takes bodies, to one that does not exist, and with a wrong key."""
+    data = bomb(target, 1000)
+    places = [(TEXT, KEY), ("/nowhere", KEY), (TEXT, "wrong")]
+    packed = "Content-Encoding: gzip\r\n"
+    return await send(target, *[head(path, len(data), key, more=packed) + data for path, key in places])
+
+
+async def held_gzip(target: Target) -> Outcome:
+    """Sixty bodies that inflate to 30 MiB each and lack their last byte."""
+    data = bomb(target, 30)
+    start = head(TEXT, len(data), KEY, more="Content-Encoding: gzip\r\n") + data[:-1]
+    held = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", target.port) for _ in range(60)))
+    for _, writer in held:
+        await write(writer, [start])
+    await asyncio.sleep(3)
+    for _, writer in held:
+        writer.close()
+    return Outcome()
+
+
+def ids(count: int, more: bytes = b"") -> Callable[[Target], bytes]:
+    return lambda target: b'{"prompt":' + listed(target.many(count), b"7") + more + b"}"
+
+
+def messages(target: Target) -> bytes:
+    return b'{"messages":' + listed(target.many(700_000), b'{"role":"user","content":"a"}') + b"}"
+
+
+def items(target: Target) -> bytes:
+    return b'{"input":' + listed(target.many(300_000), b'{"role":"user","content":"a"}') + b"}"
+
+
+async def deep_arguments(target: Target) -> Outcome:
+    depth = target.many(100_000)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * depth}}
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
+    nested = b'{"messages":' + b"[" * depth + b"]" * depth + b"}"
+    return await send(target, request(CHAT, {**chat, "max_tokens": 1}), request(CHAT, nested))
+
+
+# Work for one request -------------------------------------------------------------------------------------------------
+
+
+async def references(target: Target) -> Outcome:
+    """3,000 references into a store that is full."""
+    filled = await asyncio.gather(
+        *(
+            exchange(target, request(RESPONSES, {"input": "a", "max_output_tokens": 1}))
+            for _ in range(target.many(1000))
+        )
+    )
+    found = {"type": "item_reference", "id": "msg_missing"}
+    for _, answer in filled:
+        if b'"msg_' in answer:
+            found["id"] = "msg_" + answer.split(b'"msg_')[1].split(b'"')[0].decode()
+    body = {"input": [found] * target.many(3000), "max_output_tokens": 1}
+    return await send(target, request(RESPONSES, body))
+
+
+async def tool_calls(target: Target) -> Outcome:
+    """A hostile text to parse, and another user's small /tokenize behind it."""
+    text = "<tool_call>{" * target.many(100_000)
+    body = {"text": text, "tool_call_parser": "hermes"}
+    attacking = [asyncio.ensure_future(send(target, request("/parse_function_call", body))) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    await send(target, request("/tokenize", {"prompt": "word " * 1000}, OTHER))
+    waited = time.monotonic() - began
+    outcome = Outcome(more={"other_s": round(waited, 2)})
+    for found in await asyncio.gather(*attacking):
+        outcome.statuses += found.statuses
+    return outcome
+
+
+def detokenized(target: Target) -> bytes:
+    return b'{"tokens":' + listed(target.many(10_000_000), b"7") + b"}"
+
+
+def long_text(target: Target) -> dict[str, Any]:
+    return {"prompt": "word " * target.many(2_000_000), "return_token_strs": True}
+
+
+async def prompt_logprobs(target: Target) -> Outcome:
+    prompt = [[5 + i % 1000 for i in range(target.many(2000))]] * 32
+    body = {"prompt": prompt, "prompt_logprobs": 20, "max_tokens": 1, "temperature": 0}
+    return await send(target, request(TEXT, body))
+
+
+def many_regexes(target: Target) -> dict[str, Any]:
+    return {
+        "prompt": "a",
+        "n": 128,
+        "max_tokens": 2,
+        "stop_regex": [f"(x|y{i}){{1,60}}z" for i in range(target.many(16))],
+    }
+
+
+async def slow_schemas(target: Target) -> Outcome:
+    """Ten schemas that cannot be compiled in time, and another user's small one behind them."""
+
+    def dear(number: int) -> bytes:
+        pattern = "(" + "|".join(f"a{{{i},{i + 600}}}b{number}" for i in range(target.many(60))) + "){1,900}"
+        return request(TEXT, {"prompt": "a", "max_tokens": 4, "regex": pattern})
+
+    attacking = [asyncio.ensure_future(send(target, dear(number))) for number in range(10)]
+    await asyncio.sleep(0.5)
+    began = time.monotonic()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    body = {
+        "prompt": "a",
+        "max_tokens": 4,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    }
+    other = await send(target, request(TEXT, body, OTHER))
+    outcome = Outcome(more={"other_s": round(time.monotonic() - began, 2), "other": dict(other.statuses)})
+    for found in await asyncio.gather(*attacking):
+        outcome.statuses += found.statuses
+    return outcome
+
+
+# Connections and admission --------------------------------------------------------------------------------------------
+
+
+async def silent_connections(target: Target) -> Outcome:
+    """More than the descriptors the server was started with; then one that asks."""
+    silent = []
+    for _ in range(target.many(1100)):
+        try:
+            silent.append(await asyncio.open_connection("127.0.0.1", target.port))
+        except OSError:
+            break
+    outcome = await send(target, head("/health", 0, KEY, "GET"))
+    for _, writer in silent:
+        writer.close()
+    outcome.more["connections"] = len(silent)
+    return outcome
+
+
+async def open_health(target: Target) -> Outcome:
+    """A flood of /health_generate without a key must not cost a user with one a place."""
+    flood = [
+        asyncio.ensure_future(exchange(target, head("/health_generate", 0, "wrong", "GET")))
+        for _ in range(target.many(2000))
+    ]
+    await asyncio.sleep(0.2)
+    other = await send(target, request(TEXT, {"prompt": "a", "max_tokens": 2}, OTHER))
+    answers = await asyncio.gather(*flood)
+    return Outcome(Counter(status for status, _ in answers), {"other": dict(other.statuses)})
+
+
+async def streams(target: Target, count: int, tokens: int = 8) -> Counter[str]:
+    """So many at once: how many came whole, were refused before the first byte with a time to retry, or broke."""
+    body = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
+
+    async def stream() -> str:
+        status, answer = await exchange(target, request(TEXT, body))
+        if status == 200:
+            return "whole" if b"data: [DONE]" in answer and b'"error"' not in answer else "broken"
+        return "refused" if status == 429 and b"\nretry-after:" in answer.lower() else "broken"
+
+    return Counter(await asyncio.gather(*(stream() for _ in range(count))))
+
+
+async def burst(target: Target) -> Outcome:
+    return Outcome(more=dict(await streams(target, target.many(2000))))
+
+
+async def everything(target: Target) -> Outcome:
+    """A burst on top of a gzip bomb, readers that do not read, and a fleet of clients that is killed."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    slow, fleet = [], []
+    for group, count in ((slow, 20), (fleet, 200)):
+        for _ in range(target.many(count)):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.port, limit=1024)
+            writer.write(request(TEXT, body))
+            group.append(writer)
+    bombing = asyncio.ensure_future(gzip_bomb(target))
+    bursting = asyncio.ensure_future(streams(target, target.many(1000)))
+    await asyncio.sleep(0.5)
+    for writer in fleet:
+        writer.transport.abort()
+    found = await bursting
+    outcome = await bombing
+    for writer in slow:
+        writer.close()
+    return Outcome(outcome.statuses, dict(found))
+
+
+ATTACKS: dict[str, Attack] = {
+    "gzip bomb": gzip_bomb,
+    "held gzip bodies": held_gzip,
+    "10M ids, max_tokens 1.0": one(TEXT, ids(10_000_000, b',"max_tokens":1.0')),
+    "5M empty prompts": one(
+        TEXT, lambda target: b'{"prompt":' + listed(target.many(5_000_000), b'""') + b"}"
+    ),
+    "700k messages": one(CHAT, messages),
+    "300k items": one(RESPONSES, items),
+    "deep arguments": deep_arguments,
+    "item references": references,
+    "tool calls": tool_calls,
+    "detokenize 10M ids": one("/detokenize", detokenized),
+    "tokenize 10 MB": one("/tokenize", long_text, copies=3),
+    "prompt logprobs": prompt_logprobs,
+    "stop_regex, n 128": one(TEXT, many_regexes),
+    "slow schemas": slow_schemas,
+    "silent connections": silent_connections,
+    "open health": open_health,
+    "burst": burst,
+    "everything": everything,
+}
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """Another process asks /health/live every 10 ms; ``slowest`` is the longest it waited, in milliseconds."""
+
+    def __init__(self, port: int) -> None:
+        command = [sys.executable, __file__, "--probe", str(port)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it has begun
+
+    def slowest(self) -> float:
+        return float(self._process.communicate("")[0])
+
+
+def probe(port: int) -> None:
+    """Until stdin ends; prints the longest time, failures as the time they took."""
+    ended, slowest = threading.Event(), 0.0
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    connection: socket.socket | None = None
+    print(flush=True)
+    failing: float | None = None  # since when nothing is answered
+    while not ended.wait(0.01):
+        began = time.monotonic()
+        try:
+            if connection is None:
+                connection = socket.create_connection(("127.0.0.1", port), PATIENCE)
+            connection.sendall(head("/health/live", 0, "none", "GET"))
+            answered = connection.recv(65536).startswith(b"HTTP/1.1 200")
+        except OSError:
+            answered = False
+        if answered:
+            slowest, failing = max(slowest, time.monotonic() - (failing or began)), None
+        else:
+            connection, failing = None, failing or began
+    if failing is not None:
+        slowest = max(slowest, time.monotonic() - failing)
+    print(slowest * 1000)
+
+
+def memory(pid: int) -> int:
+    return sum(map(resident, tree(pid)))
+
+
+def settled(pid: int, bound: float) -> int:
+    """Resident bytes of the server once they are below ``bound``, or after ``SETTLE`` seconds."""
+    end = time.monotonic() + SETTLE
+    while (now := memory(pid)) > bound and time.monotonic() < end:
+        time.sleep(0.2)
+    return now
+
+
+def measure(name: str, attack: Attack, target: Target, pid: int) -> dict[str, Any]:
+    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB before, at most and after."""
+    before = memory(pid)
+    peak, over = before, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not over.wait(0.05):
+            peak = max(peak, memory(pid))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    probing = Probe(target.port)
+    time.sleep(0.3)
+    began = time.monotonic()
+    outcome = asyncio.run(attack(target))
+    seconds = time.monotonic() - began
+    time.sleep(0.3)
+    slowest = probing.slowest()
+    over.set()
+    sampler.join()
+    after = settled(pid, 1.15 * before)
+    return {
+        "attack": name,
+        "seconds": round(seconds, 1),
+        "statuses": {str(status): count for status, count in sorted(outcome.statuses.items())},
+        **outcome.more,
+        "slowest_live_ms": round(slowest, 1),
+        "rss_mb": [before >> 20, peak >> 20, after >> 20],
+    }
+
+
+def ends(server: Server, target: Target) -> dict[str, Any]:
+    """SIGTERM under a text that is being parsed and streams that are longer than the drain: seconds until the process is gone."""
+
+    async def attack() -> tuple[float, Counter[str]]:
+        text = "<tool_call>{" * target.many(100_000)
+        parsing = asyncio.ensure_future(
+            send(target, request("/parse_function_call", {"text": text, "tool_call_parser": "hermes"}))
+        )
+        body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        running = [
+            asyncio.ensure_future(exchange(target, request(TEXT, body))) for _ in range(target.many(50))
+        ]
+        await asyncio.sleep(1)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(server.process.wait, 120)
+        took = time.monotonic() - began
+        answers = await asyncio.gather(*running)
+        parsing.cancel()
+        told = Counter(
+            "told" if b'"error"' in answer or b"[DONE]" in answer else "cut" for _, answer in answers
+        )
+        return took, told
+
+    seconds, told = asyncio.run(attack())
+    return {
+        "attack": "SIGTERM",
+        "drain_s": DRAIN,
+        "seconds": round(seconds, 2),
+        **told,
+        "exit": server.process.returncode,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--only", nargs="*", choices=list(ATTACKS), default=None)
+    parser.add_argument("--server-args", default="")
+    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.probe is not None:
+        return probe(args.probe)
+    port = free_port()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = [
+        *("sh", "-c", f'ulimit -S -n {DESCRIPTORS}; exec "$@"', "sh"),
+        *(
+            sys.executable,
+            "-m",
+            "sgla",
+            "serve",
+            args.model,
+            "--port",
+            str(port),
+            "--drain-timeout",
+            str(DRAIN),
+        ),
+        *("--api-key", KEY, "--api-key", OTHER, *shlex.split(args.server_args)),
+    ]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # for the clients
+    log = Path(tempfile.mkdtemp()) / "server.log"
+    with Server(command, f"http://127.0.0.1:{port}", "/health/ready", log) as server:
+        target = Target(port, args.scale)
+        warm = streams(target, 64)
+        asyncio.run(warm)
+        for name in args.only or ATTACKS:
+            if server.process.poll() is not None:
+                raise SystemExit(f"the server ended before '{name}'; see {log}")
+            print(lines.line(measure(name, ATTACKS[name], target, server.process.pid)), flush=True)
+        print(lines.line(ends(server, target)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
