@@ -210,7 +210,9 @@ async def tool_calls(target: Target) -> Outcome:
     """A hostile text to parse, and another user's small /tokenize behind it."""
     text = "<tool_call>{" * target.many(100_000)
     body = {"text": text, "tool_call_parser": "hermes"}
-    attacking = [asyncio.ensure_future(send(target, request("/parse_function_call", body))) for _ in range(4)]
+    attacking = [
+        asyncio.ensure_future(send(target, request("/parse_function_call", body))) for _ in range(12)
+    ]
     await asyncio.sleep(0.2)
     began = time.monotonic()
     await send(target, request("/tokenize", {"prompt": "word " * 1000}, OTHER))
@@ -236,12 +238,7 @@ async def prompt_logprobs(target: Target) -> Outcome:
 
 
 def many_regexes(target: Target) -> dict[str, Any]:
-    return {
-        "prompt": "a",
-        "n": 128,
-        "max_tokens": 2,
-        "stop_regex": [f"(x|y{i}){{1,60}}z" for i in range(target.many(16))],
-    }
+    return {"prompt": "a", "n": 128, "max_tokens": 2, "stop_regex": [f"(a?){{{target.many(250)}}}b"]}
 
 
 async def slow_schemas(target: Target) -> Outcome:
