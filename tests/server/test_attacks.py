@@ -1,0 +1,92 @@
+"""The attacks of ``bench/attack.py``, made small: each is answered or refused by name, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess, serving
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import attack
+
+SCALE = 0.2
+MEMORY = 600 << 20  # bytes that the attacks together may add
+# Fewer descriptors, slots and places in the queue than the small attacks ask for.
+DESCRIPTORS = 150
+FLAGS = (
+    *("--executor", "fake", "--max-running-requests", "16", "--max-queued-requests", "64"),
+    *("--kv-cache-bytes", "16M", "--drain-timeout", "1", "--api-key", attack.KEY, "--api-key", attack.OTHER),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))  # a process that starts inherits it
+    try:
+        process = ServerProcess("--model", str(tiny_model), *FLAGS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        process.wait_ready()
+        asyncio.run(attack.streams(attack.Target(process.port), 16))
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def before(server: ServerProcess) -> int:
+    return attack.memory(server.process.pid)
+
+
+def made(name: str, server: ServerProcess) -> attack.Outcome:
+    return asyncio.run(attack.ATTACKS[name](attack.Target(server.port, SCALE)))
+
+
+@pytest.mark.parametrize("name", attack.ATTACKS)
+def test_an_attack_is_answered_and_costs_nobody_else(server: ServerProcess, before: int, name: str) -> None:
+    outcome = made(name, server)
+    assert not {0, 500} & set(outcome.statuses), server.output[-3000:]
+    assert outcome.more.get("broken", 0) == 0
+    assert outcome.more.get("other", {200: 1}) == {200: 1}
+    found = asyncio.run(
+        attack.send(attack.Target(server.port), attack.request(attack.TEXT, ASKED, attack.OTHER))
+    )
+    assert found.statuses == {200: 1}
+    assert attack.settled(server.process.pid, before + MEMORY) < before + MEMORY
+    assert "Traceback" not in server.output
+
+
+ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
+
+
+def test_a_terminate_ends_the_process_and_tells_every_stream(tiny_model: Path) -> None:
+    """Streams longer than the drain, and a text that is being parsed."""
+    with serving("--model", str(tiny_model), *FLAGS, "--fake-step-ms", "20") as server:
+        told, code = asyncio.run(terminated(server))
+    assert told == [True] * 16
+    assert code == 0
+
+
+async def terminated(server: ServerProcess) -> tuple[list[bool], int]:
+    target = attack.Target(server.port, SCALE)
+    body = {**ASKED, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    streams = [
+        asyncio.ensure_future(attack.exchange(target, attack.request(attack.TEXT, body))) for _ in range(16)
+    ]
+    text = {"text": "<tool_call>{" * 20_000, "tool_call_parser": "hermes"}
+    parsing = asyncio.ensure_future(attack.send(target, attack.request("/parse_function_call", text)))
+    await asyncio.sleep(0.5)
+    server.signal(signal.SIGTERM)
+    answers = await asyncio.gather(*streams)
+    parsing.cancel()
+    return [b'"error"' in answer for _, answer in answers], await asyncio.to_thread(server.wait)
