@@ -302,7 +302,7 @@ async def streams(target: Target, count: int, tokens: int = 8) -> Counter[str]:
         status, answer = await exchange(target, request(TEXT, body))
         if status == 200:
             return "whole" if b"data: [DONE]" in answer and b'"error"' not in answer else "broken"
-        return "refused" if status == 429 and b"\nretry-after:" in answer.lower() else "broken"
+        return "refused" if status == 429 and b"retry-after:" in answer.lower() else "broken"
 
     return Counter(await asyncio.gather(*(stream() for _ in range(count))))
 

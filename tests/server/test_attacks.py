@@ -22,8 +22,8 @@ MEMORY = 600 << 20  # bytes that the attacks together may add
 # Fewer descriptors, slots and places in the queue than the small attacks ask for.
 DESCRIPTORS = 150
 FLAGS = (
-    *("--executor", "fake", "--max-running-requests", "16", "--max-queued-requests", "64"),
-    *("--kv-cache-bytes", "16M", "--drain-timeout", "1", "--api-key", attack.KEY, "--api-key", attack.OTHER),
+    *("--max-running-requests", "16", "--max-queued-requests", "64", "--kv-cache-bytes", "64M"),
+    *("--drain-timeout", "1", "--api-key", attack.KEY, "--api-key", attack.OTHER),
 )
 
 
@@ -71,7 +71,7 @@ ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 def test_a_terminate_ends_the_process_and_tells_every_stream(tiny_model: Path) -> None:
     """Streams longer than the drain, and a text that is being parsed."""
-    with serving("--model", str(tiny_model), *FLAGS, "--fake-step-ms", "20") as server:
+    with serving("--model", str(tiny_model), *FLAGS) as server:
         told, code = asyncio.run(terminated(server))
     assert told == [True] * 16
     assert code == 0
