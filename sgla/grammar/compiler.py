@@ -159,7 +159,7 @@ class Compiler:
             self.numbers["checking"] -= 1
             self.counts["unchecked" if fits is None else "valid" if fits else "invalid"] += 1
         if fits is False:
-            log.warning("an output does not fit its %s: %.200s", grammar.kind, output)
+            log.warning("an output does not fit its %s", grammar.kind)
 
     async def _fits(self, ask: Ask) -> bool | None:
         """By a child that is kept as long as it answers."""
