@@ -28,8 +28,8 @@ ENTRIES = 256
 ENTRY_BYTES = 32 << 20
 REFUSALS = 4096
 LONGEST = 1 << 20  # bytes of a grammar
-FIRST = 0.3  # seconds that a grammar has before it makes room for others
-TIMEOUT = 5.0  # seconds that it may take alone
+FIRST = 0.2  # seconds of CPU time that a grammar has before it makes room for others
+TIMEOUT = 5.0  # that it may take alone
 QUEUE = 30.0  # seconds to wait for the grammars of other clients
 WAITING = 64  # grammars of one client
 START = 60.0
@@ -261,8 +261,14 @@ class Compiler:
                         return known
                     child = await self._child()
                     child.ask(Ask(grammar))
+                child.stand_back()
+                begun = child.cpu_seconds()
                 if (answer := await child.answer(TIMEOUT)) is not None:
                     return answer
+                if child.cpu_seconds() < begun + TIMEOUT:
+                    raise Overloaded(
+                        "the machine is too busy to compile the grammar; please retry later", retry_after=5.0
+                    )
                 why = f"it takes more than {TIMEOUT:.0f} s to compile"
                 return self._refuse(grammar, InvalidField(f"the grammar is too complex: {why}"), "late")
         finally:
