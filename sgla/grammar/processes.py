@@ -109,7 +109,7 @@ class Child:
         """From now on it has the time that others leave."""
         assert self.pid is not None
         with suppress(OSError):  # it died
-            os.setpriority(os.PRIO_PROCESS, self.pid, 10)
+            os.setpriority(os.PRIO_PROCESS, self.pid, 5)
 
     async def _record(self) -> Answer:
         size = LENGTH.unpack(await self.read(LENGTH.size))[0]

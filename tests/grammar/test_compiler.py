@@ -15,6 +15,7 @@ import pytest
 
 from sgla.errors import InvalidField, Overloaded, SglaError, UnsupportedField
 from sgla.grammar import compiler as module
+from sgla.grammar import processes
 from sgla.grammar.compiler import Compiler
 from sgla.grammar.protocol import Vocabulary
 from sgla.messages import Control, Grammar
@@ -79,6 +80,7 @@ async def shared() -> AsyncIterator[Compiler]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT", 1.5)
+    monkeypatch.setattr(processes, "BUSY", 100)  # tests run side by side
 
 
 def schema(value: Any, **more: Any) -> Grammar:
