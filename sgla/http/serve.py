@@ -187,6 +187,7 @@ async def _supervise(system: System, signals: Signals, ready: Callable[[Facts], 
     try:
         facts = starting.result()
     except SglaError as error:
+        stopping.cancel()
         if isinstance(error, ConfigError):
             raise
         system.ingress.fail(error)

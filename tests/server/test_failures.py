@@ -129,6 +129,17 @@ def test_sigint_twice_stops_at_once(tiny_model: Path) -> None:
         assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
 
 
+def test_broken_tokenizer_ends_the_start_with_its_file(tiny_model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    with serving("--model", str(broken), ready=False) as server:
+        assert server.wait() == 2
+        assert f"{broken / 'tokenizer.json'} cannot be read" in server.output
+        assert "Traceback" not in server.output
+        assert "never retrieved" not in server.output
+        assert "was destroyed" not in server.output
+
+
 def test_sigint_during_start_exits(tiny_model: Path) -> None:
     with serving("--model", str(tiny_model), ready=False) as server:
         server.wait_listening()
