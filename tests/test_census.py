@@ -48,20 +48,21 @@ def counted(text: bytes, rng: random.Random, longest: int) -> Census:
     return census
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_counts_are_exact(seed: int) -> None:
     rng = random.Random(seed)
     value = some_value(rng)
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1])).encode()
     counts = dict.fromkeys(LIMITS, 0)
     deepest = expected(value, counts)
+    counts["backslashes"] = text.count(b"\\")
     census = counted(text, rng, longest=9)
     assert (census.counts, census.deepest) == (counts, deepest), text
 
 
 @pytest.mark.parametrize("length", [1, MAX_NUMBER - 1, MAX_NUMBER, MAX_NUMBER + 1, 2 * MAX_NUMBER, 1000])
 def test_numbers_are_measured_wherever_the_pieces_end(length: int) -> None:
-    for seed in range(100):
+    for seed in range(30):
         rng = random.Random(seed)
         others = [rng.choice(['"' + "9" * 99 + '"', "1", "1234567890.123456", " "]) for _ in range(20)]
         text = f"[{','.join(others)},{'7' * length} , 1]".encode()
@@ -75,9 +76,10 @@ def test_numbers_are_measured_wherever_the_pieces_end(length: int) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"[" + b"1," * 1_200_000 + b"1]", "1114112 values"),
+        (b"[" + b"1," * 600_000 + b"1]", "524288 values"),
         (b"[" + b'"",' * 300_000 + b"1]", "262144 strings"),
-        (b"{" + b'"a":1,' * 140_000 + b'"a":1}', "131072 members of objects"),
+        (b"{" + b'"a":1,' * 70_000 + b'"a":1}', "65536 members of objects"),
+        (b'["' + b"\\\\" * 1_100_000 + b'"]', "2097152 backslashes"),
         (b"[" + b"[]," * 70_000 + b"1]", "65536 lists and objects"),
         (b"[" * 200 + b"]" * 200, "128 deep"),
         (b'{"a":' * 200 + b"1" + b"}" * 200, "128 deep"),
@@ -88,15 +90,14 @@ def test_limits(text: bytes, words: str) -> None:
     with pytest.raises(TooComplex, match=words):
         for _ in counting(text, Census()):
             pass
-    for _ in counting(
-        b'{"text":"%b"}' % text.replace(b'"', b'\\"'), Census()
-    ):  # a string of the same characters
+    inside = b'{"text":"%b"}' % text.translate(None, b'"\\')
+    for _ in counting(inside, Census()):
         pass
 
 
 def test_a_full_context_of_ids_is_no_attack() -> None:
     text = json.dumps({"input_ids": list(range(100_000, 100_000 + (1 << 20)))}).encode()
-    census = Census()
+    census = Census(context=1 << 20)
     pauses = sum(1 for _ in counting(text, census))
     assert pauses == len(text) // SLICE + 1
     assert census.memory(text) > 32 * (1 << 20)

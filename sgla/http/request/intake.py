@@ -33,17 +33,25 @@ async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
 
 async def _decoded(request: web.Request, schema: Schema[R], body: bytes) -> R:
     """What is decoded stays in the request's share until it is answered; the body leaves it."""
-    counted = census.Census()
+    ingress = request.app[SERVER].ingress
+    counted = census.Census(ingress.facts.context_len if ingress.facts is not None else 0)
     for _ in census.counting(body, counted):
         await asyncio.sleep(0)
     share = request[SHARE]
     share.take(counted.memory(body))
+    await others(body)
     fields = schema.typed(body)
-    if len(body) > census.SMALL:
-        await asyncio.sleep(0)
+    await others(body)
     request[IGNORED_FIELDS] = schema.ignored(body)
+    await others(body)
     dump = request.app[SERVER].dump
     if dump is not None:
         dump.add(request[RID], request.method, request.path, body)
     share.give(len(body))
     return fields
+
+
+async def others(body: bytes) -> None:
+    """Let others run between two looks at a large body."""
+    if len(body) > census.SMALL:
+        await asyncio.sleep(0)
