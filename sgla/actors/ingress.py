@@ -198,6 +198,10 @@ class Ingress:
         self._tokenize.cancel(rid, entry.n, reason)
         return True
 
+    def preparing(self, rid: str) -> bool:
+        """Whether the request is still on its way to the scheduler, so that it may yet be refused."""
+        return self._tokenize is not None and self._tokenize.preparing(rid)
+
     def rids(self) -> list[str]:
         return list(self._open)
 

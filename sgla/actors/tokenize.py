@@ -59,6 +59,10 @@ class Tokenize(Actor[Job]):
         super().post(message)
         self._pending.add(message.rid)
 
+    def preparing(self, rid: str) -> bool:
+        """Whether the request has not gone on to the scheduler yet."""
+        return rid in self._pending
+
     def cancel(self, rid: str, n: int, reason: str) -> None:
         """Stop a request wherever it is: still here, or handed on as ``n`` children."""
         if rid in self._pending:

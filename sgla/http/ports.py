@@ -84,6 +84,9 @@ class Ingress(Protocol):
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; nothing more reaches its sink. False if it is not open."""
 
+    def preparing(self, rid: str) -> bool:
+        """Whether the request may yet be refused."""
+
     def stats(self) -> Any: ...
 
     async def flush_cache(self) -> bool: ...

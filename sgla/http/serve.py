@@ -109,7 +109,7 @@ class Signals:
         self.hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._system = system
-        self._last_resort = last_resort
+        self.last_resort = last_resort
         self._count = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
@@ -119,7 +119,7 @@ class Signals:
         if self._count > 2 or self._system.died.done():
             return
         drains = self._count == 1 and self._system.ingress.phase == "ready"
-        self._last_resort.within((self._system.config.drain_timeout if drains else 0.0) + LEAVE, EXIT_OK)
+        self.last_resort.within((self._system.config.drain_timeout if drains else 0.0) + LEAVE, EXIT_OK)
         self._loop.call_soon_threadsafe((self.stop if self._count == 1 else self.hurry).set)
 
 
@@ -203,7 +203,7 @@ async def _supervise(system: System, signals: Signals, ready: Callable[[Facts], 
         hurrying.cancel()
         draining.cancel()
         system.end_requests()
-    return await _linger(system)
+    return await _linger(system, signals.last_resort)
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:
@@ -211,9 +211,10 @@ async def first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _linger(system: System) -> int:
+async def _linger(system: System, last_resort: LastResort) -> int:
     code = _exit_code(system)
     if code != EXIT_OK:
+        last_resort.within(LINGER + LEAVE, code)
         await asyncio.sleep(LINGER)
     return code
 

@@ -119,6 +119,9 @@ class FakeIngress:
         for job, sink in jobs:
             self.open(job, sink)
 
+    def preparing(self, rid: str) -> bool:
+        return False
+
     def cancel(self, rid: str, reason: str) -> bool:
         if self.open_jobs.pop(rid, None) is None:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,27 @@ async def burst(port: int, count: int, body: dict[str, Any]) -> Counter[str]:
         return judged(int(headers.split()[1]), retry_after, text)
 
     return Counter(await asyncio.gather(*(one() for _ in range(count))))
+
+
+async def test_a_stream_that_is_long_in_preparation_is_refused_before_its_first_byte(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a grammar waits for others and is then refused."""
+    async with local_server(model=str(tiny_model), sampling_defaults="openai") as local:
+        tokenize = local.system._tokenize
+        assert tokenize is not None
+        run, release = tokenize._run, threading.Event()
+
+        def late(*job: Any) -> Any:
+            release.wait(10)
+            return run(*job)
+
+        monkeypatch.setattr(tokenize, "_run", late)
+        long = {"prompt": "x" * 20_000, "max_tokens": 8, "stream": True}  # longer than the context: 4096
+        answer = asyncio.ensure_future(local.post("/v1/completions", long))
+        await asyncio.sleep(0.5)
+        assert not answer.done()
+        release.set()
+        status, text = await answer
+        assert status == 400
+        assert json.loads(text)["error"]["code"] == "context_length_exceeded"

@@ -30,10 +30,9 @@ HEADERS = {
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-# A refusal found after admission (prompt too long, bad template input) should still get its HTTP status. So the headers
-# wait for the first message, but not longer than tokenizing takes.
+# A refusal found after admission (prompt too long, bad template input, a grammar that takes too long) should still get its HTTP status.
+# So the headers wait for the first message: this long, in seconds, and twice as long again as long as the request is being prepared.
 GRACE = 0.1
-GRACE_PER_BYTE = 1e-6
 
 
 class Encoder(Protocol):
@@ -196,14 +195,24 @@ class SseSink:
             self._timer = asyncio.get_running_loop().call_later(interval, self._tick, interval)
 
 
+async def first_message(server: Server, work: Work, sink: SseSink) -> None:
+    """Wait for it, or until the engine has taken the request."""
+    grace, preparing = GRACE, True
+    while preparing:
+        preparing = any(server.ingress.preparing(job.rid) for job in work.jobs)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await sink.wake.wait()
+                return
+        grace *= 2
+
+
 async def stream(request: web.Request, server: Server, work: Work, encoder: Encoder) -> web.StreamResponse:
     """Run ``work`` and stream it. Raises what refuses the request as long as no header has been sent."""
     sink = SseSink(encoder, work, server.config.sink_limit_bytes, lambda: server.drop_slow(work))
     server.open(work, sink)
     try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE + GRACE_PER_BYTE * work.size):
-                await sink.wake.wait()
+        await first_message(server, work, sink)
         if sink.rejected is not None:
             raise SglaError.from_rejected(sink.rejected)
         response = web.StreamResponse(headers=encoder.headers)
