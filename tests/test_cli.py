@@ -118,7 +118,8 @@ def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) ->
 
 def tiny_model(folder: Path) -> str:
     config = {
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "hidden_size": 64,
         "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

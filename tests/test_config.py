@@ -33,6 +33,7 @@ LAPTOP = Machine(
 )
 H200 = Gpu("NVIDIA H200", 140 * GIB, (9, 0))
 SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
     "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
