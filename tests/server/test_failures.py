@@ -126,7 +126,7 @@ def test_sigint_twice_stops_at_once(tiny_model: Path) -> None:
         server.signal(signal.SIGINT)
         assert server.wait() == 0
         thread.join(5)
-        assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+        wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
 
 
 def test_broken_tokenizer_ends_the_start_with_its_file(tiny_model: Path, tmp_path: Path) -> None:
