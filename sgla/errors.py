@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from sgla.messages import Rejected
 
+MAX_MESSAGE = 4096  # characters
+
 
 class SglaError(Exception):
     """Base. ``message`` says what happened and what to change."""
@@ -27,6 +29,8 @@ class SglaError(Exception):
     type = "server_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        if len(message) > MAX_MESSAGE:  # it quotes what somebody sent
+            message = f"{message[:MAX_MESSAGE]}..."
         super().__init__(message)
         self.message = message
         self.param = param

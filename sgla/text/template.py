@@ -242,7 +242,7 @@ def _part_text(part: Any) -> str:
     text = part.get(TEXT_PARTS[kind]) if kind in TEXT_PARTS else None
     if not isinstance(text, str):
         raise InvalidField(
-            f"messages: content parts of type {kind!r} are not supported, this model reads text",
+            f"messages: content parts of type {str(kind)[:40]!r} are not supported, this model reads text",
             param="messages",
         )
     return text

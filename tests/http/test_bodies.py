@@ -12,6 +12,7 @@ import pytest
 from http_fake import FakeIngress
 from http_site import Serve, Site
 
+from sgla.errors import SglaError
 from sgla.http import bodies
 from sgla.http.bodies import Inflater
 from sgla.http.server import SERVER
@@ -177,3 +178,31 @@ async def test_what_is_decoded_is_counted_until_it_is_answered(serve: Serve) -> 
     status, reply = await site.post("/generate", {"input_ids": [5] * 200_000})
     assert status == 413
     assert "--request-memory-bytes" in reply["error"]["message"]
+
+
+async def test_what_is_sent_behind_a_running_request_is_not_read(serve: Serve) -> None:
+    site = await serve(ingress=FakeIngress(manual=True))
+    _, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    body = json.dumps({"prompt": "x", "user": "a" * MIB}).encode()
+    post = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    writer.write(post)
+    while not site.ingress.open_jobs:
+        await asyncio.sleep(0.01)
+    sent = len(post) * 60
+    writer.write(post * 60)
+    before = -1
+    while (left := writer.transport.get_write_buffer_size()) != before:
+        before = left
+        await asyncio.sleep(0.2)
+    assert left > sent // 2  # the rest is in the buffers of the two sockets
+    assert len(site.ingress.jobs) == 1
+    writer.transport.abort()
+
+
+async def test_what_an_error_quotes_is_cut(site: Site) -> None:
+    params = {"id": "a", "rid": "x" * 100_000}
+    assert (await site.post("/open_session", {"session_id": "a", "capacity_of_str_len": 100}))[0] == 200
+    status, reply = await site.post("/generate", {"text": "x", "session_params": params})
+    assert status == 400
+    assert len(reply["error"]["message"]) < 400
+    assert len(SglaError("x" * MIB).message) < 5000

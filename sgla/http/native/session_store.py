@@ -128,7 +128,7 @@ class Session:
         before = None if params.rid is None else self._ended(params.rid)
         turn = Turn(self, rid, added, before, kept_of(before, params))
         if rid in self.turns:
-            raise InvalidField(f"the session has a turn {rid!r} already", param="rid")
+            raise InvalidField(f"the session has a turn {rid[:200]!r} already", param="rid")
         if (length := turn.length(False)) > self._capacity:
             raise InvalidField(
                 f"the turn has {length} tokens, the session was opened for {self._capacity}",
@@ -153,9 +153,11 @@ class Session:
     def _ended(self, rid: str) -> Turn:
         turn = self.turns.get(rid)
         if turn is None:
-            raise InvalidField(f"session_params: the session has no turn {rid!r}", param="session_params")
+            raise InvalidField(
+                f"session_params: the session has no turn {rid[:200]!r}", param="session_params"
+            )
         if turn.output is None:
-            raise Busy(f"turn {rid!r} is still in progress", param="session_params")
+            raise Busy(f"turn {rid[:200]!r} is still in progress", param="session_params")
         return turn
 
     def _without_later(self, before: Turn | None) -> dict[str, Turn]:
