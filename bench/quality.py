@@ -22,11 +22,9 @@ from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.program import Limits
 from sgla.model.load import load_model
-from sgla.model.spec import ModelSpec
 from sgla.text.tokenizer import load_path
 from sgla.worker.forward import make_forward
 from sgla.worker.kv import allocate_kv
-from sgla.worker.memory import weight_bytes
 
 PROMPTS = [
     "The history of the printing press begins in",
@@ -131,14 +129,12 @@ def main() -> None:
     truth = Model(source, "float32", None, context, args.threads)
     texts = [truth.greedy(prompt, args.new) for prompt in prompts]
     starts = [len(prompt) for prompt in prompts]
-    spec = ModelSpec.from_config(source.config)
     for name in args.quantization.split(","):
         quantization = None if name == "none" else name
         found = measure(truth, Model(source, "bfloat16", quantization, context, args.threads), texts, starts)
         shown = {key: float(f"{value:.4g}") for key, value in found.items()}
-        fields = {"w": "quality", "model": args.model, "quantization": name}
         line = lines.line(
-            fields | shown | {"weights_mb": round(weight_bytes(spec, "bfloat16", quantization, 1) / 1e6)}
+            {"w": "quality", "model": args.model, "quantization": name, "new": args.new, **shown}
         )
         print(line, flush=True)
         if args.out:
