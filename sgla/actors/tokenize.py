@@ -83,7 +83,7 @@ class Tokenize(Actor[Job]):
             job = messages.popleft()
             if job.rid not in self._pending:
                 continue
-            spent += JOB + CHOICE * job.sampling.n + min(INLINE_BYTES, job_bytes(job))
+            spent += JOB + CHOICE * job.sampling.n + min(INLINE_BYTES, job_bytes(job) + added_bytes(job))
             grammar = job.sampling.grammar
             if grammar is None or self._compiler is None:
                 self._go_on(job, "")
@@ -122,9 +122,10 @@ class Tokenize(Actor[Job]):
 
     def _place(self, job: Job) -> ThreadPoolExecutor | None:
         """Where to prepare the job; None: here."""
-        if job.token_ids is not None and job.suffix is None:
+        added = added_bytes(job)
+        if job.token_ids is not None and added <= INLINE_BYTES:
             return None if len(job.token_ids) <= INLINE_IDS else self._pool
-        if job_bytes(job) > INLINE_BYTES:
+        if job_bytes(job) + added > INLINE_BYTES:
             return self._pool
         return None if job.messages is None else self._chats
 
@@ -163,6 +164,12 @@ class Tokenize(Actor[Job]):
             self._detokenize.open(Opened(submit, job.sampling))
         for submit in outcome:
             self._schedule.post(submit)
+
+
+def added_bytes(job: Job) -> int:
+    """Of the texts beside the prompt that are encoded or made an automaton of."""
+    sampling = job.sampling
+    return len(job.suffix or "") + sum(map(len, (*sampling.bad_words, *sampling.stop, *sampling.stop_regex)))
 
 
 def child_rid(rid: str, index: int) -> str:

@@ -119,7 +119,8 @@ class Preparer:
         most = None if job.truncate is None else limit if job.truncate < 0 else min(job.truncate, limit)
         segment = 0
         if job.text is not None:
-            tokens, segment = self.tokenizer.encode_pair(job.text, job.pair, job.add_special_tokens, most)
+            text, pair = self._reachable(job.text, most), job.pair and self._reachable(job.pair, most)
+            tokens, segment = self.tokenizer.encode_pair(text, pair, job.add_special_tokens, most)
             self._checked_ids(tokens, "input")
         elif job.token_ids is not None:
             tokens = self._checked_ids(job.token_ids[:most], "input")
@@ -155,6 +156,7 @@ class Preparer:
     def tokens(self, job: Job) -> list[int]:
         """The prompt's token ids, checked."""
         if job.suffix is not None:
+            self._check_length(job.suffix)
             return self._infill.tokens(self._before(job), job.suffix)
         if job.token_ids is not None:
             return self._checked_ids(job.token_ids)
@@ -243,12 +245,24 @@ class Preparer:
             )
         return ids
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    def _check_length(self, text: str) -> None:
+        """Raise ContextTooLong for a text that no context holds, before it is encoded."""
         limit = self.limits.context_len
         # Only a text far longer than the context can fail this, so the vocabulary is not measured before.
         if len(text) > 16 * limit and len(text) > limit * self.tokenizer.longest_token:
             least = len(text) // self.tokenizer.longest_token
             raise ContextTooLong.of(limit, least, 0)
+
+    def _reachable(self, text: str, most: int | None) -> str:
+        """The part of a text that an input cut to ``most`` tokens may reach; raises ContextTooLong if it is not to be cut."""
+        if most is None:
+            self._check_length(text)
+            return text
+        short = len(text) <= 16 * self.limits.context_len
+        return text if short else text[: 2 * self.limits.context_len * self.tokenizer.longest_token]
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        self._check_length(text)
         tokens = self.tokenizer.encode(text, add_special_tokens)
         if not tokens:
             raise InvalidField("the prompt is empty; send at least one token", param=param)

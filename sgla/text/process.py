@@ -119,7 +119,13 @@ class Process:
         self._patience = START  # the first answer comes after the imports
 
     def ask(self, data: list[bytes]) -> Answer:
-        end = time.monotonic() + SECONDS + self._patience
+        begun = time.monotonic()
+        try:
+            return self._ask(data, begun + SECONDS + self._patience)
+        except Died as died:  # where nobody ends it, it ends itself
+            raise Died(died.late or time.monotonic() > begun + SECONDS) from died
+
+    def _ask(self, data: list[bytes], end: float) -> Answer:
         self._write(LENGTH.pack(sum(map(len, data))), end)
         for part in data:
             self._write(part, end)

@@ -51,7 +51,7 @@ class _Node:
         self.match = ""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _automaton(stops: tuple[str, ...]) -> _Node:
     """The root of the trie of ``stops`` with failure links; read-only, shared by the requests that use them."""
     root = _Node(0)

@@ -129,3 +129,10 @@ async def test_limit_of_logprobs(site: Site, monkeypatch: pytest.MonkeyPatch) ->
         status, reply = await site.post("/v1/completions", body)
         assert (status, reply["error"]["param"]) == (400, "logprobs")
         assert "may have 1000 logprobs, 999 is the limit" in reply["error"]["message"]
+
+
+async def test_limit_of_stops(site: Site) -> None:
+    body = {"prompt": "x", "stop": ["x" * 1000] * 9}
+    status, reply = await site.post("/v1/completions", body)
+    assert (status, reply["error"]["param"]) == (400, "stop")
+    assert "8192 characters in all" in reply["error"]["message"]

@@ -246,3 +246,30 @@ def test_a_long_chat_loses_its_oldest_turns(byte_level: Tokenizer) -> None:
         preparer(byte_level, context=lengths[6] + 7)(
             job(messages=chat([*range(6)]), drop_turns=True, sampling={"max_tokens": 8})
         )
+
+
+def test_texts_that_no_context_holds_are_not_encoded(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, long = preparer(byte_level), "the dog " * 100_000
+    encode_pair, lengths = byte_level.encode_pair, []
+
+    def noted(text: str, *more: Any) -> tuple[list[int], int]:
+        lengths.append(len(text))
+        return encode_pair(text, *more)
+
+    monkeypatch.setattr(byte_level, "encode_pair", noted)
+    monkeypatch.setattr(byte_level, "encode", None)
+    for fields in ({"text": long}, {"text": long, "pool": []}, {"text": "x", "pair": long, "pool": []}):
+        with pytest.raises(ContextTooLong):
+            prepared(job(**fields))
+    (cut,) = prepared(job(text=long, pool=[], truncate=5))
+    assert cut.tokens == encode_pair(long[:1000], None, True, 5)[0]
+    assert max(lengths) <= 2 * 64 * byte_level.longest_token
+
+
+def test_a_suffix_that_no_context_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, byte_level: Tokenizer
+) -> None:
+    with pytest.raises(ContextTooLong):
+        preparer(byte_level)(job(text="x", suffix="the dog " * 100_000))

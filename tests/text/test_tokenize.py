@@ -128,3 +128,29 @@ async def test_chats_are_prepared_in_threads() -> None:
     assert await asyncio.to_thread(done.wait, 10)
     assert names[0].startswith("chats")
     tokenize.close()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"suffix": "x" * (INLINE_BYTES + 1)},
+        {"sampling": SamplingParams(bad_words=["x" * 1024] * 5)},
+        {"sampling": SamplingParams(stop=["x" * 1024] * 5)},
+    ],
+)
+@pytest.mark.parametrize("prompt", [{"text": "hi"}, {"token_ids": [1]}])
+async def test_what_comes_beside_a_prompt_counts(prompt: dict[str, Any], more: dict[str, Any]) -> None:
+    names: list[str] = []
+    done = threading.Event()
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        names.append(threading.current_thread().name)
+        done.set()
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    tokenize.post(Job(**{"rid": "a", "sampling": SamplingParams(), **prompt, **more}))
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(done.wait, 10)
+    assert names[0].startswith("tokenize")
+    tokenize.close()

@@ -11,6 +11,7 @@ from sgla.http.request.schema import (
     MAX_ALLOWED,
     MAX_STOP_CHARS,
     MAX_STOPS,
+    MAX_STOPS_CHARS,
     RANGES,
     TOKENS,
     SamplingFields,
@@ -84,6 +85,8 @@ def stop_list(name: str, stop: str | list[str] | None) -> list[str]:
         raise InvalidField(f"{name} may list at most {MAX_STOPS} strings, got {len(stops)}", param=name)
     if any(len(text) > MAX_STOP_CHARS for text in stops):
         raise InvalidField(f"{name}: a string may have at most {MAX_STOP_CHARS} characters", param=name)
+    if sum(map(len, stops)) > MAX_STOPS_CHARS:
+        raise InvalidField(f"{name} may have at most {MAX_STOPS_CHARS} characters in all", param=name)
     return [text for text in stops if text]
 
 

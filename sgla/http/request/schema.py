@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOPS_CHARS = 8192  # of all stops together
 MAX_CHOICES = 4096  # prompts x n in one request
 MAX_LOGPROBS = 8 << 20  # that one request may be answered with, alternatives included; about 1 GiB of memory
 MAX_FIELDS = 256  # of a body
