@@ -286,12 +286,14 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     forced: list[tuple[int, bytes]] = []
 
 
-class TokenLogprob(msgspec.Struct, array_like=True):
+class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """Without lists: an answer may have millions of these, and the collector would look at each."""
+
     token: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]] = []
-    asked: list[tuple[int, float]] = []  # of SamplingParams.logprob_token_ids
+    top: Sequence[tuple[int, float]] = ()
+    asked: Sequence[tuple[int, float]] = ()  # of SamplingParams.logprob_token_ids
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import Overloaded
+from sgla.http.answer.collect import Choice
 from sgla.http.clients import CLIENT
 from sgla.http.wire import encode, json_response
 
@@ -81,14 +82,24 @@ def total(texts: Iterable[Any]) -> int:
     return sum(64 + len(text) for text in texts)
 
 
-async def answered(size: int, make: Callable[[], Any], inline: int = SLICE) -> web.Response:
-    """The JSON response of what ``make`` makes, in a thread if it has more than ``inline`` values. Never refused: its work is done.
+async def answered(size: int, make: Callable[[], Any], choices: Iterable[Choice] = ()) -> web.Response:
+    """The JSON response of what ``make`` makes, in a thread if it has more than ``SLICE`` values. Never refused: its work is done.
 
-    Other threads wait for each call of the encoder, so ``make`` has written long lists with ``in_parts`` itself.
+    Other threads wait for each call of the encoder, so ``make`` has written long lists with ``in_parts`` itself; and for what is
+    freed at once, so the logprobs of ``choices``, which nobody needs after that, go a few at a time.
     """
-    if size <= inline:
+    if size <= SLICE:
         return json_response(make())
-    return await asyncio.wrap_future(_answers.submit(lambda: json_response(make())))
+
+    def whole() -> web.Response:
+        response = json_response(make())
+        for choice in choices:
+            for entries in (choice.prompt_logprobs, choice.logprobs):
+                while entries:
+                    del entries[-PART:]
+        return response
+
+    return await asyncio.wrap_future(_answers.submit(whole))
 
 
 def in_parts(count: int, part: Callable[[slice], list[Any]], size: int = PART) -> Any:

@@ -23,8 +23,8 @@ def _entries(block: LogprobBlock, tokens: Sequence[int]) -> list[TokenLogprob]:
             token,
             values[i],
             ranks[i],
-            list(zip(top_ids[i * k : i * k + likely], top_values[i * k : i * k + likely])),
-            list(zip(top_ids[i * k + likely : (i + 1) * k], top_values[i * k + likely : (i + 1) * k])),
+            tuple(zip(top_ids[i * k : i * k + likely], top_values[i * k : i * k + likely])),
+            tuple(zip(top_ids[i * k + likely : (i + 1) * k], top_values[i * k + likely : (i + 1) * k])),
         )
         for i, token in enumerate(tokens)
     ]

@@ -82,7 +82,7 @@ async def answer(
         return results if many or work.n > 1 else results[0]
 
     size = sum(answer_size(choices[i : i + 1], work.jobs[i // work.n].sampling) for i in range(len(choices)))
-    return await answered(size, whole)
+    return await answered(size, whole, choices)
 
 
 async def begin_turn(

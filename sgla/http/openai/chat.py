@@ -56,7 +56,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
     size = answer_size(choices, work.jobs[0].sampling)
-    return await answered(size, lambda: response(head, choices, work, shapes, reading))
+    return await answered(size, lambda: response(head, choices, work, shapes, reading), choices)
 
 
 def chat_work(

@@ -71,7 +71,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             choice["index"] = index
         return {**head, "choices": shown, "usage": usage_object(usage)}
 
-    return await answered(answer_size(choices, work.jobs[0].sampling), whole)
+    return await answered(answer_size(choices, work.jobs[0].sampling), whole, choices)
 
 
 def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
