@@ -349,6 +349,7 @@ def test_a_packaged_model_samples_as_its_authors_recommend(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {
+        "architectures": ["LlamaForCausalLM"],
         "num_attention_heads": 2,
         "num_hidden_layers": 1,
         "hidden_size": 32,
