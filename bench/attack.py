@@ -244,20 +244,19 @@ def many_regexes(target: Target) -> dict[str, Any]:
 async def slow_schemas(target: Target) -> Outcome:
     """Ten schemas that cannot be compiled in time, and another user's small one behind them."""
 
-    def dear(number: int) -> bytes:
-        pattern = "(" + "|".join(f"a{{{i},{i + 600}}}b{number}" for i in range(target.many(60))) + "){1,900}"
-        return request(TEXT, {"prompt": "a", "max_tokens": 4, "regex": pattern})
+    def asking(schema: dict[str, Any], key: str = KEY) -> bytes:
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        return request(TEXT, {"prompt": "a", "max_tokens": 4, "response_format": form}, key)
 
-    attacking = [asyncio.ensure_future(send(target, dear(number))) for number in range(10)]
+    await send(target, asking({"const": "the compiler starts"}, OTHER))
+    dear = [
+        {"type": "integer", "multipleOf": 99999989 + i} for i in range(10)
+    ]  # automata with that many states
+    attacking = [asyncio.ensure_future(send(target, asking(schema))) for schema in dear]
     await asyncio.sleep(0.5)
     began = time.monotonic()
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    body = {
-        "prompt": "a",
-        "max_tokens": 4,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
-    }
-    other = await send(target, request(TEXT, body, OTHER))
+    other = await send(target, asking(schema, OTHER))
     outcome = Outcome(more={"other_s": round(time.monotonic() - began, 2), "other": dict(other.statuses)})
     for found in await asyncio.gather(*attacking):
         outcome.statuses += found.statuses
