@@ -88,9 +88,9 @@ class ServerProcess:
             return answer.status, text
 
     def workers(self) -> list[psutil.Process]:
-        """The model worker processes (not helpers such as the resource tracker)."""
+        """The processes that run the model (not those that compile grammars, render templates and the like)."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "resource_tracker" not in " ".join(_cmdline(child))]
+        return [child for child in children if "sgla.executor.child" in " ".join(_cmdline(child))]
 
     def family(self) -> list[psutil.Process]:
         parent = psutil.Process(self.process.pid)
