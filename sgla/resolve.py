@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.config import Config
+from sgla.device import Device
+from sgla.device import check as check_device
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
@@ -23,6 +25,9 @@ BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequ
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
     "context_length": "the model's own limit, or what the KV cache holds",
 }
+
+
+VECTORS = "embedding and classification models run on the CPU, for the GPU has no kernels for them yet"
 
 
 class Choice(NamedTuple):
@@ -42,11 +47,15 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 def resolve(
-    config: Config, machine: Machine | None = None, model: Mapping[str, Any] | None = None
+    config: Config,
+    machine: Machine | None = None,
+    model: Mapping[str, Any] | None = None,
+    pooled: bool = False,
 ) -> Resolved:
     """Fill every open value of ``config``.
 
-    ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if known.
+    ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if known;
+    ``pooled``: it answers with vectors.
     Raises ConfigError for values out of range or impossible together, and for a model that is not supported.
     """
     machine = machine or detect()
@@ -65,14 +74,14 @@ def resolve(
             return choice.value
         return getattr(config, name)
 
-    device = settle("device", choose_device(machine))
+    encoder = isinstance(spec, EncoderSpec)
+    device = settle("device", choose_device(machine, pooled or encoder))
     if device == "cuda":
-        check_gpus(config, machine)
+        check_gpus(config, machine, pooled or encoder)
     if config.quantization == "fp8" and device == "cpu":
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
-    encoder = isinstance(spec, EncoderSpec)
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
@@ -85,6 +94,10 @@ def resolve(
         check_deterministic(config, device)
     dtype = settle("dtype", choose_dtype(encoder))
     cuda = device == "cuda"
+    if cuda and isinstance(spec, ModelSpec):
+        for gpu in machine.gpus[: config.tp]:
+            card = Device(gpu.name, gpu.capability)
+            check_device(card, config, spec.head_dim, dtype, spec.moe is not None, spec.quantization)
     settle("threads", choose_threads(machine, config.tp))
     settle("depth", Choice(2, "plans the next step while this one runs"))
     settle(
@@ -120,11 +133,22 @@ def resolve(
     if not config.served_model_name:
         filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
     found = [*notes(config, machine, device), *(spec.notes if spec else ())]
+    if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
+        found.append(
+            "the checkpoint is float16 and is computed in bfloat16, which keeps 8 of its 11 bits; --dtype float32 keeps all"
+        )
     return Resolved(msgspec.structs.replace(config, **filled), reasons, found)
 
 
-def check_gpus(config: Config, machine: Machine) -> None:
+def check_gpus(config: Config, machine: Machine, pooled: bool) -> None:
     """Raise ConfigError if there are too few GPUs, or torch cannot use them."""
+    if pooled:
+        raise ConfigError(f"--device cuda: {VECTORS}; give --device cpu", param="device")
+    if machine.torch_hip:
+        raise ConfigError(
+            f"--device cuda: torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet; give --device cpu",
+            param="device",
+        )
     if machine.torch and not machine.torch_cuda:
         raise ConfigError(
             f"--device cuda needs a CUDA build of torch; {machine.torch} is a CPU build; install the other, or give --device cpu",
@@ -140,7 +164,7 @@ def check_gpus(config: Config, machine: Machine) -> None:
 
 def check_deterministic(config: Config, device: str) -> None:
     """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on the model, and
-    whether native kernels can be had, the workers see (``worker/start.py``, ``worker/refused.py``)."""
+    whether native kernels can be had, the workers see (``worker/start.py``, ``device.py``)."""
     obstacle = None
     if config.tp > 1:
         obstacle = f"with --tp {config.tp}; leave one of them out"
@@ -152,7 +176,11 @@ def check_deterministic(config: Config, device: str) -> None:
         raise ConfigError(f"--deterministic cannot be honoured {obstacle}", param="deterministic")
 
 
-def choose_device(machine: Machine) -> Choice:
+def choose_device(machine: Machine, pooled: bool = False) -> Choice:
+    if machine.gpus and machine.torch_cuda and pooled:
+        return Choice("cpu", VECTORS)
+    if machine.torch_hip:
+        return Choice("cpu", f"torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet")
     if machine.gpus and machine.torch_cuda:
         return Choice("cuda", f"{machine.gpus[0].name} and a torch built for CUDA {machine.torch_cuda}")
     if machine.gpus:
@@ -197,6 +225,8 @@ def choose_context(positions: int, room: int) -> Choice:
 def notes(config: Config, machine: Machine, device: str) -> list[str]:
     """Advice: what slows this configuration down on this machine, and how to change it."""
     found = []
+    if device == "cpu" and config.device == "auto" and machine.gpus and machine.torch_cuda:
+        found.append(f"the GPU is not used: {VECTORS}")
     if device == "cpu" and config.native_kernels and machine.compiler is None:
         found.append(
             "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ (Debian, Ubuntu: apt-get install g++)"

@@ -312,6 +312,69 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
     assert re.search(r"KV cache +the rest .* 23040 bytes\nGPUs +\d+", as_text(resolved, rows, machine))
 
 
+@pytest.mark.parametrize(
+    ("changes", "gpu", "config", "message", "param"),
+    [
+        ({"head_dim": 512}, H200, {}, "head dimension is 512.*--device cpu", "device"),
+        (
+            {},
+            Gpu("Tesla T4", 16 * GIB, (7, 5)),
+            {},
+            "Tesla T4 has compute capability 7.5.*--device cpu",
+            "device",
+        ),
+        ({}, H200, {"quantization": "int8"}, "int8 has no GPU kernels yet.*--device cpu", "quantization"),
+        ({}, H200, {"quantization": "int4"}, "int4 has no GPU kernels yet", "quantization"),
+        (
+            {},
+            Gpu("NVIDIA A100", 80 * GIB, (8, 0)),
+            {"quantization": "fp8"},
+            "no 8-bit floating point",
+            "quantization",
+        ),
+    ],
+)
+def test_what_a_gpu_cannot_run_is_refused_before_anything_is_loaded(
+    changes: dict[str, Any], gpu: Gpu, config: dict[str, Any], message: str, param: str
+) -> None:
+    machine = Machine(gpus=(gpu,), torch_cuda="13.0")
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(Config(**config), machine, SMOLLM2 | changes)
+    assert caught.value.param == param
+    assert resolve(Config(device="cpu"), machine, SMOLLM2 | changes).config.device == "cpu"
+
+
+def test_models_for_vectors_leave_the_gpu_with_a_word() -> None:
+    machine = Machine(gpus=(H200,), torch_cuda="13.0")
+    found = resolve(Config(), machine, SMOLLM2, pooled=True)
+    assert found.config.device == "cpu"
+    assert any("the GPU is not used" in note and "embedding" in note for note in found.notes)
+    assert "embedding" in found.reasons["device"]
+    assert not any(
+        "GPU" in note for note in resolve(Config(device="cpu"), machine, SMOLLM2, pooled=True).notes
+    )
+    with pytest.raises(ConfigError, match="embedding and classification models run on the CPU"):
+        resolve(Config(device="cuda"), machine, SMOLLM2, pooled=True)
+
+
+def test_a_build_of_torch_for_rocm() -> None:
+    machine = Machine(torch="2.9.0+rocm6.4", torch_hip="6.4")
+    assert resolve(Config(), machine).config.device == "cpu"
+    assert "ROCm" in resolve(Config(), machine).reasons["device"]
+    with pytest.raises(
+        ConfigError, match="ROCm build, and AMD GPUs are not supported yet; give --device cpu"
+    ):
+        resolve(Config(device="cuda"), machine)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_float16_is_not_rounded_without_a_word(key: str) -> None:
+    model = SMOLLM2 | {key: "float16"}
+    (note,) = [note for note in resolve(Config(), LAPTOP, model).notes if "float16" in note]
+    assert "computed in bfloat16" in note
+    assert not any("float16" in note for note in resolve(Config(dtype="float32"), LAPTOP, model).notes)
+
+
 def test_more_ranks_than_gpus() -> None:
     with pytest.raises(ConfigError, match="needs 2 GPUs"):
         resolve(Config(tp=2), Machine(gpus=(H200,), torch_cuda="13.0"))

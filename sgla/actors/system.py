@@ -20,7 +20,7 @@ from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
 from sgla.actors.watchdog import Watchdog
 from sgla.config import Config
-from sgla.errors import ConfigError, Draining, SglaError, WorkerStuck
+from sgla.errors import Draining, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
 from sgla.model.registry import architecture_of
@@ -251,17 +251,10 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     source = open_source(resolve_model(config, report), config.load_format)
     if packaged := MODELS.get(config.model):
         source = replace(source, generation_config={**packaged.sampling, **source.generation_config})
-    found = resolve(config, model=source.config)
+    found = resolve(config, model=source.config, pooled=read_pooling(source, config.task) is not None)
     for note in found.notes:
         log.warning("%s", note)
-    resolved = found.config
-    if resolved.device == "cuda" and read_pooling(source, config.task) is not None:
-        if config.device == "cuda":
-            raise ConfigError(
-                "embedding and classification models run on the CPU; give --device cpu", param="device"
-            )
-        resolved = resolve(msgspec.structs.replace(config, device="cpu"), model=source.config).config
-    return resolved, source
+    return found.config, source
 
 
 def settle_device(config: Config) -> Config:

@@ -69,7 +69,7 @@ def _deterministic(asked: tuple[Asked, Asked], shape: Shape) -> Attention:
             f"--deterministic cannot be honoured: {why}; use --{named.setting.replace('_', '-')} auto, or leave it out",
             param="deterministic",
         )
-    return Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts())
+    return Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts(shape))
 
 
 def _decode(asked: Asked, shape: Shape) -> tuple[Decode, list[str]]:
@@ -104,7 +104,7 @@ def _extend(asked: Asked, shape: Shape, scale: float) -> tuple[Extend, list[str]
     if asked.name == "torch":
         return TorchExtend(), []
     if asked.name == "triton":
-        return TritonExtend(), []
+        return TritonExtend(shape), []
     if asked.name != "auto" and shape.fp8_kv:
         raise asked.refused(NARROW)
     extend: Extend | None = None
@@ -124,8 +124,8 @@ def _extend(asked: Asked, shape: Shape, scale: float) -> tuple[Extend, list[str]
         else:
             notes.append(f"flashinfer not used: {found}")
     if extend is None:
-        return TritonExtend(), notes
-    return WholeOrPaged(extend, TritonExtend()) if shape.fp8_kv else extend, notes
+        return TritonExtend(shape), notes
+    return WholeOrPaged(extend, TritonExtend(shape)) if shape.fp8_kv else extend, notes
 
 
 def _prompts(asked: Asked, shape: Shape) -> tuple[Prompts, list[str]]:
@@ -133,8 +133,8 @@ def _prompts(asked: Asked, shape: Shape) -> tuple[Prompts, list[str]]:
     from sgla.attention.triton_ops import TritonPrompts
 
     if asked.name in ("torch", "triton"):
-        return TritonPrompts(), []
+        return TritonPrompts(shape), []
     why = NativePrompts.refuses(shape)
     if why is None:
         return NativePrompts(shape), []
-    return TritonPrompts(), [f"native attention of prompts in graphs not used: {why}"]
+    return TritonPrompts(shape), [f"native attention of prompts in graphs not used: {why}"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Int32s, Shape, beside
+from sgla.kernels.device import hopper
 from sgla.kernels.ops import KVLayer
 
 WORKSPACE = 256 << 20
@@ -32,9 +33,8 @@ class FlashInferExtend:
             "q_data_type": shape.dtype,
             "kv_data_type": shape.dtype,
         }
-        hopper = torch.cuda.get_device_capability()[0] == 9
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
-        kernel = "fa3" if hopper else "fa2"
+        kernel = "fa3" if hopper() else "fa2"
         self._paged = [
             BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernel) for _ in range(PLANS)
         ]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Shape, cut
+from sgla.kernels.device import shared_memory
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention
 
@@ -15,7 +16,7 @@ class TritonDecode:
     cascades = False
 
     def __init__(self, shape: Shape) -> None:
-        self._kv_heads = shape.kv_heads
+        self._kv_heads, self._shared = shape.kv_heads, shared_memory()
         self._processors = torch.cuda.get_device_properties(0).multi_processor_count
 
     def forward(
@@ -25,16 +26,16 @@ class TritonDecode:
         splits = attention.splits_for(n, self._kv_heads, self._processors)
         return attention.decode(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n],
-            scale * kv.k_scale, window, softcap, splits, kv.v_scale,
+            scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._shared,
         )  # fmt: skip
 
 
 class TritonExtend:
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         self._tiles = torch.empty(0)
-        self._prompts = TritonPrompts()
+        self._prompts = TritonPrompts(shape)
 
     def plan(self, batch: DeviceBatch) -> None:
         rows = batch.extend
@@ -56,7 +57,9 @@ class TritonExtend:
 
 
 class TritonPrompts:
-    tile = attention.BLOCK_M
+    def __init__(self, shape: Shape) -> None:
+        self._cut = attention.extend_cut(shape.head_dim, shape.dtype.itemsize, shared_memory())
+        self.tile = self._cut.m
 
     def forward(
         self,
@@ -70,5 +73,5 @@ class TritonPrompts:
         out: Tensor,
     ) -> None:
         attention.extend(
-            q, kv.k, kv.v, page_table, tiles, scale * kv.k_scale, out, window, softcap, kv.v_scale
+            q, kv.k, kv.v, page_table, tiles, scale * kv.k_scale, out, self._cut, window, softcap, kv.v_scale
         )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from sgla import __version__
 from sgla.config import Config
+from sgla.device import LEAST
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.observe.machine import Machine, detect
@@ -92,8 +93,14 @@ def _torch(machine: Machine) -> Finding:
     return Finding(
         "torch",
         "ok",
-        f"{machine.torch}, " + (f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU build"),
+        f"{machine.torch}, " + (_build(machine)),
     )
+
+
+def _build(machine: Machine) -> str:
+    if machine.torch_hip:
+        return f"ROCm {machine.torch_hip}, whose GPUs are not supported yet"
+    return f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU build"
 
 
 def _compiler(machine: Machine) -> Finding:
@@ -114,6 +121,9 @@ def _gpu(machine: Machine) -> Finding:
         f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]}"
         for gpu in machine.gpus
     )
+    old = [gpu.name for gpu in machine.gpus if gpu.capability < LEAST]
+    if old:
+        return Finding("gpu", "missing", f"{detail}; {old[0]} is older than Ampere", "give --device cpu")
     if not machine.torch_cuda:
         return Finding("gpu", "missing", f"{detail}; torch is a CPU build", "install a CUDA build of torch")
     flashinfer = version("flashinfer-python") or "is not there, and optional"

@@ -12,8 +12,9 @@ from sgla.cli.args import descriptions
 from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
 from sgla.hub.fetch import find_local
-from sgla.hub.source import open_source
+from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
+from sgla.model.pooling import read_pooling
 from sgla.model.sizes import kv_bytes_per_token, read_spec, weight_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, resolve
@@ -22,17 +23,19 @@ from sgla.resolve import GIB, MIB, Resolved, resolve
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     machine = detect()
-    model = model_config(config)
-    resolved = resolve(config, machine, model)
+    source = model_source(config)
+    model = source.config if source else None
+    pooled = source is not None and read_pooling(source, config.task) is not None
+    resolved = resolve(config, machine, model, pooled)
     rows = ledger(resolved.config, model) if model else {}
     print(as_json(resolved, rows) if args.json else as_text(resolved, rows, machine))
     return 0
 
 
-def model_config(config: Config) -> dict[str, Any] | None:
-    """Content of the model's config.json, if the model is on this disk; nothing is downloaded."""
+def model_source(config: Config) -> ModelSource | None:
+    """The model, if it is on this disk; nothing is downloaded."""
     path = find_local(config)
-    return None if path is None else open_source(path, config.load_format).config
+    return None if path is None else open_source(path, config.load_format)
 
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:

@@ -26,6 +26,7 @@ from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.router import MAX_ROWS
+from sgla.kernels.device import hopper
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
 from sgla.kernels.triton import elementwise, fp8, invariant
 
@@ -301,7 +302,7 @@ class GpuOps:
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
         """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
         takes q, k and v from the projection."""
-        able = torch.cuda.get_device_capability()[0] == 9 and not self._deterministic
+        able = hopper() and not self._deterministic
         self._tokens, self._decode = tokens if able else None, decode
         try:
             yield
@@ -447,6 +448,13 @@ class GpuOps:
             if y is not None:
                 return y
         return LazyActivation(force(x), kind)
+
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        x = force(x)
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+    def activate(self, x: Any, kind: str) -> Tensor:
+        return ops.activation(force(x), kind)
 
     def moe(
         self,

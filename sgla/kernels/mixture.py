@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
+from sgla.kernels.device import hopper
 from sgla.kernels.ops import Activation, Norm
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
@@ -147,7 +148,7 @@ def _route(
 
 
 def _hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return torch.cuda.is_available() and hopper()
 
 
 def _native(x: Tensor, router: Weight) -> bool:

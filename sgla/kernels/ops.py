@@ -294,6 +294,11 @@ def activate(x: Tensor, kind: str) -> Tensor:
     """``kind``: gelu | gelu_tanh | silu | relu."""
     if recorder is not None:
         return recorder.activate(x, kind)
+    return activation(x, kind)
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """``activate`` in torch."""
     if kind in ("gelu", "gelu_tanh"):
         return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
     return F.silu(x) if kind == "silu" else F.relu(x)

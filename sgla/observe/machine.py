@@ -49,6 +49,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     compiler: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
+    torch_hip: str | None = None
     gpus: tuple[Gpu, ...] = ()
 
     @property
@@ -66,7 +67,7 @@ def detect() -> Machine:
     """Look at this machine."""
     info = _read("/proc/cpuinfo")
     total, available = _memory()
-    version, cuda = torch_build()
+    version, cuda, hip = torch_build()
     return Machine(
         cpu=_field(info, "model name") or platform.processor() or "unknown",
         arch=platform.machine(),
@@ -79,6 +80,7 @@ def detect() -> Machine:
         compiler=find_compiler(),
         torch=version,
         torch_cuda=cuda,
+        torch_hip=hip,
         gpus=cuda_devices(),
     )
 
@@ -88,15 +90,16 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-def torch_build() -> tuple[str | None, str | None]:
-    """(version, CUDA version) of the installed torch, from its version file; (None, None) if there is no torch."""
+def torch_build() -> tuple[str | None, str | None, str | None]:
+    """Version, CUDA version and ROCm version of the installed torch, from its version file; None where there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return None, None
+        return None, None, None
     text = _read(Path(spec.origin).with_name("version.py"))
     version = re.search(r"^__version__\s*(?::.*?)?=\s*'([^']+)'", text, re.M)
     cuda = re.search(r"^cuda\s*(?::.*?)?=\s*'([^']+)'", text, re.M)
-    return version and version[1], cuda and cuda[1]
+    hip = re.search(r"^hip\s*(?::.*?)?=\s*'([^']+)'", text, re.M)
+    return version and version[1], cuda and cuda[1], hip and hip[1]
 
 
 def cuda_devices() -> tuple[Gpu, ...]:

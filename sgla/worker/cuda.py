@@ -21,11 +21,13 @@ from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.config import Config
+from sgla.device import check as check_device
 from sgla.dist.gpus import join_gpus
 from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.rehearsal import compilers
 from sgla.layers.linear import split_heads
@@ -35,7 +37,6 @@ from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
-from sgla.worker import refused
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.gpu_memory import (
@@ -121,6 +122,8 @@ class CudaRunner:
         self.dtype = DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
         self._dtype_name = "bfloat16" if config.dtype == "auto" else config.dtype
         spec = ModelSpec.from_config(source.config)
+        card = this_device()
+        check_device(card, config, spec.head_dim, self._dtype_name, spec.moe is not None, spec.quantization)
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
         self.context_len = config.context_length or min(spec.context_len, LONGEST)
@@ -148,7 +151,6 @@ class CudaRunner:
             )
         self._captures = self.attention.captures
         self.cascade = Cascade.of(shape, self.attention)
-        refused.check(config, spec, self.dtype)
         self.deterministic = config.deterministic
         self.kv_dtype = self.dtype
         if config.kv_cache_dtype == "fp8":
@@ -163,7 +165,7 @@ class CudaRunner:
             self._dtype_name,
             config.quantization or spec.quantization,
             self.shard.size,
-            refused.has_e4m3() and not config.deterministic,
+            card.e4m3 and not config.deterministic,
             () if config.deterministic else splits(spec, torch.cuda.device_count()),
         )
         self._weights.check(torch.cuda.mem_get_info()[0])

@@ -2,7 +2,7 @@
 that it was.
 
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
-``model``), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
+``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
 asked for and what was launched besides, its context, its pages and its ledger; or the error that ended it. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.cuda import build, tensor_map
+from sgla.kernels.triton import elementwise
 from sgla.messages import SAMPLE, StepPlan
 from sgla.model import load
 from sgla.worker import cuda
 
 ROWS = 24
+LOADED: list[bool] = []  # not empty: weights were asked for
 
 
 class OnCpu(TorchFunctionMode):
@@ -71,14 +73,37 @@ class Nothing:
 
 class Driver(Nothing):
     def get_current_target(self) -> Any:
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+        major, minor = torch.cuda.get_device_capability()
+        return triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32)
 
 
-def pretend() -> None:
-    """An H200."""
+class Card(NamedTuple):
+    capability: tuple[int, int]
+    processors: int
+    shared: int  # KiB of a multiprocessor
+    hip: str | None = None
+
+
+CARDS = {
+    "H200": Card((9, 0), 132, 228),
+    "A100": Card((8, 0), 108, 164),
+    "L40S": Card((8, 9), 142, 100),
+    "RTX 5090": Card((12, 0), 170, 100),
+    "T4": Card((7, 5), 40, 64),
+    "MI300X": Card((9, 4), 304, 64, "6.4"),
+}
+
+
+def pretend(name: str = "H200") -> None:
+    card = CARDS[name]
+    major, minor = card.capability
     properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10
+        major=major,
+        minor=minor,
+        multi_processor_count=card.processors,
+        shared_memory_per_multiprocessor=card.shared << 10,
     )
+    torch.version.hip = card.hip
 
     @contextlib.contextmanager
     def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -86,9 +111,9 @@ def pretend() -> None:
 
     answers = {
         "is_available": True,
-        "get_device_capability": (9, 0),
+        "get_device_capability": card.capability,
         "get_device_properties": properties,
-        "get_device_name": "",
+        "get_device_name": name,
         "current_device": 0,
         "device_count": 1,
         "mem_get_info": (100 << 30, 100 << 30),
@@ -109,7 +134,7 @@ def pretend() -> None:
         setattr(torch.Tensor, name, lambda self, *args, **kwargs: self)
     build.driver = tensor_map.driver = Nothing
     triton.runtime.driver.set_active(Driver())
-    load.load_weights = lambda *args, **kwargs: None
+    load.load_weights = lambda *args, **kwargs: LOADED.append(True)
 
 
 class Launches:
@@ -188,6 +213,8 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         "kv_cache_bytes": 64 << 20,
     }
     config = Config(device="cuda", load_format="dummy", **settings | case.get("config", {}))
+    pretend(case.get("card", "H200"))
+    elementwise._pdl.cache_clear()
     free = case.get("free", 100 << 30)
     torch.cuda.mem_get_info = lambda *args: (free, free)
     try:
@@ -213,8 +240,9 @@ if __name__ == "__main__":
     pretend()
     launches = Launches()
     for case in json.loads(sys.argv[1]):
+        LOADED.clear()
         try:
             found = check(case, launches)
         except ConfigError as error:
-            found = {"error": error.message, "code": error.code, "param": error.param}
+            found = {"error": error.message, "code": error.code, "param": error.param, "loaded": bool(LOADED)}
         print(json.dumps(found), flush=True)

@@ -39,7 +39,8 @@ def attend(
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "window", "softcap"), [(4, 32, 0, 0.0), (3, 16, 30, 0.0), (2, 16, 0, 2.0)]
+    ("group", "dim", "window", "softcap"),
+    [(4, 32, 0, 0.0), (3, 16, 30, 0.0), (2, 16, 0, 2.0), (2, 80, 0, 0.0)],
 )
 def test_attention(group: int, dim: int, window: int, softcap: float) -> None:
     q_lens, kv_lens = [1, 40, 70, 3], [9, 40, 150, 70]
@@ -49,11 +50,13 @@ def test_attention(group: int, dim: int, window: int, softcap: float) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (80, 0.0), (0, 2.0)])
-def test_decode_in_chunks(window: int, softcap: float) -> None:
-    q, kv, batch = random_batch([1, 1, 1], [1, 70, 201], 4, 2, 16)
+@pytest.mark.parametrize(
+    ("window", "softcap", "dim"), [(0, 0.0, 16), (80, 0.0, 16), (0, 2.0, 16), (0, 0.0, 96)]
+)
+def test_decode_in_chunks(window: int, softcap: float, dim: int) -> None:
+    q, kv, batch = random_batch([1, 1, 1], [1, 70, 201], 4, 2, dim)
     expected = ops.attention(q, kv, batch, 0.3, window, softcap)
-    parts = torch.full((3, 4, 4, 16), float("nan")), torch.full((3, 4, 4, 2), float("nan"))
+    parts = torch.full((3, 4, 4, dim), float("nan")), torch.full((3, 4, 4, 2), float("nan"))
     out = attend(q, kv, batch, invariant.tiles_of([1, 1, 1], 2, "cpu"), window, softcap, parts)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 

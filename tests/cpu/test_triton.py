@@ -54,7 +54,15 @@ def random_batch(
 
 @pytest.mark.parametrize(
     ("group", "dim", "window", "softcap"),
-    [(1, 16, 0, 0.0), (4, 32, 0, 0.0), (3, 16, 5, 0.0), (2, 16, 0, 2.0)],
+    [
+        (1, 16, 0, 0.0),
+        (4, 32, 0, 0.0),
+        (3, 16, 5, 0.0),
+        (2, 16, 0, 2.0),
+        (2, 80, 0, 0.0),
+        (1, 100, 9, 0.0),
+        (1, 8, 0, 0.0),
+    ],
 )
 @pytest.mark.parametrize("splits", [1, 4])
 def test_decode(group: int, dim: int, window: int, softcap: float, splits: int) -> None:
@@ -67,16 +75,25 @@ def test_decode(group: int, dim: int, window: int, softcap: float, splits: int) 
 
 
 @pytest.mark.parametrize(
-    ("group", "dim", "window", "softcap"), [(1, 16, 0, 0.0), (2, 32, 7, 0.0), (2, 16, 0, 2.0)]
+    ("group", "dim", "window", "softcap", "tile"),
+    [
+        (1, 16, 0, 0.0, (128, 64)),
+        (2, 32, 7, 0.0, (128, 64)),
+        (2, 16, 0, 2.0, (128, 64)),
+        (2, 80, 0, 0.0, (64, 32)),
+        (1, 100, 9, 0.0, (32, 16)),
+        (1, 8, 0, 0.0, (128, 64)),
+    ],
 )
-def test_extend(group: int, dim: int, window: int, softcap: float) -> None:
+def test_extend(group: int, dim: int, window: int, softcap: float, tile: tuple[int, int]) -> None:
     q_lens, kv_lens = [1, 40, 130, 3], [9, 40, 150, 70]
     q, kv, batch = random_batch(q_lens, kv_lens, group, 1, dim)
     expected = ops.attention(q, kv, batch, 0.3, window, softcap)
     slots, lens = batch.slots.numpy(), np.array(q_lens, np.int32)
-    tiles = torch.from_numpy(cut(slots, np.array(kv_lens, np.int32) - lens, lens, 0, attention.BLOCK_M))
+    tiles = torch.from_numpy(cut(slots, np.array(kv_lens, np.int32) - lens, lens, 0, tile[0]))
     out = torch.empty_like(q)
-    attention.extend(q, kv.k, kv.v, batch.page_table, tiles, 0.3, out, window, softcap)
+    how = attention.Cut(*tile, 2)
+    attention.extend(q, kv.k, kv.v, batch.page_table, tiles, 0.3, out, how, window, softcap)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -101,10 +118,19 @@ def test_norms_and_activations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "rot", "norm"), [(4, 2, 16, True), (3, 3, 16, False), (9, 3, 8, True)]
+    ("q_heads", "kv_heads", "rot", "norm", "dim"),
+    [
+        (4, 2, 16, True, 16),
+        (3, 3, 16, False, 16),
+        (9, 3, 8, True, 16),
+        (4, 2, 80, False, 80),
+        (3, 3, 24, True, 96),
+        (2, 1, 100, True, 100),
+        (2, 1, 192, False, 192),
+    ],
 )
-def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool) -> None:
-    dim, tokens = 16, 6
+def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool, dim: int) -> None:
+    tokens = 6
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim)
     cos_sin, positions = torch.randn(20, rot), torch.randint(0, 20, (tokens,), dtype=torch.int32)
     weights = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)

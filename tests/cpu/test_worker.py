@@ -10,14 +10,14 @@ import pytest
 import torch
 from tiny import VOCAB, check_draws, make_core, run, run_executor, submit, tiny_config, tiny_source
 
+from sgla.device import Device
+from sgla.device import check as check_device
 from sgla.errors import ConfigError, InvalidField, OutOfMemory, UnsupportedField
 from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
 from sgla.model.base import KVSpec
-from sgla.model.spec import ModelSpec
-from sgla.worker import refused
 from sgla.worker.batch import Columns, build, cut, read
 from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
 from sgla.worker.runner import Runner
@@ -41,19 +41,21 @@ def make_runner(**changes: Any) -> Runner:
         ((9, 0), {"kv_cache_dtype": "fp8", "dtype": "float32"}, "kv_cache_dtype"),
         ((8, 9), {"quantization": "fp8", "kv_cache_dtype": "fp8"}, None),
         ((8, 0), {"deterministic": True}, None),
+        ((9, 0), {"quantization": "int8"}, "quantization"),
+        ((9, 0), {"quantization": "int4"}, "quantization"),
+        ((7, 5), {}, "device"),
+        ((0, 0), {}, "device"),  # ROCm
     ],
 )
 def test_what_a_gpu_cannot_do_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict[str, Any], param: str | None
+    capability: tuple[int, int], changes: dict[str, Any], param: str | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     config = tiny_config(**{"dtype": "bfloat16"} | changes)
-    spec, dtype = ModelSpec.from_config(tiny_source().config), getattr(torch, config.dtype)
+    card, model = Device("a GPU", capability), (64, config.dtype, False, None)
     if param is None:
-        return refused.check(config, spec, dtype)
+        return check_device(card, config, *model)
     with pytest.raises(ConfigError) as caught:
-        refused.check(config, spec, dtype)
+        check_device(card, config, *model)
     assert caught.value.param == param
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +299,50 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
     finally:
         ops.recorder = recorder
         torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12, 24])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}]
+)
+def test_a_broken_input_fails_alone_in_graphs_and_eagerly(rows: int, sampling: dict[str, Any]) -> None:
+    """One embedding is NaN. The prompt's step and the decode steps behind it tell its row, and the others' tokens are the same bits."""
+    runner = broken_runner()
+    bad = rows - 1
+
+    def tokens(poison: bool, eager: bool) -> tuple[list[list[int]], list[list[int]]]:
+        prompts = [prompt(slot, 20) for slot in range(rows)]
+        prompts[bad][-1] = 13 if poison else 14
+        new = [new_row(slot, prompts[slot], seed=slot, **sampling) for slot in range(rows)]
+        plans = [plan(0, [(slot, 0, 20, SAMPLE) for slot in range(rows)], new)]
+        plans[0].zeroed = ints(
+            *range(1 + bad * PAGES, 1 + (bad + 1) * PAGES)
+        )  # the run before left NaN there
+        plans += [plan(i, [(slot, 19 + i, 1, SAMPLE) for slot in range(rows)]) for i in (1, 2)]
+        decodes, takes = runner._decodes, runner.prompts.takes
+        if eager:
+            runner._decodes, runner.prompts.takes = lambda *_: False, lambda *_: False
+        try:
+            results = [runner.execute(p) for p in plans]
+        finally:
+            runner._decodes, runner.prompts.takes = decodes, takes
+        for result in results:
+            assert all(failed.fault for failed in result.failed)
+        found = [np.frombuffer(result.tokens, np.int32).tolist() for result in results]
+        return [[t for i, t in enumerate(row) if i != bad] for row in found], [
+            [failed.row for failed in result.failed] for result in results
+        ]
+
+    for eager in (False, True):
+        clean, none = tokens(False, eager)
+        others, failed = tokens(True, eager)
+        assert none == [[]] * 3
+        assert others == clean
+        assert failed == [[bad]] * 3
+
+
+@cache
+def broken_runner() -> Any:
+    runner = make(TINY | {"tie_word_embeddings": False})
+    runner.model.embed.weight.data[13] = float("nan")
+    return runner

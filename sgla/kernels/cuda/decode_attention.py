@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
+from sgla.kernels.device import capability
 
 TILE = 16  # tokens; ``cum`` counts these
 UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel, whose shared memory ``_kernel`` adds up
@@ -77,7 +78,7 @@ class PrefixParts(NamedTuple):
 
 def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int, rows: int) -> str | None:
     """None, or why this kernel cannot be used."""
-    if torch.cuda.get_device_capability()[0] < 9:
+    if capability() < (9, 0):
         return "it needs compute capability 9.0"
     shared = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
     if shared < SHARED[0]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
+from sgla.kernels.device import hopper
 
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
@@ -47,7 +48,7 @@ class Beside(NamedTuple):
 
 def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
     """None, or why this kernel cannot be used."""
-    if torch.cuda.get_device_capability()[0] != 9:
+    if not hopper():
         return "it needs compute capability 9.0"
     if dtype != torch.bfloat16:
         return f"it needs a bfloat16 KV cache, not {dtype}"

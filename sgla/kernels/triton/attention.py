@@ -6,6 +6,9 @@ Lengths and page tables are read on the device, so a captured launch stays valid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +16,17 @@ from torch import Tensor
 
 NEG = tl.constexpr(-1e30)
 LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _dims(HD: tl.constexpr, HB: tl.constexpr):
+    """Dims of a head, padded to HB, a power of two; and which of them there are."""
+    d = tl.arange(0, HB)
+    if HD < HB:
+        inside = d < HD
+    else:
+        inside = tl.full([HB], 1, dtype=tl.int1)
+    return d, inside
 
 
 @triton.jit
@@ -29,7 +43,8 @@ def _score(s, scale, softcap, SOFTCAP: tl.constexpr):
 def _decode(
     q, k, v, page_table, slots, kv_len, out, part, part_ml,
     s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
-    HD: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+    HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_len + row)
@@ -41,19 +56,21 @@ def _decode(
     begin = first + split * share
     end = tl.minimum(begin + share, length)
     m = tl.arange(0, GROUP_BLOCK)
-    d = tl.arange(0, HD)
+    d, inside = _dims(HD, HB)
+    used = (m[:, None] < GROUP) & inside[None, :]
     at = (row * kv_heads + head) * GROUP + m
-    query = tl.load(q + at[:, None] * HD + d[None, :], mask=m[:, None] < GROUP, other=0.0)
+    query = tl.load(q + at[:, None] * HD + d[None, :], mask=used, other=0.0)
     top = tl.full([GROUP_BLOCK], NEG, dtype=tl.float32)
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
-    acc = tl.zeros([GROUP_BLOCK, HD], dtype=tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, HB], dtype=tl.float32)
     pages = page_table + slot * table_stride
     for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
         live = n < end
         page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
-        keys = tl.load(k + place[None, :] + d[:, None], mask=live[None, :], other=0.0).to(query.dtype)
+        there = live[None, :] & inside[:, None]
+        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
         s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
         s = tl.where(live[None, :], s, NEG)
         new_top = tl.maximum(top, tl.max(s, 1))
@@ -61,45 +78,47 @@ def _decode(
         p = tl.where(live[None, :], p, 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        values = tl.load(v + place[:, None] + d[None, :], mask=live[:, None], other=0.0).to(query.dtype)
+        there = live[:, None] & inside[None, :]
+        values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
         result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
-        tl.store(out + at[:, None] * HD + d[None, :], result, mask=m[:, None] < GROUP)
+        tl.store(out + at[:, None] * HD + d[None, :], result, mask=used)
     else:
         slice_ = at * splits + split
-        tl.store(part + slice_[:, None] * HD + d[None, :], acc, mask=m[:, None] < GROUP)
+        tl.store(part + slice_[:, None] * HD + d[None, :], acc, mask=used)
         tl.store(part_ml + slice_ * 2, top, mask=m < GROUP)
         tl.store(part_ml + slice_ * 2 + 1, total, mask=m < GROUP)
 
 
 @triton.jit
-def _merge(part, part_ml, out, splits, v_scale, HD: tl.constexpr):
+def _merge(part, part_ml, out, splits, v_scale, HD: tl.constexpr, HB: tl.constexpr):
     """Join the splits of one query head."""
     head = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, HD)
+    d, inside = _dims(HD, HB)
     top = NEG
     total = 0.0
-    acc = tl.zeros([HD], dtype=tl.float32)
+    acc = tl.zeros([HB], dtype=tl.float32)
     for split in range(splits):
         slice_ = head * splits + split
         m = tl.load(part_ml + slice_ * 2)
         share = tl.load(part_ml + slice_ * 2 + 1)
-        x = tl.load(part + slice_ * HD + d)
+        x = tl.load(part + slice_ * HD + d, mask=inside, other=0.0)
         new_top = tl.maximum(top, m)
         old, new = tl.exp2(top - new_top), tl.exp2(m - new_top)
         total = total * old + share * new
         acc = acc * old + x * new
         top = new_top
-    tl.store(out + head * HD + d, acc / tl.maximum(total, 1e-30) * v_scale)
+    tl.store(out + head * HD + d, acc / tl.maximum(total, 1e-30) * v_scale, mask=inside)
 
 
 @triton.jit
 def _extend(
     q, k, v, page_table, tiles, out,
     s_page, s_token, s_head, table_stride, page_size, q_heads, scale, v_scale, softcap, window,
-    HD: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -108,9 +127,10 @@ def _extend(
     start_at = tl.load(tile + 2)
     count = tl.load(tile + 3)
     i = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, HD)
+    d, inside = _dims(HD, HB)
+    used = (i[:, None] < count) & inside[None, :]
     at = ((begin + i).to(tl.int64) * q_heads + q_head) * HD
-    query = tl.load(q + at[:, None] + d[None, :], mask=i[:, None] < count, other=0.0)
+    query = tl.load(q + at[:, None] + d[None, :], mask=used, other=0.0)
     position = start_at + i
     end = start_at + count
     first = 0
@@ -118,13 +138,14 @@ def _extend(
         first = tl.maximum(start_at - window + 1, 0) // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, HD], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, HB], dtype=tl.float32)
     pages = page_table + slot * table_stride
     for start in range(first, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
-        keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0).to(query.dtype)
+        there = (n[None, :] < end) & inside[:, None]
+        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
         s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
         seen = n[None, :] <= position[:, None]
         if window > 0:
@@ -134,11 +155,17 @@ def _extend(
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0).to(query.dtype)
+        there = (n[:, None] < end) & inside[None, :]
+        values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
-    tl.store(out + at[:, None] + d[None, :], result, mask=i[:, None] < count)
+    tl.store(out + at[:, None] + d[None, :], result, mask=used)
+
+
+def padded(dim: int) -> int:
+    """Dims of a head as tensor cores take them."""
+    return max(16, triton.next_power_of_2(dim))
 
 
 def scales(scale: float, softcap: float) -> tuple[float, float]:
@@ -158,10 +185,11 @@ def decode(
     softcap: float = 0.0,
     splits: int = 1,
     v_scale: float = 1.0,
+    shared: int = 1 << 30,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> the same shape, R rows of it; k, v ``[pages, page_size, Hkv, hd]``.
 
-    Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
+    ``shared``: bytes of shared memory that a block may have. Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -175,14 +203,16 @@ def decode(
     part = q.new_empty(heads * splits, dim, dtype=torch.float32) if splits > 1 else out
     part_ml = q.new_empty(heads * splits, 2, dtype=torch.float32) if splits > 1 else out
     factor, cap = scales(scale, softcap)
+    rows_of_group = max(16, triton.next_power_of_2(group))
+    cut = decode_cut(dim, rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
         q, k, v, page_table, slots, kv_len, out, part, part_ml,
         k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
-        HD=dim, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), BLOCK=64 if dim <= 128 else 32,
-        SOFTCAP=softcap > 0, num_warps=4, num_stages=3,
+        HD=dim, HB=padded(dim), GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
+        num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
-        _merge[(heads,)](part, part_ml, out, splits, v_scale, HD=dim, num_warps=1)
+        _merge[(heads,)](part, part_ml, out, splits, v_scale, HD=dim, HB=padded(dim), num_warps=1)
     return out
 
 
@@ -192,7 +222,33 @@ def splits_for(rows: int, kv_heads: int, processors: int) -> int:
     return min(32, 1 << (wanted.bit_length() - 1))
 
 
-BLOCK_M = 128  # tokens of a tile
+class Cut(NamedTuple):
+    """Query tokens of a program, keys it looks at at a time, and how many times those lie in shared memory."""
+
+    m: int
+    n: int
+    stages: int
+
+
+def extend_cut(dim: int, size: int, shared: int) -> Cut:
+    """The largest tiles of a prompt that fit. What Triton takes (3.4 to 3.9) for capability 8.0 to 9.0: queries, one block of keys and
+    one of values, their scores, and the sums of rows; for bfloat16 mostly less."""
+    n = 64 if dim <= 128 else 32
+    cuts = [Cut(m, keys, 2) for m, keys in ((128, n), (64, n), (64, n // 2), (32, n // 2), (16, 16))]
+    return _fitting(cuts, lambda c: size * (padded(dim) * (c.m + 2 * c.n) + c.m * c.n) + 4 * c.m, shared)
+
+
+def decode_cut(dim: int, rows: int, size: int, shared: int) -> Cut:
+    """As ``extend_cut``; ``rows``: query heads of a KV head, padded."""
+    n = 64 if dim <= 128 else 32
+    cuts = [Cut(rows, keys, stages) for keys, stages in ((n, 3), (n, 2), (n // 2, 2), (16, 2))]
+    return _fitting(
+        cuts, lambda c: size * (padded(dim) * (c.m + 2 * c.n * (c.stages - 1)) + c.m * c.n) + 4 * c.m, shared
+    )
+
+
+def _fitting(cuts: list[Cut], needs: Callable[[Cut], int], shared: int) -> Cut:
+    return next((cut for cut in cuts if needs(cut) <= shared), cuts[-1])
 
 
 def extend(
@@ -203,12 +259,13 @@ def extend(
     tiles: Tensor,
     scale: float,
     out: Tensor,
+    cut: Cut,
     window: int = 0,
     softcap: float = 0.0,
     v_scale: float = 1.0,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``, the same shape; ``tiles``
-    int32[n, 4]: slot, first token in q, its position, and how many tokens (at most BLOCK_M; 0: none); ``v_scale`` as in
+    int32[n, 4]: slot, first token in q, its position, and how many tokens (at most ``cut.m``; 0: none); ``v_scale`` as in
     ``decode``. Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = q.shape[1] // dim
@@ -216,6 +273,6 @@ def extend(
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, page_table, tiles, out,
         k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale, cap, window,
-        HD=dim, GROUP=q_heads // kv_heads, BLOCK_M=BLOCK_M, BLOCK_N=64 if dim <= 128 else 32, SOFTCAP=softcap > 0,
-        num_warps=8, num_stages=2,
+        HD=dim, HB=padded(dim), GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
+        num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip

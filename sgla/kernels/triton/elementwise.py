@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.device import capability
+
 
 @triton.jit
 def _begin(PDL: tl.constexpr):
@@ -36,7 +38,7 @@ def _saturate(x):
 @cache
 def _pdl() -> dict[str, bool]:
     """Launch options for programmatic dependent launch, where the GPU has it."""
-    able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    able = torch.cuda.is_available() and capability() >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
@@ -113,6 +115,7 @@ def _qk_norm_rope_store(
     s_token,
     s_head,
     HD: tl.constexpr,
+    PADDED: tl.constexpr,
     ROT: tl.constexpr,
     HALF_ROT: tl.constexpr,
     REST: tl.constexpr,
@@ -140,11 +143,12 @@ def _qk_norm_rope_store(
     loc = tl.load(out_loc + token).to(tl.int64)
     page = (loc // page_size) * s_page + (loc % page_size) * s_token
     if kind == 2:
-        d = tl.arange(0, HD)[None, :]
-        v = tl.load(source + d, mask=live[:, None])
+        d = tl.arange(0, PADDED)[None, :]
+        there = live[:, None] & (d < HD) if HD < PADDED else live[:, None]
+        v = tl.load(source + d, mask=there)
         if FP8:
             v = _saturate(v.to(tl.float32) * v_inverse)
-        tl.store(v_pages + page + head[:, None] * s_head + d, v, mask=live[:, None])
+        tl.store(v_pages + page + head[:, None] * s_head + d, v, mask=there)
         return
     half: tl.constexpr = ROT // 2
     i = tl.arange(0, HALF_ROT)
@@ -285,6 +289,7 @@ def qk_norm_rope_store(
         k.stride(1),
         k.stride(2),
         HD=dim,
+        PADDED=triton.next_power_of_2(dim),
         ROT=rot,
         HALF_ROT=triton.next_power_of_2(rot // 2),
         REST=triton.next_power_of_2(max(1, dim - rot)),

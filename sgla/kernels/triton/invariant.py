@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.attention import NEG, _score, scales
+from sgla.kernels.triton.attention import NEG, _dims, _score, padded, scales
 
 ROWS = 64  # queries of a tile: tokens times the query heads of a KV head
 BLOCK = 64  # tokens of a block
@@ -94,7 +94,7 @@ def _join(top, total, acc, other_top, other_total, other_acc):
 def _attend(
     q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
     s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, v_scale, softcap, window, chunk, chunks,
-    SPLIT: tl.constexpr, HD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of one row; SPLIT: one chunk of its history, else all."""
@@ -106,13 +106,13 @@ def _attend(
     length = tl.load(kv_len + row)
     pages = page_table + tl.load(slots + row).to(tl.int64) * table_stride
     lane = tl.arange(0, ROWS)
-    d = tl.arange(0, HD)
+    d, inside = _dims(HD, HB)
     i = offset + lane // GROUP
     live = (i < q_len) & (lane < ROWS // GROUP * GROUP)
     q_head = head * GROUP + lane % GROUP
     query = tl.load(
         q + (begin + i).to(tl.int64)[:, None] * s_q + q_head[:, None] * HD + d[None, :],
-        mask=live[:, None],
+        mask=live[:, None] & inside[None, :],
         other=0.0,
     )
     position = length - q_len + i
@@ -122,18 +122,19 @@ def _attend(
         oldest = tl.maximum(length - q_len + offset - window + 1, 0) // BLOCK * BLOCK
     top = tl.full([ROWS], NEG, dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
-    acc = tl.zeros([ROWS, HD], dtype=tl.float32)
+    acc = tl.zeros([ROWS, HB], dtype=tl.float32)
     first = tl.program_id(2) if SPLIT else oldest // chunk
     last = tl.minimum(first + 1, tl.cdiv(end, chunk)) if SPLIT else tl.cdiv(end, chunk)
     for c in range(first, last):
         own_top = tl.full([ROWS], NEG, dtype=tl.float32)
         own_total = tl.zeros([ROWS], dtype=tl.float32)
-        own = tl.zeros([ROWS, HD], dtype=tl.float32)
+        own = tl.zeros([ROWS, HB], dtype=tl.float32)
         for start in range(tl.maximum(c * chunk, oldest), tl.minimum(end, (c + 1) * chunk), BLOCK):
             n = start + tl.arange(0, BLOCK)
             page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
             place = page * s_page + (n % page_size) * s_token + head * s_head
-            keys = tl.load(k + place[None, :] + d[:, None], mask=n[None, :] < end, other=0.0).to(query.dtype)
+            there = (n[None, :] < end) & inside[:, None]
+            keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
             s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
             seen = n[None, :] <= position[:, None]
             if window > 0:
@@ -143,44 +144,46 @@ def _attend(
             p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
             fade = tl.exp2(own_top - new_top)
             own_total = tl.fma(own_total, fade, tl.sum(p, 1))
-            values = tl.load(v + place[:, None] + d[None, :], mask=n[:, None] < end, other=0.0).to(
-                query.dtype
-            )
+            there = (n[:, None] < end) & inside[None, :]
+            values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
             own = tl.dot(p.to(query.dtype), values, own * fade[:, None], input_precision="ieee")
             own_top = new_top
         top, total, acc = _join(top, total, acc, own_top, own_total, own)
     if SPLIT:
         place = ((begin + i).to(tl.int64) * kv_heads * GROUP + q_head) * chunks + first
         used = live & (first + 0 * i < last)  # by row: newer interpreters take no scalar into a mask
-        tl.store(part + place[:, None] * HD + d[None, :], acc, mask=used[:, None])
+        tl.store(part + place[:, None] * HD + d[None, :], acc, mask=used[:, None] & inside[None, :])
         tl.store(part_ml + place * 2, top, mask=used)
         tl.store(part_ml + place * 2 + 1, total, mask=used)
     else:
         result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
         at = ((begin + i).to(tl.int64) * kv_heads * GROUP + q_head) * HD
-        tl.store(out + at[:, None] + d[None, :], result, mask=live[:, None])
+        tl.store(out + at[:, None] + d[None, :], result, mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
-def _merge(part, part_ml, kv_len, out, heads, v_scale, window, chunk, chunks, HD: tl.constexpr):
+def _merge(
+    part, part_ml, kv_len, out, heads, v_scale, window, chunk, chunks, HD: tl.constexpr, HB: tl.constexpr
+):
     """Join the chunks of one query head of a decode row."""
     index = tl.program_id(0).to(tl.int64)
     length = tl.load(kv_len + index // heads)
     oldest = 0
     if window > 0:
         oldest = tl.maximum(length - window, 0)
-    d = tl.arange(0, HD)
+    d, inside = _dims(HD, HB)
     top = tl.full([1], NEG, dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
-    acc = tl.zeros([1, HD], dtype=tl.float32)
+    acc = tl.zeros([1, HB], dtype=tl.float32)
     one = tl.arange(0, 1)
     for c in range(oldest // chunk, tl.cdiv(length, chunk)):
         place = index * chunks + c + one
-        x = tl.load(part + place[:, None] * HD + d[None, :])
+        x = tl.load(part + place[:, None] * HD + d[None, :], mask=inside[None, :], other=0.0)
         top, total, acc = _join(
             top, total, acc, tl.load(part_ml + place * 2), tl.load(part_ml + place * 2 + 1), x
         )
-    tl.store(out + index * HD + d[None, :], acc / tl.maximum(total, 1e-30)[:, None] * v_scale)
+    result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
+    tl.store(out + index * HD + d[None, :], result, mask=inside[None, :])
 
 
 def tile_tokens(group: int) -> int:
@@ -228,13 +231,24 @@ def attend(
         q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
         q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, factor, v_scale, cap, window,
         chunk, chunks,
-        SPLIT=parts is not None, HD=dim, GROUP=group, ROWS=ROWS, BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
+        SPLIT=parts is not None, HD=dim, HB=padded(dim), GROUP=group, ROWS=ROWS, BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
         SOFTCAP=softcap > 0, num_warps=4, num_stages=2,
     )  # fmt: skip
     if parts is not None:
         heads = kv_heads * group
         _merge[(tokens * heads,)](
-            part, part_ml, kv_len, out, heads, v_scale, window, chunk, chunks, HD=dim, num_warps=1
+            part,
+            part_ml,
+            kv_len,
+            out,
+            heads,
+            v_scale,
+            window,
+            chunk,
+            chunks,
+            HD=dim,
+            HB=padded(dim),
+            num_warps=1,
         )
     return out
 

@@ -1,0 +1,116 @@
+"""Which models start on which GPUs, and what the others are told, without a GPU: see ``fake_gpu.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgla.device import Device
+from sgla.kernels import device
+
+HERE = Path(__file__).parent
+HEAD_DIMS = (64, 72, 80, 96, 100, 112, 128, 192, 256)
+SMALL = {"num_hidden_layers": 1, "vocab_size": 500, "hidden_size": 256, "intermediate_size": 256}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+REFUSED = {"T4": "compute capability 7.5", "MI300X": "no NVIDIA GPU"}
+
+
+def start(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    model = json.loads((HERE.parents[1] / "bench/models/llama-3.1-8b/config.json").read_text()) | SMALL
+    few = {"step_tokens": 64, "context_length": 64, "max_running_requests": 8, "kv_cache_bytes": 4 << 20}
+    full = [
+        case | {"model": model | case.get("model", {}), "config": few | case.get("config", {})}
+        for case in cases
+    ]
+    code = "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(full)], cwd=HERE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_head_size_starts_or_is_refused_by_name() -> None:
+    cases = [
+        {"card": card, "model": {"head_dim": dim}}
+        for card in ("H200", "A100", "L40S", "RTX 5090", "T4", "MI300X")
+        for dim in (HEAD_DIMS if card in ("H200", "L40S") else (96,))
+    ]
+    cases += [{"card": "L40S", "model": {"head_dim": 256}, "config": {"dtype": "float32"}}]
+    cases += [{"card": card, "model": {"head_dim": 512}} for card in ("H200", "L40S")]
+    cases += [{"card": "H200", "config": {"quantization": kind}} for kind in ("int8", "int4")]
+    for case, found in zip(cases, start(cases), strict=True):
+        error = found.get("error")
+        if error is None:
+            assert case["card"] not in REFUSED
+            assert found["late"] == [], case
+            continue
+        dim = case.get("model", {}).get("head_dim", 128)
+        expected = REFUSED.get(case["card"]) or (
+            "head dimension is 512" if dim == 512 else "has no GPU kernels yet"
+        )
+        assert dim == 512 or case["card"] in REFUSED or "quantization" in case["config"], (case, error)
+        assert expected in error
+        assert "--device cpu" in error
+        assert not found["loaded"]
+
+
+def test_other_makers_numbers_are_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300X says 9.4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 4))
+    assert device.capability() == (9, 4)
+    assert not device.hopper()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device.capability() == (0, 0)
+    assert not Device("MI300X", device.capability()).e4m3
+
+
+def test_tiles_fit_the_memory_of_a_block() -> None:
+    """Whatever the head size, the type and the card; and those of Hopper are the largest there are."""
+    from sgla.kernels.triton import attention
+
+    hopper = Device("H200", (9, 0)).shared
+    for shared in (99 << 10, 163 << 10, hopper):
+        for size in (2, 4):
+            for dim in HEAD_DIMS:
+                cut, padded = attention.extend_cut(dim, size, shared), attention.padded(dim)
+                needs = size * (padded * (cut.m + 2 * cut.n) + cut.m * cut.n) + 4 * cut.m
+                assert needs <= shared
+                assert min(cut.m, cut.n) >= 16
+                if shared == hopper:
+                    assert cut == (128, 64 if dim <= 128 else 32, 2)
+    assert attention.extend_cut(128, 2, 99 << 10) == (128, 64, 2)
+    assert attention.extend_cut(256, 2, 99 << 10) == (64, 32, 2)
+
+
+COMPILE = """
+import json, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sgla.device import Device
+from sgla.kernels.triton import attention
+dim, capability = 192, (8, 9)
+cut = attention.extend_cut(dim, 2, Device('', capability).shared)
+sizes = dict(HD=dim, HB=attention.padded(dim), GROUP=2, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=False)
+types = dict.fromkeys(('q', 'k', 'v', 'out'), '*bf16') | {'page_table': '*i32', 'tiles': '*i32'}
+types |= dict.fromkeys(('scale', 'v_scale', 'softcap'), 'fp32') | dict.fromkeys(sizes, 'constexpr')
+kernel = attention._extend
+source = ASTSource(kernel, {name: types.get(name, 'i32') for name in kernel.arg_names}, sizes)
+options = {'num_warps': 4, 'num_stages': cut.stages}
+print(triton.compile(source, target=GPUTarget('cuda', 89, 32), options=options).metadata.shared)
+"""
+
+
+def test_the_prompt_kernel_compiles_for_a_small_card() -> None:
+    """For heads padded to 256, with no more shared memory than was reckoned."""
+    pytest.importorskip("triton")
+    code = "import os; os.environ.pop('TRITON_INTERPRET', 0)\n" + COMPILE
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) <= 99 << 10
