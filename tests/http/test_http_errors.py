@@ -128,7 +128,7 @@ def check_error(body: Any) -> dict[str, Any]:
         (TEXT, PROMPT | {"use_beam_search": True}, "use_beam_search", "use_beam_search is not supported"),
         ("/tokenize", {}, "prompt", "either prompt or messages"),
         ("/detokenize", {"tokens": [512]}, "tokens", "between 0 and 511"),
-        ("/detokenize", {"tokens": [[1], 2]}, "tokens", "between 0 and 511"),
+        ("/detokenize", {"tokens": [[1], 2]}, "tokens", "list of id lists"),
     ],
 )
 async def test_field_errors(site: Site, path: str, body: dict[str, Any], param: str, words: str) -> None:

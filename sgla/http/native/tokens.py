@@ -19,7 +19,7 @@ from sgla.text.logprobs import token_text
 TOKENIZE = Schema(TokenizeRequest)
 DETOKENIZE = Schema(DetokenizeRequest)
 MAX_CHARS = 1 << 20  # that one request may have tokenized
-MAX_IDS = 1 << 20  # that one request may have detokenized
+MAX_IDS = 1 << 18  # that one request may have detokenized
 MAX_TEXTS = 8192  # of either, in one request
 IDS_SLICE = 4096  # ids that are made text without a pause for other threads
 
