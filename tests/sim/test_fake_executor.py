@@ -69,7 +69,11 @@ def in_a_process(facts: Facts) -> ProcsExecutor:
         random_seed=1,
         threads=1,
     )
-    model = {"vocab_size": facts.vocab_size, "max_position_embeddings": facts.context_len}
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.context_len,
+    }
     source = ModelSource("dummy", Path("fake"), (), model, {})
     return ProcsExecutor(config, source, runner="sgla.executor.fake:FakeRunner")
 
