@@ -249,9 +249,8 @@ async def slow_schemas(target: Target) -> Outcome:
         return request(TEXT, {"prompt": "a", "max_tokens": 4, "response_format": form}, key)
 
     await send(target, asking({"const": "the compiler starts"}, OTHER))
-    dear = [
-        {"type": "integer", "multipleOf": 99999989 + i} for i in range(10)
-    ]  # automata with that many states
+    # Automata with that many states.
+    dear = [{"type": "integer", "multipleOf": 99999989 + i} for i in range(target.many(10))]
     attacking = [asyncio.ensure_future(send(target, asking(schema))) for schema in dear]
     await asyncio.sleep(0.5)
     began = time.monotonic()

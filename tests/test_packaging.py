@@ -292,4 +292,4 @@ def test_the_command_is_installed() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="sgla")
     if not scripts:
         pytest.skip("sgla is not installed here")
-    assert next(iter(scripts)).load() is sgla.cli.main  # type: ignore[attr-defined]
+    assert next(iter(scripts)).load() is sgla.cli.entry  # type: ignore[attr-defined]

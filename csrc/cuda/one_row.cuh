@@ -57,7 +57,8 @@ __device__ __forceinline__ void patience(u32& tries) {
   if (++tries > PATIENCE) __trap();
 }
 
-__device__ __forceinline__ u32 rounded(float x) { return (__float_as_uint(x) + 0x80u) & 0xffffff00u; }
+// The minimum keeps what arithmetic gives for NaN (0x7fffffff) from becoming a zero; negative numbers are negative integers.
+__device__ __forceinline__ u32 rounded(float x) { return u32(min(__float_as_int(x), 0x7fffff7f) + 0x80) & 0xffffff00u; }
 __device__ __forceinline__ float value(u32 word) { return __uint_as_float(word & 0xffffff00u); }
 __device__ __forceinline__ bool fresh(const uint4& v, u32 tag) {
   return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffu) == 0;

@@ -86,6 +86,7 @@ async def _serve(
         last_resort.within(LEAVE, code)
         await asyncio.gather(system.close(), runner.cleanup(), _write_rest(system.metrics))
         watch.close()
+        last_resort.stand_down()
     return code
 
 
