@@ -35,7 +35,7 @@ from process import Server, free_port, resident, tree
 
 KEY, OTHER = "attacker", "bystander"
 DESCRIPTORS = 1024  # the soft limit that the server is started with
-PATIENCE = 120.0  # seconds for an answer
+PATIENCE = 600.0  # seconds for an answer
 SETTLE = 10.0  # seconds that memory may take to come back
 DRAIN = 3.0
 CHAT = "/v1/chat/completions"
@@ -192,12 +192,10 @@ async def deep_arguments(target: Target) -> Outcome:
 
 async def references(target: Target) -> Outcome:
     """3,000 references into a store that is full."""
-    filled = await asyncio.gather(
-        *(
-            exchange(target, request(RESPONSES, {"input": "a", "max_output_tokens": 1}))
-            for _ in range(target.many(1000))
-        )
-    )
+    filled = []
+    for _ in range(target.many(32)):
+        stored = request(RESPONSES, {"input": "a", "max_output_tokens": 1})
+        filled += await asyncio.gather(*(exchange(target, stored) for _ in range(32)))
     found = {"type": "item_reference", "id": "msg_missing"}
     for _, answer in filled:
         if b'"msg_' in answer:
@@ -396,7 +394,15 @@ def probe(port: int) -> None:
 
 
 def memory(pid: int) -> int:
-    return sum(map(resident, tree(pid)))
+    """Resident bytes of the server and its helpers. Model workers are left out: they touch their KV pool little by little."""
+    return sum(resident(child) for child in tree(pid) if b"sgla.executor.child" not in command_line(child))
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def settled(pid: int, bound: float) -> int:
@@ -408,7 +414,7 @@ def settled(pid: int, bound: float) -> int:
 
 
 def measure(name: str, attack: Attack, target: Target, pid: int) -> dict[str, Any]:
-    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB before, at most and after."""
+    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB (``memory``) before, at most and after."""
     before = memory(pid)
     peak, over = before, threading.Event()
 
@@ -437,6 +443,22 @@ def measure(name: str, attack: Attack, target: Target, pid: int) -> dict[str, An
         "slowest_live_ms": round(slowest, 1),
         "rss_mb": [before >> 20, peak >> 20, after >> 20],
     }
+
+
+async def warm_up(target: Target) -> None:
+    """Have the server start all its helpers, and the loop's threads."""
+    await streams(target, 64)
+    text = "<tool_call>{" * 1000
+    await send(
+        target,
+        request(CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        request(TEXT, {"prompt": "a", "max_tokens": 2, "regex": "a"}),
+        request("/tokenize", {"prompt": "word " * 10_000}),
+        *(
+            request("/parse_function_call", {"text": text * size, "tool_call_parser": "hermes"})
+            for size in (1, 8)
+        ),
+    )
 
 
 def ends(server: Server, target: Target) -> dict[str, Any]:
@@ -506,8 +528,7 @@ def main() -> None:
     log = Path(tempfile.mkdtemp()) / "server.log"
     with Server(command, f"http://127.0.0.1:{port}", "/health/ready", log) as server:
         target = Target(port, args.scale)
-        warm = streams(target, 64)
-        asyncio.run(warm)
+        asyncio.run(warm_up(target))
         for name in args.only or ATTACKS:
             if server.process.poll() is not None:
                 raise SystemExit(f"the server ended before '{name}'; see {log}")

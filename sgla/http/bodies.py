@@ -36,6 +36,9 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.inflating = (
+            asyncio.Lock()
+        )  # one body at a time, so that many add no more than one to a turn of the loop
         self.of_client: Counter[str] = Counter()
         self._arriving: dict[Share, float] = {}  # and since when, the longest first
 
@@ -119,11 +122,12 @@ class Share:
                 while data := await request.content.readany():
                     arrived += len(data)
                     check_length(arrived, limit)
-                    for piece in [data] if inflate is None else inflate.pieces(data):
-                        check_length(len(body) + len(piece), limit)
-                        self.take(len(piece))
-                        body += piece
-                        if inflate is not None:
+                    if inflate is None:
+                        self._add(body, data, limit)
+                        continue
+                    async with self._budget.inflating:
+                        for piece in inflate.pieces(data):
+                            self._add(body, piece, limit)
                             await asyncio.sleep(0)
         except TimeoutError as error:
             if self.evicted:
@@ -139,6 +143,11 @@ class Share:
         if inflate is not None and body:
             inflate.check_end()
         return bytes(body)
+
+    def _add(self, body: bytearray, piece: bytes, limit: int) -> None:
+        check_length(len(body) + len(piece), limit)
+        self.take(len(piece))
+        body += piece
 
 
 def full(whose: str, used: int, most: int) -> Overloaded:
