@@ -26,8 +26,10 @@ log = logging.getLogger(__name__)
 # only looked at (~1 us per 100).
 INLINE_BYTES = 4096
 INLINE_IDS = 32768
-TURN = 65536  # bytes of prompts that one turn of the loop encodes, with so many for each job and for each of its choices:
-JOB, CHOICE = 1024, 512
+# What one turn of the loop prepares, in bytes of text (~1 us per 10): about 25 ms, so that a batch of ordinary size comes to the
+# scheduler whole. A job, a choice and an id cost as much as so many bytes.
+TURN = 1 << 18
+JOB, CHOICE, IDS_A_BYTE = 512, 512, 10
 
 
 class Tokenize(Actor[Job]):
@@ -83,7 +85,7 @@ class Tokenize(Actor[Job]):
             job = messages.popleft()
             if job.rid not in self._pending:
                 continue
-            spent += JOB + CHOICE * job.sampling.n + min(INLINE_BYTES, job_bytes(job) + added_bytes(job))
+            spent += cost(job)
             grammar = job.sampling.grammar
             if grammar is None or self._compiler is None:
                 self._go_on(job, "")
@@ -164,6 +166,12 @@ class Tokenize(Actor[Job]):
             self._detokenize.open(Opened(submit, job.sampling))
         for submit in outcome:
             self._schedule.post(submit)
+
+
+def cost(job: Job) -> int:
+    """Of preparing the job, in bytes of text. What has many is prepared in a thread, and costs the loop no more than a few."""
+    text = job_bytes(job) if job.token_ids is None else len(job.token_ids) // IDS_A_BYTE
+    return JOB + CHOICE * job.sampling.n + min(INLINE_BYTES, text + added_bytes(job))
 
 
 def added_bytes(job: Job) -> int:
