@@ -69,8 +69,8 @@ def check(
         raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
     if quantization == "fp8" and not device.e4m3:
         raise ConfigError(
-            f"{device.name} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer GPU; use bfloat16 "
-            "weights, without --quantization fp8",
+            f"{device.name} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer GPU; use weights in "
+            "bfloat16: another checkpoint if these are fp8, or no --quantization fp8",
             param="quantization",
         )
     if config.kv_cache_dtype == "fp8" and (not device.e4m3 or dtype != "bfloat16"):

@@ -167,7 +167,7 @@ struct Output {
 // conversion is, the fewer rows.
 bool is_direct(const Linear& l) {
   if (l.rows <= MAX_MR) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
-  int64_t limit = l.fixed ? 48 : l.kind == INT4 ? MAX_MR : l.kind == INT8 ? 24 : 48;
+  int64_t limit = l.fixed || !grouped(l.kind) ? 48 : MAX_MR;
   return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;
 }
 

@@ -236,7 +236,7 @@ class GGUFFile:
             "rope_scaling": self._rope_scaling(keys),
             "bos_token_id": token_id(self.metadata, "bos"),
             "eos_token_id": self.eos_token_ids,
-            "torch_dtype": "float32",
+            "torch_dtype": "float16" if self._is_float16() else "float32",
         }
         for flag, stems in (
             ("attention_bias", architecture.attention_bias),
@@ -258,6 +258,10 @@ class GGUFFile:
         if self.architecture == "gemma3" and config["num_hidden_layers"] == 62:
             return float((config["hidden_size"] // config["num_attention_heads"]) ** -0.5)
         return float(config["head_dim"] ** -0.5)
+
+    def _is_float16(self) -> bool:
+        """Whether matrices are float16, whose bits bfloat16 cannot keep."""
+        return any(len(t.shape) > 1 and type_name(t.type) == "F16" for t in self._tensors.values())
 
     def _vocab_size(self) -> int:
         if "token_embd.weight" not in self._tensors:

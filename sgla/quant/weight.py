@@ -126,7 +126,9 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
         )
     groups = F.pad(w, (0, -k % GROUP), mode="replicate").view(n, -1, GROUP)
     low, high = groups.amin(-1).half(), groups.amax(-1)
-    scale = ((high - low.float()) / LEVELS[kind]).half()
+    scale = (high - low.float()) / LEVELS[kind]
+    # Up, where float16 has few bits left or none, or the top of a group of tiny weights would be cut off.
+    scale = torch.where(scale < 2.0**-14, (scale * 2.0**24).ceil() * 2.0**-24, scale).half()
     divisor = scale.float().masked_fill(scale == 0, 1.0)
     q = ((groups - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, LEVELS[kind])
     return Weight.of_groups(kind, q.view(n, -1)[:, :k], scale, low)

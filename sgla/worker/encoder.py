@@ -92,7 +92,9 @@ class EncoderRunner:
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
         """float32 ``[rows, size]``. Prompts of equal length lie together in the batch, so that they are pooled together."""
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-        batch, types = make_batch([prompts[row] for row in order], [segments[row] for row in order])
+        batch, types = make_batch(
+            [prompts[row] for row in order], [segments[row] for row in order], self.model.body.spec.offset - 1
+        )
         self.model.body.place(batch.positions.long(), types)
         hidden = self._forward(batch)
         pooled, start = [], 0
@@ -125,13 +127,14 @@ def vector_result(step: int, vectors: Tensor, rows: Any) -> StepResult:
     )
 
 
-def make_batch(prompts: list[Any], segments: list[int]) -> tuple[ForwardBatch, Tensor]:
+def make_batch(prompts: list[Any], segments: list[int], pad: int = -1) -> tuple[ForwardBatch, Tensor]:
     """Of int32 arrays, without pages; and the type of each token, int64 ``[T]``. ``segments``: where the second text of
-    each prompt begins, 0 if there is none."""
+    each prompt begins, 0 if there is none. ``pad``: the token that takes no position and has -1 (RoBERTa's; -1: none)."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     starts = np.zeros(len(prompts) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    counted = [np.asarray(prompt) != pad for prompt in prompts]
+    positions = np.concatenate([np.where(own, np.cumsum(own) - 1, -1) for own in counted]).astype(np.int32)
     types = np.concatenate([np.arange(n) >= (at or n) for n, at in zip(lengths, segments)])
     none = torch.zeros(1, dtype=torch.int32)
     batch = ForwardBatch(

@@ -18,6 +18,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.messages import Facts, Submit
 from sgla.model.pooling import read_pooling
+from sgla.worker.encoder import make_batch
 from sgla.worker.start import cpu_runner
 
 if TYPE_CHECKING:
@@ -398,3 +399,10 @@ def test_minilm_equals_transformers() -> None:
     for vector, prompt in zip(found, ids):
         expected = hidden(hf, prompt).mean(0)
         np.testing.assert_allclose(vector, (expected / expected.norm()).numpy(), atol=1e-4)
+
+
+def test_a_pad_token_in_a_text_takes_no_position() -> None:
+    """RobertaEmbeddings.create_position_ids_from_input_ids of transformers, less the rows before the first position."""
+    prompts = [np.array([0, 5, 1, 7], np.int32), np.array([1, 1], np.int32)]
+    assert make_batch(prompts, [0, 0], pad=1)[0].positions.tolist() == [0, 1, -1, 2, -1, -1]
+    assert make_batch(prompts, [0, 0])[0].positions.tolist() == [0, 1, 2, 3, 0, 1]

@@ -33,6 +33,17 @@ def test_error_is_within_half_a_quantum(kind: Kind, n: int, k: int) -> None:
     assert bool((error <= bound).all())
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 1e-6])
+def test_tiny_weights_keep_their_shape(kind: Kind, size: float) -> None:
+    """Steps are multiples of float16's smallest number: one more of them at the most."""
+    torch.manual_seed(0)
+    w = torch.randn(16, 64) * size
+    error = (pack(w, kind).dequant() - w).abs().max()
+    span = w.view(16, 2, 32).amax(2) - w.view(16, 2, 32).amin(2)
+    assert error <= 0.75 * (span.max() / (15 if kind == "int4" else 255) + 2**-24)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_slices_and_concat_commute_with_dequant(kind: Kind) -> None:
     torch.manual_seed(0)
