@@ -3,10 +3,12 @@
 The memory is a ``torch.multiprocessing`` shared tensor made by the worker and handed over as a file descriptor, so it
 has no name and nothing is left behind by a SIGKILL. The main process maps the descriptor and needs no torch for it.
 
-Layout: word 0 is ``head`` (bytes ever produced), word 8 is ``tail`` (bytes ever consumed), each in a cache line of its
-own; records start at byte 128: a uint32 length, the bytes, padding to 8. A record may wrap around the end. When the
-ring is empty and far from its start, the producer skips to the start: a ring that is sized for the largest record then
-touches only as much memory as its records need.
+Layout: word 0 is ``head`` (bytes ever produced), word 1 is ``origin`` (what ``head`` was when a record began at the start
+of the ring), word 8, in a cache line of its own, is ``tail`` (bytes ever consumed); records start at byte 128: a uint32
+length, the bytes, padding to 8. A record may wrap around the end. When the ring is empty and far from its start, the
+producer goes back to the start: a ring that is sized for the largest record then touches only as much memory as its
+records need. It does so by setting ``origin``, which the consumer reads only while a record waits; so this takes no room
+of the ring.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import threading
 from typing import Any
 
 DATA = 128  # bytes before the first record
-SKIP = 0xFFFFFFFF  # instead of a length: go on at the start of the ring
 REWIND = 1 << 18  # an empty ring whose next record would start above this offset is rewound
 _LENGTH = struct.Struct("<I")
 
@@ -75,15 +76,14 @@ class Ring:
         """Append ``record`` and wake the consumer. Never blocks; raises RingFull."""
         head, tail = self._words[0], self._words[8]
         size = (4 + len(record) + 7) & ~7
-        offset = head % self.capacity
-        if head == tail and offset > REWIND and size <= offset:
-            _LENGTH.pack_into(self._data, offset, SKIP)
-            head += self.capacity - offset
-            offset = 0
         if size > self.capacity - (head - tail):
             raise RingFull(
                 f"a record of {len(record)} bytes does not fit: {head - tail} of {self.capacity} bytes in use"
             )
+        offset = (head - self._words[1]) % self.capacity
+        if head == tail and offset > REWIND:
+            self._words[1] = head
+            offset = 0
         _LENGTH.pack_into(self._data, offset, len(record))
         first = min(len(record), self.capacity - offset - 4)
         self._data[offset + 4 : offset + 4 + first] = record[:first]
@@ -98,12 +98,8 @@ class Ring:
         if head == tail:
             return None
         self._order()
-        offset = tail % self.capacity
+        offset = (tail - self._words[1]) % self.capacity
         (length,) = _LENGTH.unpack_from(self._data, offset)
-        if length == SKIP:
-            tail += self.capacity - offset
-            offset = 0
-            (length,) = _LENGTH.unpack_from(self._data, 0)
         first = min(length, self.capacity - offset - 4)
         record = bytes(self._data[offset + 4 : offset + 4 + first])
         if first < length:

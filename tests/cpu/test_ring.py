@@ -10,7 +10,9 @@ from multiprocessing.reduction import recv_handle, send_handle
 
 import pytest
 
+from sgla.executor.child import PLANS
 from sgla.executor.ring import DATA, REWIND, Ring, RingFull
+from sgla.sched.limits import IN_FLIGHT
 
 
 def local(capacity: int) -> Ring:
@@ -61,6 +63,22 @@ def test_an_empty_ring_stays_in_its_first_pages() -> None:
     assert ring.pop() == big
     assert ring.pop() == b"small"
     ring.close()
+
+
+def test_going_back_to_the_start_takes_no_room() -> None:
+    """Wherever the ring became empty, all of it holds what comes next."""
+    most = 2 * IN_FLIGHT  # bytes of plans on their way, with as many of pages as of tokens
+    rng = random.Random(2)
+    for first in (REWIND // 2, 1 << 20, 6 << 20, PLANS - 64):
+        ring = local(PLANS)
+        ring.push(bytes(first))
+        assert ring.pop() == bytes(first)
+        records = [rng.randbytes(1 << 20) for _ in range(most >> 20)]
+        for record in records:
+            ring.push(record)
+        assert [ring.pop() for _ in records] == records
+        assert ring.pop() is None
+        ring.close()
 
 
 def test_the_event_is_readable_exactly_while_a_record_may_wait() -> None:
