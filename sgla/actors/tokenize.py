@@ -175,9 +175,12 @@ def cost(job: Job) -> int:
 
 
 def added_bytes(job: Job) -> int:
-    """Of the texts beside the prompt that are encoded or made an automaton of."""
+    """Of the texts beside the prompt that are encoded or made an automaton of; an id that is checked and sorted (~0.1 us)
+    costs as much as a byte."""
     sampling = job.sampling
-    return len(job.suffix or "") + sum(map(len, (*sampling.bad_words, *sampling.stop, *sampling.stop_regex)))
+    ids = len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias)
+    texts = (*sampling.bad_words, *sampling.stop, *sampling.stop_regex)
+    return ids + len(job.suffix or "") + sum(map(len, texts))
 
 
 def child_rid(rid: str, index: int) -> str:

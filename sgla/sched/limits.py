@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.messages import LONGEST, RowSampling, Submit
@@ -12,6 +13,7 @@ from sgla.messages import LONGEST, RowSampling, Submit
 # one; and one request has at most so many beside its tokens. Their pages come on top: with pages of one token as many bytes.
 BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
+ID, BIAS = 5, 15  # most bytes of an id and of an (id, bias) in a plan
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -81,8 +83,12 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def baggage_of(sampling: RowSampling) -> int:
-    """Bytes of what the workers must know of a request beside its tokens. Raises InvalidField if that is too much."""
-    size = len(_encode(sampling))
+    """Most bytes of what the workers must know of a request beside its tokens. Raises InvalidField if that is too much.
+
+    The long lists are not encoded for it: each of a request's many choices is asked for its own.
+    """
+    size = len(_encode(replace(sampling, allowed=[], logit_bias=[])))
+    size += ID * len(sampling.allowed) + BIAS * len(sampling.logit_bias)
     if size > BAGGAGE:
         raise InvalidField(
             f"The parameters of the request take {size} bytes; at most {BAGGAGE} are possible."

@@ -94,6 +94,7 @@ class Preparer:
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
+        sampling = row_sampling(job.sampling, stop_ids, source, free, words, thinking)
         return [
             Submit(
                 rid=f"{job.rid}-{choice}",
@@ -102,9 +103,7 @@ class Preparer:
                 tokens=tokens,
                 max_new=max_new,
                 stop_ids=stop_ids,
-                sampling=row_sampling(
-                    job.sampling, choice_seed(seed, choice), stop_ids, source, free, words, thinking
-                ),
+                sampling=replace(sampling, seed=choice_seed(seed, choice)),  # the lists are shared
                 priority=job.priority,
                 deadline=job.deadline,
                 namespace=job.namespace,
@@ -361,21 +360,19 @@ def prepare(
 
 def row_sampling(
     sampling: SamplingParams,
-    seed: int,
     stop_ids: frozenset[int],
     grammar: str = "",
     free: Free = NOT_FREE,
     bad_words: Sequence[list[int]] = (),
     thinking: ThinkLimit | None = None,
 ) -> RowSampling:
-    """What the worker needs of ``sampling``; ``grammar`` is its compiled one, ``bad_words`` and ``thinking`` are its own in
-    tokens."""
+    """What the worker needs of ``sampling`` but for the seed; ``grammar`` is its compiled one, ``bad_words`` and ``thinking``
+    are its own in tokens."""
     return RowSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=max(0, sampling.top_k),
         min_p=sampling.min_p,
-        seed=seed,
         presence=sampling.presence_penalty,
         frequency=sampling.frequency_penalty,
         repetition=sampling.repetition_penalty,

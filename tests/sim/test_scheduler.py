@@ -20,7 +20,7 @@ from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
 from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult
 from sgla.sched.core import Core
-from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits
+from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits, baggage_of
 from sgla.sched.policy import WINDOW, order
 from sgla.sched.request import Request
 
@@ -89,6 +89,13 @@ def test_plans_stay_small_enough_for_the_ring() -> None:
     sampling = RowSampling(grammar="x" * BAGGAGE)
     with pytest.raises(InvalidField, match="parameters"):
         core.offer(replace(make_submit("huge", prompt), sampling=sampling), 0.0)
+
+
+def test_long_lists_are_counted_as_no_less_than_they_take() -> None:
+    ids = [1, 200, 1 << 15, 1 << 17, (1 << 31) - 1]
+    sampling = RowSampling(allowed=ids * 1000, logit_bias=[(token, -1.5) for token in ids] * 100)
+    taken = len(msgspec.msgpack.encode(sampling))
+    assert taken <= baggage_of(sampling) < 2 * taken
 
 
 def bytes_in_flight(core: Core, count: int) -> int:

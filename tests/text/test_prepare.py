@@ -43,6 +43,17 @@ def test_choices_are_children_with_seeds_of_their_own(byte_level: Tokenizer) -> 
     assert {one.priority for one in made} == {2}
 
 
+def test_choices_share_what_is_made_of_a_long_list(byte_level: Tokenizer) -> None:
+    wish = {"n": 3, "allowed_token_ids": [7, 5, 7, 6] * 100, "logit_bias": {9: 1.0, 8: 2.0}}
+    first, *others = [one.sampling for one in preparer(byte_level)(job(text="a", sampling=wish))]
+    assert first.allowed == [5, 6, 7]
+    assert first.logit_bias == [(8, 2.0), (9, 1.0)]
+    for other in others:
+        assert other.allowed is first.allowed
+        assert other.logit_bias is first.logit_bias
+        assert other.seed != first.seed
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
 def test_seeds_fit_in_63_bits(seed: int) -> None:
     assert all(0 <= choice_seed(seed, choice) < 2**63 for choice in range(100))

@@ -136,6 +136,8 @@ async def test_chats_are_prepared_in_threads() -> None:
         {"suffix": "x" * (INLINE_BYTES + 1)},
         {"sampling": SamplingParams(bad_words=["x" * 1024] * 5)},
         {"sampling": SamplingParams(stop=["x" * 1024] * 5)},
+        {"sampling": SamplingParams(allowed_token_ids=[5, 6] * INLINE_BYTES)},
+        {"sampling": SamplingParams(logit_bias=dict.fromkeys(range(INLINE_BYTES + 1), 1.0))},
     ],
 )
 @pytest.mark.parametrize("prompt", [{"text": "hi"}, {"token_ids": [1]}])
