@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 HEADER_SECONDS = 30  # that a new connection has for its first request's header
 IDLE_SECONDS = 75  # between requests, a header included; proxies commonly end theirs after 60
 UNREAD_SECONDS = 120  # that a client may read nothing of an answer
-LINGER_SECONDS = (
-    5  # that the rest of a refused body is read, and thrown away, so that the client sees the answer
-)
+# That the rest of a refused body is read, and thrown away, so that the client sees the answer; and that a client
+# has to read an answer on a spare connection, or the last one where its place is wanted.
+LINGER_SECONDS = 5
 HEADER_BYTES = 64 << 10  # of all headers of a request
 READ_BYTES = 64 << 10  # of a body that are kept for a handler that does not read, about
 
@@ -63,7 +63,7 @@ def backlog(files: int) -> int:
 class Connection(web.RequestHandler):
     """One client's. ``spare``: it was opened beyond the limit, and gets one answer, about health or metrics."""
 
-    __slots__ = ("_head", "_timers", "listener", "spare")
+    __slots__ = ("_head", "_timers", "lingering", "listener", "spare")
 
     def __init__(self, listener: Listener) -> None:
         super().__init__(
@@ -80,6 +80,7 @@ class Connection(web.RequestHandler):
         self._head = 0  # bytes of a header that is not complete
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.listener = listener
+        self.lingering = False  # it has its last answer, and owes the rest of a body that nobody wants
         self.spare = False
 
     @property
@@ -110,6 +111,25 @@ class Connection(web.RequestHandler):
         if self._head > HEADER_BYTES and self.transport is not None:
             self.transport.write(TOO_LARGE)
             self.force_close()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if self.spare and self.transport is not None:
+            self._timers["answer"] = self._loop.call_later(LINGER_SECONDS, self.transport.abort)
+        result = await super().finish_response(request, resp, start_time)
+        self.lingering = not request.content.is_eof()
+        return result
+
+    def make_room(self) -> None:
+        """Close it for another one: a spare one at once, else as soon as the client has read what was sent."""
+        transport = self.transport
+        if transport is None:
+            return
+        if self.spare:
+            transport.abort()
+        self.force_close()
+        self._timers["last"] = self._loop.call_later(LINGER_SECONDS, transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -161,7 +181,7 @@ class Listener(web.Server):
         return len(self._places) >= self.limit
 
     def opened(self, connection: Connection) -> None:
-        """Find a place: a free one, that of idle connections, or a spare one. Else the connection is closed."""
+        """Find a place: a free one, that of idle connections, or a spare one, if need be that of the oldest."""
         if self.full:
             self._close_idle()
         connection.spare = self.full
@@ -169,11 +189,9 @@ class Listener(web.Server):
             self._places[connection] = None
             return
         if len(self._spare) >= SPARE:
-            oldest = next((other for other in self._spare if other.idle), connection)
-            self._spare.pop(oldest, None)
-            oldest.force_close()
-            if oldest is connection:
-                return
+            oldest = min(self._spare, key=lambda spare: not spare.lingering)
+            del self._spare[oldest]
+            oldest.make_room()
         self._spare[connection] = None
 
     def closed(self, connection: Connection) -> None:
@@ -181,15 +199,18 @@ class Listener(web.Server):
         self._spare.pop(connection, None)
 
     def _close_idle(self) -> None:
-        """Close a sixteenth of those that wait for a request, those first that never had one: looking takes a while."""
+        """Close a sixteenth of those that wait for a request or linger: looking takes a while.
+
+        Those go first that never had a request, and those last that linger: they may not have seen their answer.
+        """
         now = asyncio.get_running_loop().time()
         if now < self._all_busy_until:
             return
-        idle = [connection for connection in self._places if connection.idle]
-        idle.sort(key=lambda connection: not connection.silent)
+        idle = [connection for connection in self._places if connection.idle or connection.lingering]
+        idle.sort(key=lambda connection: (connection.lingering, not connection.silent))
         for connection in idle[: max(1, self.limit // 16)]:
             del self._places[connection]
-            connection.force_close()
+            connection.make_room()
         if not idle:
             self._all_busy_until = now + 0.1
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.http import connections
-from sgla.http.app import make_app
+from sgla.http.app import ROUTES, make_app
 from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, connection_limit
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
@@ -31,6 +31,11 @@ class Server:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
         return reader, writer
+
+    async def all_busy(self, count: int) -> None:
+        """Wait until there are ``count`` connections, each with a request."""
+        while len(self.listener) < count or any(each.idle for each in self.listener.connections):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
 
     async def get(self, path: str) -> tuple[int, str]:
         """On a connection of its own."""
@@ -94,6 +99,47 @@ async def test_idle_connections_go_before_busy_ones() -> None:
         while server.listener.full:
             await asyncio.sleep(0.01)
         assert (await server.get("/version"))[0] == 200
+
+
+async def test_answered_clients_that_owe_a_body_make_room() -> None:
+    """They are read from for a while, and hold neither a place nor a spare connection from others."""
+    async with serving(limit=8) as server:
+        data = b"GET /health/live HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        owing = [await server.connect(data) for _ in range(8 + SPARE)]
+        for reader, _ in owing:
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        assert (await server.get("/health/live"))[0] == 200
+        await asyncio.sleep(0.2)  # who was busy is looked at again
+        assert (await server.get("/version"))[0] == 200
+        for _, writer in owing:
+            writer.close()
+
+
+async def test_spare_connections_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all of them are busy the oldest one makes room; an answer that is not read is dropped."""
+    hang = asyncio.Event()
+
+    async def much(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(64 << 20))
+
+    monkeypatch.setitem(ROUTES, "/health/ready", {"GET": lambda request: hang.wait()})
+    monkeypatch.setitem(ROUTES, "/metrics", {"GET": much})
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.5)
+    async with serving(limit=8) as server:
+        busy = [await server.connect(POST) for _ in range(8)]
+        await server.all_busy(8)
+        _, unread = await server.connect(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await server.all_busy(9)
+        while len(server.listener) > 8:
+            await asyncio.sleep(0.01)
+        data = b"GET /health/ready HTTP/1.1\r\nHost: x\r\n\r\n"
+        spare = [await server.connect(data) for _ in range(SPARE)]
+        await server.all_busy(8 + SPARE)
+        assert (await server.get("/health/live"))[0] == 200
+        assert await ended(spare[0][0])
+        assert len(server.listener) < 8 + SPARE
+        for _, writer in (*busy, *spare, (None, unread)):
+            writer.close()
 
 
 async def test_headers_come_in_time_and_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
