@@ -10,6 +10,7 @@ from http_site import Serve, Site
 
 from sgla.http.openai.functions import modern_messages
 from sgla.http.request.schema import MAX_CHOICES, MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from sgla.text import reranking
 from sgla.text.template import _parsed_call
 
 TEXT, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -110,3 +111,36 @@ def test_arguments_that_are_nested_without_end_stay_text() -> None:
     for text in ("[" * 100_000, '{"a":' * 500 + "1" + "}" * 500):
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
         assert _parsed_call(call) is call
+
+
+@pytest.mark.parametrize(("query", "item"), [("\u4e2d" * 60_000, "a"), ([5] * 30_000, [6])])
+async def test_a_query_is_not_multiplied_by_its_items(serve: Serve, query: Any, item: Any) -> None:
+    """What is joined counts as if it were sent."""
+    site = await serve(max_body_bytes=1 << 20)
+    body = {"query": query, "items": [item] * 10, "label_token_ids": [5]}
+    status, reply = await site.post("/v1/score", body)
+    assert (status, "--max-body-bytes" in reply["error"]["message"]) == (413, True)
+    body["items"] = [item] * (MAX_CHOICES + 1)
+    status, reply = await site.post("/v1/score", body)
+    assert (status, reply["error"]["param"]) == (400, "items")
+    assert f"{MAX_CHOICES} is the limit" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("long", ["query", "instruct"])
+async def test_a_query_is_not_multiplied_by_its_documents(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, long: str
+) -> None:
+    site = await serve(max_body_bytes=1 << 20, task="rerank")
+    monkeypatch.setattr(reranking, "answer_ids", lambda tokenizer: [5, 6])
+    body = {"query": "a", "documents": ["a"] * 10, long: "a" * 200_000}
+    status, reply = await site.post("/rerank", body)
+    assert (status, "--max-body-bytes" in reply["error"]["message"]) == (413, True)
+    status, _ = await site.post("/rerank", {**body, "documents": ["a"] * (MAX_CHOICES + 1)})
+    assert status == 400
+
+
+async def test_what_is_joined_is_memory_of_the_request(serve: Serve) -> None:
+    site = await serve(request_memory_bytes=1 << 20)
+    body = {"query": "a" * 200_000, "items": ["a"] * 10, "label_token_ids": [5]}
+    status, reply = await site.post("/v1/score", body)
+    assert (status, "--request-memory-bytes" in reply["error"]["message"]) == (413, True)

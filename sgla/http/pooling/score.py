@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
-from sgla.errors import InvalidField, UnsupportedTask
+from sgla.errors import InvalidField, TooLarge, UnsupportedTask
 from sgla.http.answer.collect import Choice
 from sgla.http.pooling.common import PooledFields, head, pooling_of, run, text_prompt, usage, vector
-from sgla.http.request.intake import intake
-from sgla.http.request.schema import Schema, as_list
+from sgla.http.request.intake import SHARE, intake
+from sgla.http.request.schema import MAX_CHOICES, Schema, as_list, check_count
 from sgla.http.server import SERVER, UID, Server
 from sgla.http.wire import json_response
 from sgla.text import reranking
@@ -78,10 +79,13 @@ async def similarities(
         raise InvalidField(
             f"text_1 has {len(left)} texts and text_2 has {len(right)}; send one, or as many", param="text_1"
         )
+    check_count("input", right, MAX_CHOICES)
     pairs = list(zip(left * (len(right) // len(left)), right))
     if server.config.task == "rerank":
         labels = reranking.answer_ids(server.ingress.tokenizer)
-        prompts = [{"text": reranking.prompt(a, b, fields.instruct)} for a, b in pairs]
+        instruct = fields.instruct or ""
+        make_room(request, server, ((a, b, instruct, reranking.PROMPT) for a, b in pairs))
+        prompts = [{"text": reranking.prompt(a, b, instruct)} for a, b in pairs]
         choices = await run(request, server, fields, prompts, labels)
         return [reranking.relevance(vector(choice)) for choice in choices], choices
     pooling = pooling_of(server, "classify", "embed")
@@ -126,11 +130,33 @@ async def item_scores(
         raise InvalidField(
             f"label_token_ids has {len(labels)} ids; at most {LABELS} are possible", param="label_token_ids"
         )
+    check_count("items", items, MAX_CHOICES)
+    make_room(request, server, ((query, item) for item in items))
     prompts = [joined(query, item, bool(fields.item_first)) for item in items]
     choices = await run(request, server, fields, prompts, labels)
     values = [raw(vector(choice)) for choice in choices]
     # log-probabilities: their softmax is that of the logits
     return [(softmax(v) if fields.apply_softmax else np.exp(v)).tolist() for v in values], choices
+
+
+def make_room(request: web.Request, server: Server, prompts: Iterable[tuple[str | list[int], ...]]) -> None:
+    """Count the prompts that are to be made of these parts as if they were sent: each may repeat the query.
+
+    Raises TooLarge beyond ``max_body_bytes``, and Overloaded where the request's share gets no memory for them.
+    """
+    size = sum(sum(map(len, parts)) * max(map(width, parts)) for parts in prompts)
+    limit = server.config.max_body_bytes
+    if size > limit:
+        raise TooLarge(
+            f"the query joined with each of its items takes {size} bytes, the limit is {limit}; send a shorter query or "
+            "fewer items, or start the server with a larger --max-body-bytes"
+        )
+    request[SHARE].take(size)
+
+
+def width(part: str | list[int]) -> int:
+    """Bytes that one character or id takes at most."""
+    return 8 if isinstance(part, list) else 1 if part.isascii() else 4
 
 
 def joined(query: Any, item: Any, item_first: bool) -> dict[str, Any]:
