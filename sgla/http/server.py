@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -171,11 +171,12 @@ class Server:
             raise SglaError.from_rejected(rejected)
         return sink.choices
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run something that no handler waits for."""
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]) -> None:
+        """Run something that no handler waits for; then call ``done``, however it ends."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: done())
 
 
 SERVER = web.AppKey("server", Server)

@@ -16,6 +16,7 @@ from sgla import clock
 from sgla.http.app import SERVER
 from sgla.http.responses import store as module
 from sgla.http.responses.store import Kept, Part, ResponseStore, Stored
+from sgla.messages import Event, Usage
 
 
 def entry(uid: str, owner: str = "", items: int = 0, size: int = 10, before: Stored | None = None) -> Stored:
@@ -233,3 +234,40 @@ async def test_events_count_while_they_come(serve: Serve, monkeypatch: pytest.Mo
     assert json.loads(last)["response"]["status"] == "cancelled"
     assert (len(sizes(site)), sizes(site)._bytes) == (0, 0)
     site.ingress.check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ["finish", "cancel", "delete"])
+async def test_a_response_in_the_background_holds_its_memory_until_it_has_ended(
+    serve: Serve, stream: bool, end: str
+) -> None:
+    site = await serve(FakeIngress(manual=True))
+    budget = site.app[SERVER].budget
+    asked = {"input": "x", "background": True, "stream": stream, "metadata": {"k": "v" * 200_000}}
+    for _ in range(2):
+        async with site.http.post("/v1/responses", json=asked) as response:
+            await response.content.readline()
+    assert len(site.ingress.open_jobs) == 2
+    assert budget.used > 400_000
+    assert sizes(site)._bytes > 400_000
+    for uid, rid in zip(names(sizes(site)), list(site.ingress.open_jobs)):
+        if end == "finish":
+            site.ingress.push(rid, Event(rid=rid, index=0, finish="stop", usage=Usage()))
+        elif end == "cancel":
+            assert (await site.post(f"/v1/responses/{uid}/cancel"))[0] == 200
+        else:
+            assert (await site.http.delete(f"/v1/responses/{uid}")).status == 200
+    async with asyncio.timeout(5):
+        while budget.used:
+            await asyncio.sleep(0.01)
+    assert not budget.of_client
+    kept = 0 if end == "delete" else 2
+    assert (len(sizes(site)), sizes(site)._bytes > 400_000) == (kept, kept > 0)
+
+
+async def test_responses_in_the_background_share_the_memory(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True), request_memory_bytes=1 << 20)
+    asked = {"input": "x", "background": True, "metadata": {"k": "v" * 100_000}}
+    statuses = [(await site.http.post("/v1/responses", json=asked)).status for _ in range(12)]
+    assert statuses[0] == 200
+    assert statuses[-1] == 429

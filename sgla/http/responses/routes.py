@@ -72,6 +72,9 @@ async def create(request: web.Request) -> web.StreamResponse:
         uid=work.uid,
         live=answer.response,
     )
+    if answer.response["store"]:
+        entry.live_size = len(encode(answer.response))
+        entry.size += entry.live_size
     if fields.background:
         entry.stop = partial(server.end, work.uid)
     if fields.stream and fields.background:
@@ -82,13 +85,15 @@ async def create(request: web.Request) -> web.StreamResponse:
     if answer.response["store"]:
         answer.keep(store, entry)
     if entry.recorder is not None:
-        server.spawn(record(server, work, entry.recorder, answer))
+        del request[SHARE]  # the memory is held until the response has ended, not its request
+        server.spawn(record(server, work, entry.recorder, answer), share.close)
         return await entry.recorder.play(request)
     if sink is None:
         return await stream(request, server, work, answer)
     running = finish(server, work, sink, answer)
     if fields.background:
-        server.spawn(running)
+        del request[SHARE]
+        server.spawn(running, share.close)
     elif error := await running:
         answer.forget()
         raise error

@@ -87,6 +87,7 @@ class Stored(msgspec.Struct, kw_only=True, eq=False):
     asked: int
     uid: str | None
     live: dict[str, Any] | None = None
+    live_size: int = 0  # bytes of its JSON at first; they are part of ``size`` until ``json`` takes its place
     json: bytes = b""
     stop: Callable[[], None] | None = None
     recorder: Recorder | None = None
@@ -158,7 +159,7 @@ class ResponseStore:
         entry.json, entry.live = encode(entry.live), None
         self._take(share, entry.part.add(map(kept, output)))
         share.index(entry.part, start)
-        self.grow(entry, len(entry.json))
+        self.grow(entry, len(entry.json) - entry.live_size)
 
     def get(self, uid: str, owner: str) -> Stored | None:
         self._trim()
