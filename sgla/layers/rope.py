@@ -49,7 +49,8 @@ def _yarn(frequencies: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2).float() - low) / max(high - low, 0.001)
+    width = high - low or 0.001  # below 0 where the trained length is short: then all frequencies are kept
+    ramp = (torch.arange(dim // 2).float() - low) / width
     stretched = ramp.clamp(0, 1)
     return frequencies / scaling["factor"] * stretched + frequencies * (1 - stretched)
 

@@ -319,8 +319,20 @@ def _ropes(c: Reader, head_dim: int, positions: int) -> tuple[RopeSpec, RopeSpec
             "are supported",
             param="model",
         )
+    if old.get("type", "default") != "default" and "rope_type" not in old:
+        raise ConfigError(
+            f"config.json: rope_scaling.type {shown(old['type'])} is ignored by transformers for {c.architecture}; name the "
+            "kind in rope_scaling.rope_type, or remove rope_scaling for the same numbers as there",
+            param="model",
+        )
     parts = Reader(c.architecture, new)
     full, local = parts.table("full_attention") | old, parts.table("sliding_attention")
+    if not (full.get("truncate", True) and local.get("truncate", True)):
+        raise ConfigError(
+            f"config.json: truncate false is ignored by transformers for {c.architecture}; remove it for the same numbers "
+            "as there",
+            param="model",
+        )
     return (
         _rope(full, c, c.values.get("rope_theta"), head_dim, positions),
         _rope(local, c, c.values.get("rope_local_base_freq"), head_dim, positions),

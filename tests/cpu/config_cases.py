@@ -316,6 +316,16 @@ HONOURED: dict[str, Case] = {
         llama(rope_scaling=YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.5})
     ),
     "llama yarn untruncated": Case(llama(rope_scaling=YARN | {"truncate": False, "attention_factor": 1.5})),
+    "llama yarn with one dim between": Case(
+        llama(
+            head_dim=32,
+            rope_scaling=YARN | {"original_max_position_embeddings": 128, "beta_fast": 1, "beta_slow": 32},
+        )
+    ),
+    "llama yarn of four positions": Case(
+        llama(head_dim=32, rope_theta=100.0, rope_scaling=YARN | {"original_max_position_embeddings": 4})
+    ),
+    "gemma3 yarn": Case(gemma3(rope_scaling=YARN | {"rope_type": "yarn"})),
     "llama original positions outside": Case(
         llama(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=32)
     ),
@@ -375,6 +385,21 @@ REFUSED: dict[str, Case] = {
         gemma3(_sliding_window_pattern=2, sliding_window_pattern=...), "_sliding_window_pattern"
     ),
     "flat rope in Gemma": Case(gemma3(rope_parameters={"rope_theta": 1e5}), "rope_theta"),
+    "old type of rope in Gemma": Case(gemma3(rope_scaling={"type": "linear", "factor": 8.0}), "rope_scaling.type"),
+    "old yarn in Gemma": Case(gemma3(rope_scaling=YARN), "rope_scaling.type"),
+    "old type beside a new table in Gemma": Case(
+        gemma3(
+            rope_scaling={"type": "linear", "factor": 8.0},
+            rope_parameters={"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+        ),
+        "rope_scaling.type",
+    ),
+    "untruncated yarn in Gemma": Case(
+        gemma3(rope_scaling=YARN | {"rope_type": "yarn", "truncate": False}), "truncate"
+    ),
+    "untruncated yarn in Gemma's new table": Case(
+        gemma3(rope_parameters={"full_attention": YARN | {"rope_type": "yarn", "truncate": False}}), "truncate"
+    ),
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
     "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
     "a size outside text_config": Case(gemma3_vision({}, num_attention_heads=4), "num_attention_heads"),
