@@ -1,5 +1,5 @@
-"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in a thread; a job whose grammar is
-new waits for the compiler before that."""
+"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in threads that the clients use in turn; a
+job whose grammar is new waits for the compiler before that."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sgla.actors.base import Actor
 from sgla.actors.ingress import job_bytes
+from sgla.actors.turns import Turns
 from sgla.errors import SglaError
 from sgla.messages import Cancel, Grammar, Job, Opened, Rejected, Submit
 
@@ -26,10 +27,14 @@ log = logging.getLogger(__name__)
 # only looked at (~1 us per 100).
 INLINE_BYTES = 4096
 INLINE_IDS = 32768
+# Longer prompts have threads of their own, so that others do not wait for them.
+SMALL_BYTES = 65536
 # What one turn of the loop prepares, in bytes of text (~1 us per 10): about 25 ms, so that a batch of ordinary size comes to the
 # scheduler whole. A job, a choice and an id cost as much as so many bytes.
 TURN = 1 << 18
 JOB, CHOICE, IDS_A_BYTE = 512, 512, 10
+
+Outcome = list[Submit] | Rejected
 
 
 class Tokenize(Actor[Job]):
@@ -52,14 +57,15 @@ class Tokenize(Actor[Job]):
         self._detokenize = detokenize
         self._schedule = schedule
         self._reject = reject
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._chats = ThreadPoolExecutor(threads, thread_name_prefix="chats")  # they wait for the template
-        self._pending: set[str] = set()
-        self._compiling: dict[str, asyncio.Task[None]] = {}  # jobs that wait for their grammars
+        self._small: Turns[Outcome] = Turns("tokenize", threads)
+        self._large: Turns[Outcome] = Turns("tokenize-large", threads)
+        self._chats: Turns[Outcome] = Turns("chats", threads)  # they wait for the template
+        self._pending: dict[str, Job] = {}
+        self._compiling: dict[str, asyncio.Task[str | Rejected]] = {}  # of jobs that wait for their grammars
 
     def post(self, message: Job) -> None:
         super().post(message)
-        self._pending.add(message.rid)
+        self._pending[message.rid] = message
 
     def preparing(self, rid: str) -> bool:
         """Whether the request has not gone on to the scheduler yet."""
@@ -68,9 +74,11 @@ class Tokenize(Actor[Job]):
     def cancel(self, rid: str, n: int, reason: str) -> None:
         """Stop a request wherever it is: still here, or handed on as ``n`` children."""
         if rid in self._pending:
-            self._pending.discard(rid)
+            job = self._pending.pop(rid)
             if rid in self._compiling:
                 self._compiling.pop(rid).cancel()
+            for turns in (self._small, self._large, self._chats):
+                turns.drop(job.client, rid)
         else:
             for index in range(n):
                 self._schedule.post(Cancel(child_rid(rid, index), reason))
@@ -83,64 +91,78 @@ class Tokenize(Actor[Job]):
                 self.wake()
                 return
             job = messages.popleft()
-            if job.rid not in self._pending:
+            if self._pending.get(job.rid) is not job:
                 continue
             spent += cost(job)
-            grammar = job.sampling.grammar
-            if grammar is None or self._compiler is None:
-                self._go_on(job, "")
-                continue
-            try:
-                source = self._compiler.find(grammar)
-            except SglaError as error:
-                self._finish(job, error.rejected(job.rid))
-                continue
-            if source is not None:
+            source = self._source(job)
+            if isinstance(source, Rejected):
+                self._finish(job, source)
+            elif source is not None:
                 self._go_on(job, source)
-            else:
-                self._compiling[job.rid] = asyncio.ensure_future(self._compile(self._compiler, grammar, job))
 
-    async def _compile(self, compiler: Compiler, grammar: Grammar, job: Job) -> None:
+    def _source(self, job: Job) -> str | Rejected | None:
+        """Of the job's grammar, "" without one; None: it is compiled now, and the job comes back to the mailbox."""
+        grammar = job.sampling.grammar
+        if grammar is None or self._compiler is None:
+            return ""
+        if job.rid in self._compiling:
+            return self._compiling.pop(job.rid).result()
         try:
-            source = await compiler.compile(grammar, job.client)
+            source = self._compiler.find(grammar)
         except SglaError as error:
-            self.guard(self._finish, job, error.rejected(job.rid))
+            return error.rejected(job.rid)
+        if source is None:
+            task = asyncio.ensure_future(self._compile(self._compiler, grammar, job))
+            task.add_done_callback(lambda done: None if done.cancelled() else self._again(job))
+            self._compiling[job.rid] = task
+        return source
+
+    async def _compile(self, compiler: Compiler, grammar: Grammar, job: Job) -> str | Rejected:
+        try:
+            return await compiler.compile(grammar, job.client)
+        except SglaError as error:
+            return error.rejected(job.rid)
         except Exception:
             log.exception("compiling the grammar of request %s failed", job.rid)
             failed = SglaError("the grammar could not be compiled; see the server's log")
-            self.guard(self._finish, job, failed.rejected(job.rid))
-        else:
-            self.guard(self._go_on, job, source)
-        finally:
-            self._compiling.pop(job.rid, None)
+            return failed.rejected(job.rid)
+
+    def _again(self, job: Job) -> None:
+        """By the mailbox, since thousands may have waited for the same grammar."""
+        super().post(job)
 
     def _go_on(self, job: Job, grammar: str) -> None:
-        pool = self._place(job)
-        if pool is None:
+        turns = self._place(job)
+        if turns is None:
             self._finish(job, self._run(job, grammar))
         else:
-            future = pool.submit(self._run, job, grammar)
-            future.add_done_callback(lambda done: self._back(job, done))
+            turns.put(
+                job.client,
+                job.rid,
+                partial(self._run, job, grammar),
+                partial(self.guard, self._finish, job),
+            )
 
-    def _place(self, job: Job) -> ThreadPoolExecutor | None:
+    def _place(self, job: Job) -> Turns[Outcome] | None:
         """Where to prepare the job; None: here."""
         added = added_bytes(job)
         if job.token_ids is not None and added <= INLINE_BYTES:
-            return None if len(job.token_ids) <= INLINE_IDS else self._pool
-        if job_bytes(job) + added > INLINE_BYTES:
-            return self._pool
+            return None if len(job.token_ids) <= INLINE_IDS else self._small
+        size = job_bytes(job) + added
+        if size > INLINE_BYTES:
+            return self._small if size <= SMALL_BYTES else self._large
         return None if job.messages is None else self._chats
 
     def close(self) -> None:
-        for pool in (self._pool, self._chats):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for turns in (self._small, self._large, self._chats):
+            turns.close()
         for task in list(self._compiling.values()):
             task.cancel()
         if self._compiler is not None:
             self._compiler.close()
 
-    def _run(self, job: Job, grammar: str) -> list[Submit] | Rejected:
-        if job.rid not in self._pending:  # cancelled while it waited for a thread
+    def _run(self, job: Job, grammar: str) -> Outcome:
+        if self._pending.get(job.rid) is not job:  # cancelled before the thread began
             return []
         try:
             return self._prepare(job, grammar)
@@ -151,14 +173,10 @@ class Tokenize(Actor[Job]):
             log.exception("preparing request %s failed", job.rid)
             return SglaError("the prompt could not be prepared; see the server's log").rejected(job.rid)
 
-    def _back(self, job: Job, done: Future[list[Submit] | Rejected]) -> None:
-        if not done.cancelled() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.guard, self._finish, job, done.result())
-
-    def _finish(self, job: Job, outcome: list[Submit] | Rejected) -> None:
-        if job.rid not in self._pending:
+    def _finish(self, job: Job, outcome: Outcome) -> None:
+        if self._pending.get(job.rid) is not job:
             return
-        self._pending.discard(job.rid)
+        del self._pending[job.rid]
         if isinstance(outcome, Rejected):
             self._reject(outcome)
             return

@@ -1,4 +1,4 @@
-"""The tokenizer actor: requests that are cancelled, and libraries that panic."""
+"""The tokenizer actor: whose turn it is, requests that are cancelled, and libraries that panic."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sgla.actors.ingress import job_bytes
-from sgla.actors.tokenize import INLINE_BYTES, TURN, Tokenize
+from sgla.actors.tokenize import INLINE_BYTES, SMALL_BYTES, TURN, Tokenize
 from sgla.errors import SglaError
-from sgla.messages import Job, Rejected, SamplingParams, Submit
+from sgla.messages import Grammar, Job, Rejected, SamplingParams, Submit
 
 NOBODY: Any = None
 
@@ -24,8 +24,14 @@ def actor(prepare: Callable[[Job, str], list[Submit]], reject: Callable[[Rejecte
     return Tokenize(prepare, NOBODY, NOBODY, reject, crash, threads=1)
 
 
-def job(rid: str, size: int) -> Job:
-    return Job(rid=rid, sampling=SamplingParams(), text="x" * size)
+def job(rid: str, size: int, client: str = "") -> Job:
+    return Job(rid=rid, sampling=SamplingParams(), text="x" * size, client=client)
+
+
+async def nothing_pends(tokenize: Tokenize) -> None:
+    async with asyncio.timeout(10):
+        while tokenize._pending:
+            await asyncio.sleep(0.001)
 
 
 async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
@@ -41,9 +47,130 @@ async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
         tokenize.post(job(rid, INLINE_BYTES + 1))
     await asyncio.sleep(0)  # its turn
     tokenize.cancel("b", 1, "client")
+    assert list(tokenize._small._waiting[""]) == ["c"]
     go_on.set()
-    await asyncio.to_thread(tokenize._pool.shutdown)
+    await nothing_pends(tokenize)
     assert prepared == ["a", "c"]
+    assert not tokenize._small._waiting
+    tokenize.close()
+
+
+@pytest.mark.parametrize("size", [INLINE_BYTES + 1, SMALL_BYTES + 1])
+async def test_clients_take_turns(size: int) -> None:
+    """Who has queued a hundred prompts does not make another wait for more than the one that runs."""
+    prepared, begun, go_on = [], threading.Event(), threading.Event()
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        prepared.append(job.rid)
+        begun.set()
+        go_on.wait()
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    for i in range(100):
+        tokenize.post(job(f"many-{i}", size, "greedy"))
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(begun.wait, 10)
+    for i in range(2):
+        tokenize.post(job(f"few-{i}", size, "modest"))
+    while tokenize._mailbox:
+        await asyncio.sleep(0)
+    go_on.set()
+    await nothing_pends(tokenize)
+    assert prepared[:5] == ["many-0", "many-1", "few-0", "many-2", "few-1"]
+    assert len(prepared) == 102
+    tokenize.close()
+
+
+async def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
+    prepared, small, go_on = [], threading.Event(), threading.Event()
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        prepared.append(job.rid)
+        if job.rid == "small":
+            small.set()
+        else:
+            go_on.wait()
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    for i in range(100):
+        tokenize.post(job(str(i), SMALL_BYTES + 1))
+    tokenize.post(job("small", SMALL_BYTES))
+    while tokenize._mailbox:
+        await asyncio.sleep(0)
+    assert await asyncio.to_thread(small.wait, 10)
+    assert sorted(prepared) == ["0", "small"]
+    tokenize.close()
+    go_on.set()
+
+
+async def test_an_id_used_again_is_a_new_request() -> None:
+    """What a cancelled request left running is not taken for the one that has its id now."""
+    prepared, begun, go_on = [], threading.Event(), threading.Event()
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        prepared.append(job.text)
+        begun.set()
+        go_on.wait()
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    first, second = job("a", INLINE_BYTES + 1), job("a", INLINE_BYTES + 2)
+    tokenize.post(first)
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(begun.wait, 10)
+    tokenize.cancel("a", 1, "client")
+    tokenize.post(second)
+    await asyncio.sleep(0)
+    go_on.set()
+    await nothing_pends(tokenize)
+    assert prepared == [first.text, second.text]
+    tokenize.close()
+
+
+class Compiler:
+    """Has every grammar compiled at once, when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.get_running_loop().create_future()
+
+    def find(self, grammar: Grammar) -> None:
+        return None
+
+    async def compile(self, grammar: Grammar, client: str) -> str:
+        return await asyncio.shield(self.done)
+
+    def close(self) -> None:
+        pass
+
+
+async def test_those_who_waited_for_a_grammar_take_several_turns() -> None:
+    prepared: list[str] = []
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        assert grammar == "source"
+        prepared.append(job.rid)
+        return []
+
+    compiler: Any = Compiler()
+    tokenize = Tokenize(prepare, NOBODY, NOBODY, NOBODY, NOBODY, compiler)
+    count = 4 * TURN // INLINE_BYTES
+    grammar = SamplingParams(grammar=Grammar(kind="regex", text="a", param="regex"))
+    for i in range(count):
+        tokenize.post(Job(rid=str(i), sampling=grammar, text="x" * INLINE_BYTES))
+    while len(tokenize._compiling) < count:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the last of them wait as well
+    tokenize.cancel("1", 1, "client")
+    compiler.done.set_result("source")
+    turns = []
+    while tokenize._pending:
+        before = len(prepared)
+        await asyncio.sleep(0)
+        turns.append(len(prepared) - before)
+    assert prepared == [str(i) for i in range(count) if i != 1]
+    assert max(turns) <= 1 + TURN // INLINE_BYTES
     tokenize.close()
 
 
@@ -70,9 +197,7 @@ async def test_a_panic_ends_its_request_only(size: int) -> None:
         tokenize.post(job(rid, size))
     ended = await asyncio.wait_for(rejected, 5)
     assert (ended.rid, ended.status) == ("bad", 500)
-    await asyncio.to_thread(tokenize._pool.shutdown)
-    await asyncio.sleep(0)
-    assert not tokenize._pending
+    await nothing_pends(tokenize)
     tokenize.close()
 
 
