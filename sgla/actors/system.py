@@ -20,7 +20,7 @@ from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
 from sgla.actors.watchdog import Watchdog
 from sgla.config import Config
-from sgla.errors import Draining, SglaError, WorkerStuck
+from sgla.errors import Draining, Overloaded, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
 from sgla.model.registry import architecture_of
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Commands that the workers have not answered; above ASKED those of routes are refused, so that grammars have places of their own. A
+# command is below 5 KiB, and the pipe takes 200 KiB: sending one never waits for a worker that does not read.
+COMMANDS, ASKED = 16, 8
+
 
 class System:
     """One engine: ingress at once, the rest when ``start`` returns. Lives on the running loop.
@@ -61,6 +65,7 @@ class System:
         self._core: Core | None = None
         self._watchdog: Watchdog | None = None
         self._inquest: asyncio.Task[None] | None = None
+        self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
     async def start(self) -> Facts:
         """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
@@ -137,25 +142,36 @@ class System:
 
     def _compiler(self, tokenizer: Tokenizer, facts: Facts) -> Compiler:
         async def tell(command: Control) -> dict[str, Any]:
-            return (await self._control(command))["ranks"][0]
+            return (await self._control(command, COMMANDS))["ranks"][0]
 
         self.metrics.compiler = Compiler(lambda: vocabulary(tokenizer, facts.vocab_size), tell)
         return self.metrics.compiler
 
-    async def _control(self, command: Control) -> dict[str, Any]:
-        """Send the workers a command; the watchdog sees to it that an answer comes, or that all ends."""
+    async def _control(self, command: Control, limit: int = ASKED) -> dict[str, Any]:
+        """Send the workers a command; the watchdog sees to it that an answer comes, or that all ends. The answer is owed even when
+        nobody waits for it any more. Raises Overloaded if ``limit`` answers are owed."""
         assert self._executor is not None
         assert self._watchdog is not None
+        if len(self._answers) >= limit:
+            raise Overloaded(
+                f"the workers have not answered {limit} commands yet, which is the limit; retry later",
+                retry_after=5.0,
+            )
         self._watchdog.asked()
         answer = asyncio.ensure_future(self._executor.control(command))
-        try:
-            waits: list[asyncio.Future[Any]] = [answer, self.died]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise self.died.result()
-            return answer.result()
-        finally:
-            answer.cancel()
+        self._answers.add(answer)
+        answer.add_done_callback(self._answered)
+        waits: list[asyncio.Future[Any]] = [answer, self.died]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise self.died.result()
+        return answer.result()
+
+    def _answered(self, answer: asyncio.Task[dict[str, Any]]) -> None:
+        assert self._watchdog is not None
+        self._answers.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # nobody may wait for it
             self._watchdog.brought()
 
     def _stuck(self) -> None:

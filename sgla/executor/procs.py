@@ -290,7 +290,8 @@ class ProcsExecutor:
         return results
 
     async def control(self, command: Control) -> dict[str, Any]:
-        """``{"ranks": [reply of each rank]}``. Raises the ranks' SglaError, or WorkerDied."""
+        """``{"ranks": [reply of each rank]}``. Raises the ranks' SglaError, or WorkerDied. The caller limits how many are unanswered:
+        ``send`` would wait for a worker that does not read once the pipe is full."""
         if self._gone:
             raise WorkerDied("the workers are gone")
         futures = []

@@ -36,13 +36,14 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    """Stop generating. Running requests are aborted, or wait with ``mode: in_place``; new ones wait in any case."""
+    """Stop generating. Running requests are aborted, without an admin key those with the same API key alone and the others wait; with
+    ``mode: in_place`` all wait. New ones wait in any case."""
     server = request.app[SERVER]
     fields = await optional_intake(request, PAUSE)
     mode = fields.mode or request.query.get("mode") or "abort"
     if mode not in ("abort", *KEEPING):
         raise unsupported("mode", f" as {mode[:40]!r}: it is abort or in_place")
-    aborted = 0 if mode in KEEPING else server.abort(None)
+    aborted = 0 if mode in KEEPING else server.abort(None, request[CLIENT])
     server.ingress.pause(True)
     return json_response({"status": "paused", "success": True, "aborted": aborted})
 

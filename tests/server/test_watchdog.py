@@ -15,7 +15,10 @@ from server_process import ServerProcess, serving
 
 from sgla import clock
 from sgla.actors import watchdog
+from sgla.actors.system import ASKED
 from sgla.actors.watchdog import TICK, Watchdog
+from sgla.errors import Overloaded
+from sgla.messages import Control
 
 ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 FAKE = ("--executor", "fake", "--context-length", "8192")
@@ -158,6 +161,51 @@ def test_a_command_to_a_stopped_worker_comes_back(tiny_model: Path) -> None:
         status, body = server.request("POST", "/start_profile", {})
         assert (status, body["error"]["code"]) == (503, "worker_stuck")
         assert server.wait() == 1
+
+
+def test_commands_to_a_stopped_worker_are_few_and_owed_when_clients_give_up(tiny_model: Path) -> None:
+    flags = (*FAKE, "--fake-step-ms", "1", "--watchdog-timeout", "4")
+    with serving("--model", str(tiny_model), *flags) as server:
+        (worker,) = server.workers()
+        worker.send_signal(signal.SIGSTOP)
+        for _ in range(ASKED):
+            with pytest.raises(TimeoutError):
+                server.request("POST", "/start_profile", {}, timeout=0.2)
+        for _ in range(300):
+            status, body = server.request("POST", "/start_profile", {}, timeout=5)
+            if status == 503:
+                break
+            assert (status, body["error"]["code"]) == (429, "overloaded")
+            assert f"{ASKED} commands" in body["error"]["message"]
+        assert server.wait() == 1
+
+
+async def test_an_answer_is_owed_when_its_caller_has_gone(tiny_model: Path) -> None:
+    async with local_server(model=str(tiny_model)) as local:
+        system = local.system
+        dog, executor = system._watchdog, system._executor
+        assert dog is not None
+        assert executor is not None
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+        async def later(command: Control) -> dict[str, Any]:
+            return await answer
+
+        executor.control = later  # type: ignore[method-assign]
+        dog.asked()
+        for _ in range(ASKED):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(system._control(Control(verb="memory")), 0.01)
+        dog._waited = 40.0
+        for _ in range(3):
+            with pytest.raises(Overloaded):
+                await system._control(Control(verb="memory"))
+        assert (dog._owed, dog._waited, dog._longest) == (1 + ASKED, 40.0, 0.0)
+        answer.set_result({"ranks": [{}]})
+        await system._control(Control(verb="memory"), ASKED + 1)
+        assert dog._owed == 1
+        assert dog._longest >= 40
+        dog.brought()
 
 
 def test_a_pause_is_no_standstill(tiny_model: Path) -> None:
