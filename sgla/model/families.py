@@ -221,7 +221,7 @@ GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, 
 HARMLESS = frozenset(
     """
     architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition vocab_size_or_config_json_file
-    quantization_config tie_word_embeddings
+    quantization_config compression_config tie_word_embeddings use_flash_attention
     initializer_range initializer_factor init_std use_cache pretraining_tp gradient_checkpointing
     cache_implementation use_flash_attn flash_attn_2_enabled
     output_attentions output_hidden_states output_past output_scores output_router_logits return_dict

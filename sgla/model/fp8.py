@@ -80,6 +80,10 @@ def join_scales(
 def _block(
     name: str, scale: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]
 ) -> tuple[int, int]:
+    if len(shape) != 2:
+        raise WeightError(
+            f"{name} is of a tensor of e4m3 numbers of shape {list(shape)}; only matrices may be of that type"
+        )
     n, k = shape
     if scale in ((), (1,), (1, 1)):
         return n, k

@@ -96,6 +96,8 @@ def has_own_head(source: ModelSource) -> bool:
     if len(found) < 2:
         return False
     head, embedding = found["lm_head.weight"], found[EMBEDDING]
+    if len(head.shape) != 2 or len(embedding.shape) != 2:
+        return False  # misshapen, which loading names
     if head.shape != embedding.shape:
         return True
     rows = max(1, SHARE // head.shape[1])

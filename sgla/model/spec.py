@@ -202,11 +202,10 @@ def _dtype(c: Reader) -> str:
 def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Raises ConfigError for every other
     format, naming its method."""
-    c = config.get("quantization_config") or {}
-    if not isinstance(c, dict):
-        raise ConfigError("config.json: quantization_config is no object", param="model")
+    c = _quantization(config)
     if not c:
         return None
+    scale_block(config)
     method = c.get("quant_method")
     kind = method or ("bitsandbytes" if c.get("load_in_8bit") or c.get("load_in_4bit") else "unnamed")
     detail = c.get("format") or c.get("quant_algo") or ""
@@ -217,6 +216,8 @@ def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
         "modelopt": c.get("quant_algo") == "FP8",
     }
     if isinstance(kind, str) and e4m3.get(kind):
+        if kind == "compressed-tensors":
+            _check_compressed(c)
         return "fp8"
     raise ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
@@ -227,10 +228,49 @@ def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     )
 
 
+def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of quantization, in any of the places where it may stand; empty if nothing."""
+    text = config.get("text_config")
+    places = [
+        (f"{outer}{key}", table[key])
+        for outer, table in (("", config), ("text_config.", text if isinstance(text, Mapping) else {}))
+        for key in ("quantization_config", "compression_config")
+        if table.get(key)
+    ]
+    for name, found in places:
+        if not isinstance(found, dict):
+            raise ConfigError(f"config.json: {name} is no object", param="model")
+        if found != places[0][1]:
+            raise ConfigError(f"config.json: {name} and {places[0][0]} are not the same", param="model")
+    return places[0][1] if places else {}
+
+
+def _check_compressed(c: dict[str, Any]) -> None:
+    """compressed-tensors stores more than e4m3 numbers under that name. Raises ConfigError."""
+    q = Reader("compressed-tensors", c)
+    if q.table("transform_config"):
+        raise q.error("transform_config", "empty: rotated weights are not supported")
+    sparsity = Reader("compressed-tensors", q.table("sparsity_config"))
+    if sparsity.values.get("format", "dense") != "dense":
+        raise sparsity.error("format", "dense in sparsity_config")
+    groups = Reader("compressed-tensors", q.table("config_groups"))
+    for name in groups.values:
+        group = Reader("compressed-tensors", groups.table(name))
+        weights = group.table("weights")
+        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+            raise group.error("weights", "float numbers of 8 bits in config_groups")
+
+
 def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of the weights that share a ``weight_scale_inv``."""
-    found = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    if len(found) != 2 or not all(type(size) is int and 0 < size <= WIDTH for size in found):
+    """Rows and columns of the weights that share a ``weight_scale_inv``. Raises ConfigError."""
+    found = _quantization(config).get("weight_block_size")
+    if found is None:
+        return 128, 128
+    if not (
+        isinstance(found, list)
+        and len(found) == 2
+        and all(type(size) is int and 0 < size <= WIDTH for size in found)
+    ):
         raise ConfigError(
             f"config.json: weight_block_size is {shown(found)}; it must be two whole numbers", param="model"
         )

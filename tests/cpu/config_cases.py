@@ -333,6 +333,7 @@ HONOURED: dict[str, Case] = {
         llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
     ),
     "llama unknown metadata": Case(llama(made_by="somebody", license="none", data_card={"a": [1]})),
+    "llama by way of flash attention": Case(llama(use_flash_attention=True)),
     "llama keys that are off": Case(
         llama(sliding_window=None, logit_scale=1.0, alibi=False, num_experts=0, residual_multiplier=None)
     ),
@@ -429,6 +430,35 @@ REFUSED: dict[str, Case] = {
     "int4 of compressed-tensors": Case(quantized("compressed-tensors", format="pack-quantized"), "pack-quantized"),
     "int8 of compressed-tensors": Case(quantized("compressed-tensors", format="int-quantized"), "int-quantized"),
     "nvfp4": Case(quantized("modelopt", quant_algo="NVFP4"), "NVFP4"),
+    **{
+        f"block of {size}": Case(quantized("fp8", weight_block_size=size), "weight_block_size")
+        for size in (128, True, 1.5, 0, [128], [128, True], [0, 128], {"a": 1, "b": 2})
+    },
+    "rotated weights": Case(
+        quantized("compressed-tensors", format="float-quantized", transform_config={"config_groups": {"u": {}}}),
+        "transform_config",
+    ),
+    "sparse weights": Case(
+        quantized("compressed-tensors", format="float-quantized", sparsity_config={"format": "sparse-24-bitmask"}),
+        "sparsity_config",
+    ),
+    "int8 under the name of floats": Case(
+        quantized(
+            "compressed-tensors",
+            format="float-quantized",
+            config_groups={"group_0": {"weights": {"type": "int", "num_bits": 8}}},
+        ),
+        "config_groups",
+    ),
+    "awq inside text_config": Case(
+        gemma3_vision({"quantization_config": {"quant_method": "awq"}}), "awq"
+    ),
+    "old key of compressed-tensors": Case(
+        llama(compression_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}), "pack-quantized"
+    ),
+    "two quantizations": Case(
+        quantized("fp8") | {"compression_config": {"quant_method": "awq"}}, "compression_config"
+    ),
     "mxfp4": Case(quantized("mxfp4"), "mxfp4"),
     "torchao": Case(quantized("torchao"), "torchao"),
     "hqq": Case(quantized("hqq"), "hqq"),

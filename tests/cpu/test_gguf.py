@@ -376,14 +376,15 @@ def test_vocabulary_and_ends_of_turn(tmp_path: Path) -> None:
     assert source.eos_token_ids == [2, 310]
 
 
+REFUSED = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
+
+
 @pytest.mark.parametrize("kind", list(Type), ids=lambda kind: kind.name)
 def test_blocks_decode_as_the_package_decodes_them(kind: Type) -> None:
     values = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
-    if int(kind) in decodable():
+    assert (int(kind) in decodable()) == (kind.name not in REFUSED)
+    if kind.name not in REFUSED:
         check_blocks(blocks_like(values, kind), kind)
-    else:
-        with pytest.raises(NotImplementedError):
-            dequantize(blocks_like(values, kind), kind)
 
 
 def check_blocks(blocks: np.ndarray, kind: Type) -> None:

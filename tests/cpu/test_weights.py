@@ -93,6 +93,25 @@ def test_a_head_that_is_not_the_embedding_counts_for_more_than_the_configuration
     torch.testing.assert_close(Eager(model).prompt_logprobs(prompts), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(), (7,)])
+def test_tables_that_are_no_matrices_are_named(shape: tuple[int, ...], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    tables = {name: torch.zeros(shape) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    edit(tmp_path, lambda tensors: tensors.update(tables))
+    with pytest.raises(WeightError, match=r"model.embed_tokens.weight has shape"):
+        load_model(open_source(tmp_path))
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4, 8)])
+def test_an_e4m3_tensor_that_is_no_matrix_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    numbers = {name: torch.zeros(shape).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}
+    edit(tmp_path, lambda tensors: tensors.update(numbers))
+    with pytest.raises(WeightError, match=rf"{name}_scale is of a tensor of e4m3 numbers"):
+        load_model(open_source(tmp_path))
+
+
 def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "llama", shard_size="60KB")
     files = open_source(tmp_path).files
