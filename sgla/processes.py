@@ -23,6 +23,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def python_path() -> str:
+    """PYTHONPATH for a child that imports what this process does, and nothing from the current folder."""
+    return os.pathsep.join(folder for folder in sys.path if folder)
+
+
 def tied(command: list[str]) -> list[str]:
     """The command of a program that is not ours and dies with the thread that starts it; elsewhere than on Linux, the command itself."""
     if sys.platform != "linux":

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgla.grammar.protocol import LENGTH, Answer, Ask
+from sgla.processes import python_path
 
 BUSY = 3  # times as long as its CPU time may a child take
 MOMENT = 0.02  # seconds
@@ -28,15 +29,13 @@ class Sandbox:
 
     def __init__(self, vocabulary: Path) -> None:
         self._messages, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # What this process imports, and nothing from the current folder.
-        path = os.pathsep.join(folder for folder in sys.path if folder)
         argv = (vocabulary, theirs.fileno(), os.getpid())
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sgla.grammar.sandbox", *map(str, argv)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": python_path(), "OPENBLAS_NUM_THREADS": "1"},
             )
 
     async def child(self, seconds: float) -> Child:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.errors import BadRequest, ConfigError, InvalidField, Overloaded, UnsupportedField
+from sgla.processes import python_path
 from sgla.text.template import MAX_SOURCE, Message, is_source
 
 LENGTH = struct.Struct("<I")  # before each record on the pipes
@@ -101,13 +102,12 @@ class Lane:
 class Process:
     def __init__(self) -> None:
         command = [sys.executable, "-P", "-m", "sgla.text.sandbox"]
-        path = os.pathsep.join(folder for folder in sys.path if folder)
         self._popen = subprocess.Popen(
             command,
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": python_path()},
         )
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
