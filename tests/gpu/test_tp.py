@@ -125,7 +125,8 @@ def make(tmp_path: Path) -> Any:
     def make(tp: int, quantization: str | None = None, **shape: Any) -> Engine:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
-        shape = {"num_hidden_layers": 3, "vocab_size": 5000, "tie_word_embeddings": False} | shape
+        small = {"num_hidden_layers": 3, "vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 1}
+        shape = small | {"tie_word_embeddings": False} | shape
         (folder / "config.json").write_text(json.dumps(config | shape))
         engines.append(
             Engine(
