@@ -14,7 +14,7 @@ _SALT = secrets.token_bytes(16)  # so that a digest that is seen somewhere tells
 
 class Client(NamedTuple):
     """``name`` is equal for requests that share one part of what the server has: a digest of the API key, or without keys the
-    address. ``owner``: who may see what the request stores; the digest, or "" where there are no keys, so all are one.
+    address. ``owner``: who may see what the request stores; the digest, or "" where there are no keys: then whoever knows an id.
     ``admin``: it came with an admin key.
     """
 

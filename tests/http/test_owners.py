@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from http_fake import FakeIngress
 from http_site import Serve, Site
@@ -36,6 +38,14 @@ def test_clients_are_told_apart_by_digests_or_addresses() -> None:
         len({without_key(address).name for address in ("1.2.3.4", "1.2.3.5", "2001:db8::", "fe80::1")}) == 4
     )
     assert without_key("1.2.3.4").owner == ""
+
+
+@pytest.fixture
+async def elsewhere() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client with another address than the site's own."""
+    connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+    async with aiohttp.ClientSession(connector=connector) as session:
+        yield session
 
 
 async def running(site: Site, key: str, rid: str) -> asyncio.Task[int]:
@@ -127,6 +137,41 @@ async def test_another_key_does_not_push_out_what_is_stored(serve: Serve) -> Non
     for _ in range(9):
         assert (await site.post("/v1/responses", asked, **by("ben")))[0] == 200
     assert (await site.get(f"/v1/responses/{kept}", **by("anna")))[0] == 200
+
+
+async def test_without_keys_another_address_does_not_push_out_what_is_stored(
+    serve: Serve, elsewhere: aiohttp.ClientSession
+) -> None:
+    site = await serve(response_store=4)
+    asked = {"input": [{"role": "user", "content": "x", "id": "mine"}], "max_output_tokens": 1}
+    kept = (await site.post("/v1/responses", asked))[1]["id"]
+    assert (await site.post("/open_session", {"capacity_of_str_len": 9, "session_id": "s"}))[0] == 200
+    for _ in range(9):
+        async with elsewhere.post(f"{site.url}/v1/responses", json=asked) as response:
+            assert response.status == 200
+        async with elsewhere.post(f"{site.url}/open_session", json={"capacity_of_str_len": 9}) as response:
+            assert response.status in (200, 429)
+    assert (await site.get(f"/v1/responses/{kept}"))[0] == 200
+    assert (await site.post("/close_session", {"session_id": "s"}))[0] == 200
+
+
+async def test_without_keys_who_knows_an_id_finds_it(serve: Serve, elsewhere: aiohttp.ClientSession) -> None:
+    site = await serve()
+    asked = {"input": [{"role": "user", "content": "secret", "id": "mine"}], "max_output_tokens": 1}
+    mine = (await site.post("/v1/responses", asked))[1]
+    session = (await site.post("/open_session", {"capacity_of_str_len": 99}))[1]
+    assert min(len(mine["id"].removeprefix("resp_")), len(session)) == 32  # hexadecimal digits: 128 bits
+    follow = {"input": "x", "previous_response_id": mine["id"], "max_output_tokens": 1}
+    async with elsewhere.post(f"{site.url}/v1/responses", json=follow) as response:
+        assert response.status == 200
+    turn = {"text": "x", "session_params": {"id": session}}
+    async with elsewhere.post(f"{site.url}/generate", json=turn) as response:
+        assert response.status == 200
+    # The name that a client chose for an item may be another's, too.
+    refer = {"input": [{"type": "item_reference", "id": "mine"}]}
+    async with elsewhere.post(f"{site.url}/v1/responses", json=refer) as response:
+        assert response.status == 400
+    assert (await site.post("/v1/responses", refer))[0] == 200
 
 
 async def test_a_key_is_nowhere_in_what_is_said(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from sgla.messages import Event, Usage
 
 
 def entry(uid: str, owner: str = "", items: int = 0, size: int = 10, before: Stored | None = None) -> Stored:
-    part = Part(before.part if before else None, [Kept(f"{uid}.{i}", b"1") for i in range(items)])
+    part = Part(before.part if before else None, [Kept(f"{uid}.{i}", b"1") for i in range(items)], owner)
     return Stored(id=uid, owner=owner, part=part, asked=items, uid=None, live={"id": uid}, size=size)
 
 
@@ -62,6 +62,18 @@ def test_who_has_most_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(store) == ["small", "18", "19"]
 
 
+def test_a_conversation_is_all_of_the_client_that_began_it() -> None:
+    store = ResponseStore(9, ttl=60.0)
+    first = entry("first", "anna", items=2)
+    store.put(first)
+    store.put(entry("second", "ben", items=1, before=first))
+    assert list(store._shares) == ["anna"]
+    store.delete("first")
+    assert store._bytes == store._shares["anna"].bytes > 2 * module.ITEM
+    store.delete("second")
+    assert (store._bytes, store._shares) == (0, {})
+
+
 def test_an_owner_finds_what_is_its_own() -> None:
     store = ResponseStore(6, ttl=10.0)
     store.put(entry("r", "anna", items=1))
@@ -84,7 +96,7 @@ def test_the_newest_item_of_an_id_is_found() -> None:
     store = ResponseStore(9, ttl=60.0)
     for i in range(3):
         kept = [Kept("same", b"%d" % i), Kept("", b"2"), Kept("same", b"3")]
-        store.put(Stored(id=str(i), owner="", part=Part(None, kept), asked=3, uid=None))
+        store.put(Stored(id=str(i), owner="", part=Part(None, kept, ""), asked=3, uid=None))
     for i in (2, 0, 1):
         store.delete(str(i))
         found = {2: b"1", 0: b"1", 1: None}[i]

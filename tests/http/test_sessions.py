@@ -12,6 +12,7 @@ from http_site import Serve, Site
 
 from sgla import clock
 from sgla.errors import ContextTooLong, InvalidField, Overloaded
+from sgla.http.clients import Client
 from sgla.http.native import session_store
 from sgla.http.native.session_store import OpenSessionRequest, Sessions, Turn
 from sgla.http.request.schema import SessionParams
@@ -162,7 +163,7 @@ async def test_what_sessions_hold_is_bounded(site: Site, monkeypatch: Any) -> No
 
 def test_the_size_of_a_session_is_kept_and_not_added_up(monkeypatch: Any) -> None:
     sessions, asked, chance = Sessions(2, 60.0), 0, random.Random(0)
-    name = sessions.open(OpenSessionRequest(capacity_of_str_len=1000), "")
+    name = opened_by(sessions, "")
     session, size = sessions._get(name, ""), Turn.size
 
     def count(turn: Turn) -> int:
@@ -189,7 +190,7 @@ def test_the_size_of_a_session_is_kept_and_not_added_up(monkeypatch: Any) -> Non
     for turn in open_turns:
         turn.end([1])
         turn.close()
-    assert (sessions._whole.size, sessions._count) == (0, 0)
+    assert (sessions._whole.size, sessions._whole.sessions, sessions._shares) == (0, {}, {})
 
 
 async def test_a_session_takes_one_prompt_at_a_time(site: Site) -> None:
@@ -209,7 +210,7 @@ def turns(sessions: Sessions, name: str, owner: str, count: int, size: int = 1) 
 
 
 def opened_by(sessions: Sessions, owner: str) -> str:
-    return sessions.open(OpenSessionRequest(capacity_of_str_len=1000), owner)
+    return sessions.open(OpenSessionRequest(capacity_of_str_len=1000), Client(owner, owner))
 
 
 def test_a_session_has_a_limit_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +248,9 @@ def test_who_has_most_sessions_loses_the_one_least_used(monkeypatch: pytest.Monk
     turns(sessions, bens[0], "ben", 2)
     assert len(sessions._shares["anna"].sessions) == 3
     turns(sessions, bens[1], "ben", 1)
-    assert list(sessions._shares["anna"].sessions) == [annas[4]]
+    assert [name for _, name in sessions._shares["anna"].sessions] == [annas[4]]
     assert sessions._whole.size == 6 * (session_store.TURN + 1)
-    assert list(sessions._shares["ben"].sessions) == [bens[2], *bens[:2]]
+    assert [name for _, name in sessions._shares["ben"].sessions] == [bens[2], *bens[:2]]
 
 
 async def test_sessions_of_another_key_are_not_there(serve: Serve) -> None:

@@ -1,10 +1,11 @@
 """SGLang's sessions: a tree of turns, of which each goes on from an earlier one. The prefix cache makes that cheap; kept
-here are token ids alone, of each turn those that it added. Sessions are shared among their owners (``clients.Client.owner``)."""
+here are token ids alone, of each turn those that it added. An owner (``clients.Client.owner``) finds its own sessions; the room for
+them is shared among clients (``Client.name``)."""
 
 from __future__ import annotations
 
 import math
-import uuid
+import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import msgspec
 
 from sgla import clock
 from sgla.errors import ContextTooLong, InvalidField, NotFound, Overloaded
+from sgla.http.clients import Client
 from sgla.http.errors import Busy
 from sgla.http.request.schema import SessionParams
 
@@ -91,8 +93,8 @@ class Turn:
 class Session:
     """``size``: that of all ``turns``, kept up to date by whoever changes them; ``share`` has part of it."""
 
-    def __init__(self, name: str, share: Share, capacity: int, ttl: float) -> None:
-        self.name = name
+    def __init__(self, name: str, owner: str, share: Share, capacity: int, ttl: float) -> None:
+        self.key = owner, name
         self.share = share
         self.turns: dict[str, Turn] = {}
         self.size = 0
@@ -187,11 +189,12 @@ def kept_of(before: Turn | None, params: SessionParams) -> int:
 
 
 class Share:
-    """The sessions of one owner, the one that is longest without a turn first, and how many tokens they have. ``whole``: what all owners
-    have."""
+    """The sessions of one client, the one that is longest without a turn first, and how many tokens they have. ``whole``: those of all
+    clients."""
 
-    def __init__(self, whole: Share | None = None) -> None:
-        self.sessions: OrderedDict[str, Session] = OrderedDict()
+    def __init__(self, client: str = "", whole: Share | None = None) -> None:
+        self.client = client
+        self.sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self.size = 0
         self._whole = whole
 
@@ -202,39 +205,39 @@ class Share:
 
 
 class Sessions:
-    """At most ``limit``; each is closed after ``ttl`` seconds without a turn. Where there is no room, an owner that has more than the one
+    """At most ``limit``; each is closed after ``ttl`` seconds without a turn. Where there is no room, a client that has more than the one
     who asks loses the session that is longest without a turn."""
 
     def __init__(self, limit: int, ttl: float) -> None:
         self._limit = limit
         self._ttl = ttl
-        self._count = 0
         self._whole = Share()
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, Share] = {}  # by client
         self._looked = -math.inf  # when expired ones were looked for
 
-    def open(self, request: OpenSessionRequest, owner: str) -> str:
-        name = request.session_id or uuid.uuid4().hex
+    def open(self, request: OpenSessionRequest, client: Client) -> str:
+        name = request.session_id or secrets.token_hex(16)
         if len(name) > MAX_NAME:
             raise InvalidField(f"session_id may have at most {MAX_NAME} characters", param="session_id")
-        share = self._shares.get(owner) or Share(self._whole)
-        if self._find(name, owner) is not None:
+        if self._find(name, client.owner) is not None:
             raise InvalidField(f"session {name!r} is open already", param="session_id")
         self._expire()
-        if self._count >= self._limit:
+        share = self._shares.get(client.name) or Share(client.name, self._whole)
+        if len(self._whole.sessions) >= self._limit:
             most = max(self._shares.values(), key=lambda share: len(share.sessions), default=share)
             if len(most.sessions) <= len(share.sessions) + 1:
                 raise Overloaded(f"{self._limit} sessions are open, which is the limit", retry_after=5.0)
             self._close(next(iter(most.sessions.values())))
-        self._shares[owner] = share
-        share.sessions[name] = Session(name, share, request.capacity_of_str_len, request.timeout or self._ttl)
-        self._count += 1
+        self._shares[client.name] = share
+        ttl = request.timeout or self._ttl
+        session = Session(name, client.owner, share, request.capacity_of_str_len, ttl)
+        share.sessions[session.key] = self._whole.sessions[session.key] = session
         return name
 
     def begin(self, params: SessionParams, rid: str, added: list[int], owner: str, longest: int) -> Turn:
         """See ``Session.begin``."""
         session = self._get(params.id, owner)
-        session.share.sessions.move_to_end(session.name)
+        session.share.sessions.move_to_end(session.key)
         return session.begin(params, rid, added, longest, lambda size: self._make_room(size, session.share))
 
     def _make_room(self, size: int, share: Share) -> None:
@@ -248,8 +251,7 @@ class Sessions:
             self._close(next(iter(most.sessions.values())))
 
     def _find(self, name: str, owner: str) -> Session | None:
-        share = self._shares.get(owner)
-        session = share.sessions.get(name) if share is not None else None
+        session = self._whole.sessions.get((owner, name))
         if session is not None and session.expires < clock.now():
             self._close(session)
             return None
@@ -265,9 +267,11 @@ class Sessions:
         self._close(self._get(name, owner))
 
     def _close(self, session: Session) -> None:
+        share = session.share
         session.close()
-        del session.share.sessions[session.name]
-        self._count -= 1
+        del share.sessions[session.key], self._whole.sessions[session.key]
+        if not share.sessions:
+            del self._shares[share.client]
 
     def _expire(self) -> None:
         """Not more often than once a second, since it looks at all of them."""
@@ -275,8 +279,5 @@ class Sessions:
         if now < self._looked + 1.0:
             return
         self._looked = now
-        for owner, share in list(self._shares.items()):
-            for session in [session for session in share.sessions.values() if session.expires < now]:
-                self._close(session)
-            if not share.sessions:
-                del self._shares[owner]
+        for session in [session for session in self._whole.sessions.values() if session.expires < now]:
+            self._close(session)

@@ -17,7 +17,7 @@ CLOSE = Schema(CloseSessionRequest)
 
 async def open_session(request: web.Request) -> web.Response:
     fields = await intake(request, OPEN)
-    return json_response(request.app[SERVER].sessions.open(fields, request[CLIENT].owner))
+    return json_response(request.app[SERVER].sessions.open(fields, request[CLIENT]))
 
 
 async def close_session(request: web.Request) -> web.Response:

@@ -10,6 +10,7 @@ import msgspec
 from sgla import census
 from sgla.errors import InvalidField, NotFound, TooLarge
 from sgla.http.bodies import Share
+from sgla.http.clients import Client
 from sgla.http.errors import Busy
 from sgla.http.responses.input import ResponsesRequest, input_items, referred, resolved
 from sgla.http.responses.output import new_id
@@ -38,14 +39,14 @@ class Slices:
 
 
 async def gather(
-    fields: ResponsesRequest, store: ResponseStore, owner: str, limit: int, share: Share
+    fields: ResponsesRequest, store: ResponseStore, client: Client, limit: int, share: Share
 ) -> tuple[Part | None, list[Item], list[Item]]:
     """What the request goes on from; its own items, with stored ones in place of references; the whole conversation.
 
     What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes, and Overloaded where ``share`` gets no memory for
     it. Raises PreviousResponseNotFound, Busy and InvalidField.
     """
-    before = earlier(store, owner, fields.previous_response_id)
+    before = earlier(store, client.owner, fields.previous_response_id)
     items = input_items(fields)
     count = len(items) + (before.count if before is not None else 0)
     if count > MAX_ITEMS:
@@ -54,7 +55,7 @@ async def gather(
             param="input",
         )
     names = list(referred(items))
-    found = {name: store.item(name, owner) for name in set(names)}
+    found = {name: store.item(name, client.name) for name in set(names)}
     size = sum(len(found[name] or b"") for name in names) + (before.total if before is not None else 0)
     if size > limit:
         raise TooLarge(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,4 +139,5 @@ def free_text(arguments: str) -> str:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+    """One that nobody can guess: without keys an id is all that it takes to find a response."""
+    return f"{prefix}_{secrets.token_hex(16)}"

@@ -55,9 +55,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     check_fields(fields)
     kinds = {str(tool.get("type")) for tool in fields.tools or [] if tool.get("type") not in CLIENT_TOOLS}
     request[IGNORED_FIELDS] += [f"tools.{kind}" for kind in sorted(kinds)]
-    store, owner = server.responses, request[CLIENT].owner
+    store, client = server.responses, request[CLIENT]
     share = request[SHARE]
-    before, own, items = await gather(fields, store, owner, server.config.max_body_bytes, share)
+    before, own, items = await gather(fields, store, client, server.config.max_body_bytes, share)
     chat = chat_request(fields, items)
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
@@ -66,8 +66,8 @@ async def create(request: web.Request) -> web.StreamResponse:
     asked = await to_keep(own, share) if answer.response["store"] else []
     entry = Stored(
         id=answer.response["id"],
-        owner=owner,
-        part=Part(before, asked),
+        owner=client.owner,
+        part=Part(before, asked, client.name),
         asked=len(asked),
         uid=work.uid,
         live=answer.response,

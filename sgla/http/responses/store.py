@@ -1,5 +1,6 @@
 """The responses that ``previous_response_id``, ``item_reference`` and ``GET /v1/responses/{id}`` can find: bounded in number, size and
-age, and shared among their owners (``clients.Client.owner``). Items are kept as JSON: their size is known, and no garbage collection walks through them.
+age, and shared among clients (``clients.Client.name``). An owner (``Client.owner``) finds its own responses, a client items by their ids, which
+others may have chosen too. Items are kept as JSON: their size is known, and no garbage collection walks through them.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ def kept(item: Item) -> Kept:
 
 
 class Part:
-    """The items of one response, its input and then its output, behind the conversation ``before``.
+    """The items of one response, its input and then its output, behind the conversation ``before``, which is all of the ``client``'s
+    that began it.
 
     ``holders``: its response, if that is stored, and the stored parts behind it, which may outlive the response. ``total`` and
     ``count``: bytes of JSON and items of the whole conversation.
     """
 
-    __slots__ = ("before", "count", "holders", "items", "size", "total")
+    __slots__ = ("before", "client", "count", "holders", "items", "size", "total")
 
-    def __init__(self, before: Part | None, items: Iterable[Kept]) -> None:
+    def __init__(self, before: Part | None, items: Iterable[Kept], client: str) -> None:
         self.before = before
+        self.client: str = client if before is None else before.client
         self.holders = 0
         self.items: list[Kept] = []
         self.size = 0
@@ -99,7 +102,7 @@ class Stored(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Share:
-    """What one owner has stored: the responses, oldest first; their bytes; its items by id, each in the parts that have it, newest last."""
+    """What one client has stored: the responses, oldest first; their bytes; its items by id, each in the parts that have it, newest last."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, Stored] = OrderedDict()
@@ -120,7 +123,7 @@ class Share:
 
 
 class ResponseStore:
-    """Drops what is older than ``ttl`` seconds, then, beyond ``limit`` entries or ``MAX_BYTES``, the oldest of the owner that has most.
+    """Drops what is older than ``ttl`` seconds, then, beyond ``limit`` entries or ``MAX_BYTES``, the oldest of the client that has most.
 
     The time of a call does not grow with what is stored.
     """
@@ -129,14 +132,14 @@ class ResponseStore:
         self.limit = limit
         self._ttl = ttl
         self._entries: OrderedDict[str, Stored] = OrderedDict()  # oldest first
-        self._shares: dict[str, Share] = {}  # by owner
+        self._shares: dict[str, Share] = {}  # by client
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, entry: Stored) -> None:
-        share = self._shares.setdefault(entry.owner, Share())
+        share = self._shares.setdefault(entry.part.client, Share())
         entry.expires = clock.now() + self._ttl
         self._entries[entry.id] = share.entries[entry.id] = entry
         share.index(entry.part, 0)
@@ -147,7 +150,7 @@ class ResponseStore:
         """An entry has got larger by ``size`` bytes."""
         if self._entries.get(entry.id) is entry:
             entry.size += size
-            self._take(self._shares[entry.owner], size)
+            self._take(self._shares[entry.part.client], size)
             self._trim()
 
     def end(self, entry: Stored, output: Iterable[Item]) -> None:
@@ -155,7 +158,7 @@ class ResponseStore:
         entry.uid = entry.stop = None
         if self._entries.get(entry.id) is not entry:
             return
-        share, start = self._shares[entry.owner], len(entry.part.items)
+        share, start = self._shares[entry.part.client], len(entry.part.items)
         entry.json, entry.live = encode(entry.live), None
         self._take(share, entry.part.add(map(kept, output)))
         share.index(entry.part, start)
@@ -170,19 +173,19 @@ class ResponseStore:
         entry = self._entries.pop(uid, None)
         if entry is None:
             return
-        share = self._shares[entry.owner]
+        share = self._shares[entry.part.client]
         del share.entries[uid]
         share.forget(entry.part)
         self._take(share, -entry.size - _release(entry.part))
         if not share.entries:
-            del self._shares[entry.owner]
+            del self._shares[entry.part.client]
         if entry.stop is not None:
             entry.stop()
 
-    def item(self, uid: str, owner: str) -> bytes | None:
-        """The JSON of the newest input or output item with this id."""
+    def item(self, uid: str, client: str) -> bytes | None:
+        """The JSON of the client's newest input or output item with this id."""
         self._trim()
-        share = self._shares.get(owner)
+        share = self._shares.get(client)
         places = share.items.get(uid) if share is not None else None
         if not places:
             return None
@@ -191,7 +194,7 @@ class ResponseStore:
 
     def place(self, uid: str, entry: Stored) -> int | None:
         """The number of the item with this id among those of ``entry``."""
-        share = self._shares.get(entry.owner)
+        share = self._shares.get(entry.part.client)
         return share.items.get(uid, {}).get(entry.part) if share is not None else None
 
     def _take(self, share: Share, size: int) -> None:
