@@ -1,4 +1,5 @@
-"""For all tests: GPU tests are skipped without CUDA, and Triton kernels run in its interpreter then."""
+"""For all tests: GPU tests are skipped without CUDA, and Triton kernels run in its interpreter then. Tests of the compiled CPU kernels,
+and of equal bits in any batch, which torch's operations do not give, are skipped where these cannot be built."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 
 import pytest
 import torch
+
+from sgla.kernels import build, native
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -17,9 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if "native" in item.keywords and isinstance(native._found(), build.BuildError):
+            item.add_marker(pytest.mark.skip(reason=native.note()))

@@ -15,6 +15,7 @@ from sgla.kernels.program import Limits, Program
 from sgla.quant import pack
 from sgla.worker.encoder import make_batch
 
+pytestmark = pytest.mark.native
 LEVELS = [level.name for level in build.supported()]
 VOCAB = 97
 

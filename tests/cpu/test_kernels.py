@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sgla.kernels import build, native, ops
+from sgla.kernels import build, ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind, Panels
 from sgla.kernels.program import Limits, Program
 from sgla.quant import Weight, pack
 
-pytestmark = pytest.mark.skipif(isinstance(native._found(), build.BuildError), reason=native.note())
+pytestmark = pytest.mark.native
 
 LEVELS = [level.name for level in build.supported()]
 WIDTHS = list(

@@ -25,7 +25,7 @@ from sgla.kernels.record import Recorder
 from sgla.quant import Weight, pack
 from sgla.sampling.draw import Shape, draw, uniform
 
-pytestmark = pytest.mark.skipif(isinstance(native._found(), build.BuildError), reason=native.note())
+pytestmark = pytest.mark.native
 
 WIDTH, HEADS, KV_HEADS, DIM, FFN, VOCAB, PAGE, PAGES = 48, 6, 2, 16, 64, 100, 4, 60
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from sgla.kernels import build, native
 from sgla.messages import RowSampling
 from sgla.sampling import Sampler, faults
 from sgla.sampling.device import score as device_score
@@ -77,7 +76,7 @@ def test_both_ends_of_the_cdf_are_tokens_with_weight() -> None:
             assert draw(logits, shape, u) in allowed
 
 
-@pytest.mark.skipif(isinstance(native._found(), build.BuildError), reason=native.note())
+@pytest.mark.native
 @pytest.mark.parametrize(
     "shape", [*SHAPES, Shape(0.7, 0, 0.95, 0.1), Shape(0.6, 20, 0.95, 0.0), Shape(0.01, 0, 0.9, 0.0)]
 )

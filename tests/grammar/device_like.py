@@ -3,6 +3,7 @@ result before has been read, with a token table of its own."""
 
 from __future__ import annotations
 
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+os.environ["TRITON_INTERPRET"] = "1"  # a GPU may be there, but all tensors are the CPU's
 from sgla.kernels.triton import sampling
 from sgla.messages import RowSampling, StepPlan, StepResult
 from sgla.sampling import device

@@ -19,8 +19,9 @@ from sgla.messages import Grammar
 
 @pytest.fixture(scope="module")
 def ahead(folder: Path) -> Iterator[Engine]:
-    """Its memory is small: requests are preempted."""
+    """Its memory is small: requests are preempted. Its worker has the environment that it has beside a GPU."""
     patch = pytest.MonkeyPatch()
+    patch.delenv("TRITON_INTERPRET", raising=False)
     patch.setitem(procs.RUNNERS, "cpu", "device_like:DeviceLike")
     patch.syspath_prepend(str(Path(__file__).parent))
     engine = Engine(
@@ -52,16 +53,19 @@ def both(ahead: Engine, engine: Engine, grammars: list[Any], **changes: Any) -> 
     assert made[0] == made[1]
 
 
+@pytest.mark.native
 def test_outputs_are_those_of_the_cpu(ahead: Engine, engine: Engine) -> None:
     both(ahead, engine, [*MIXED[::2], None], max_tokens=40, min_tokens=5)
 
 
+@pytest.mark.native
 def test_preempted_outputs_go_on_where_they_were(ahead: Engine, engine: Engine) -> None:
     before = ahead.stats().preemptions
     both(ahead, engine, [Grammar(kind="regex", text="[ab]{60}")] * 5, max_tokens=60)
     assert ahead.stats().preemptions > before
 
 
+@pytest.mark.native
 def test_forced_tokens_come_at_once(ahead: Engine, engine: Engine) -> None:
     before = ahead.stats()
     both(ahead, engine, [FORCED], max_tokens=80)

@@ -276,15 +276,18 @@ def texts(engine: Engine, many: bool, **changes: Any) -> list[tuple[list[int], s
     return [(out.tokens, out.finish) for out in made]
 
 
+@pytest.mark.native
 def test_alone_is_as_in_a_batch(engine: Engine) -> None:
     assert texts(engine, many=True) == texts(engine, many=False)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_depth_of_the_pipeline_changes_nothing(engine: Engine, start: Start, depth: int) -> None:
     assert texts(start(depth=depth), many=True) == texts(engine, many=True)
 
 
+@pytest.mark.native
 def test_preempted_outputs_go_on_where_they_were(engine: Engine, start: Start) -> None:
     small = start(kv_cache_bytes=40 << 10, context_length=256)
     before = small.stats().preemptions
@@ -297,6 +300,7 @@ def one_by_one(self: Constraint, position: int, token: int) -> list[int]:
     return []
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_forced_tokens_come_at_once_and_are_those_that_would_be_sampled(
     start: Start, monkeypatch: pytest.MonkeyPatch, depth: int
@@ -322,6 +326,7 @@ def test_forced_tokens_come_at_once_and_are_those_that_would_be_sampled(
     assert few < 0.7 * many
 
 
+@pytest.mark.native
 def test_a_forced_run_ends_where_the_request_does(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(**changes: Any) -> Output:
         return engine.generate("x", params(engine, FORCED, **changes))
