@@ -112,8 +112,10 @@ class Signals:
         self._system = system
         self.last_resort = last_resort
         self._count = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
             signal.signal(number, self._handle)
+        last_resort.guard(numbers, system.config.drain_timeout + LEAVE)
 
     def _handle(self, number: int, frame: object) -> None:
         self._count += 1
