@@ -19,7 +19,7 @@ from sgla import clock
 log = logging.getLogger(__name__)
 
 LONGEST = 1e9  # seconds that timers take
-SPARE = 0.4  # seconds between the thread's end of the process and the kernel's
+SPARE = 0.3  # seconds between the thread's end of the process and the kernel's
 
 # Sends SIGALRM to a process (argv[1]) so many seconds (argv[2]) after the first byte from it; ends when it does, which closes the pipe.
 GUARD = """
