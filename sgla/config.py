@@ -162,6 +162,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_origins: Annotated[
         list[str], Doc(description="web origins whose pages may use the server (CORS); none given = all")
     ] = []
+    forwarded_allow_ips: Annotated[
+        list[str],
+        Doc(description="proxies whose X-Forwarded-For names the client: addresses, networks, or * for all"),
+    ] = []
     max_connections: Annotated[
         int | None, Doc(description="open connections; idle ones make room for new ones")
     ] = None

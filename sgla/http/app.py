@@ -15,7 +15,7 @@ from sgla.errors import NotFound, SglaError
 from sgla.http import admin, control, ollama, openapi, page
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.bodies import Share
-from sgla.http.clients import CLIENT
+from sgla.http.clients import ADDRESS, CLIENT
 from sgla.http.connections import check_spare, is_spare
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, Gate, add_headers, identify, preflight
@@ -147,6 +147,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     path = "/" + "/".join(filter(None, request.path.split("/")))
     route, request[PATH_ID] = match(path)
     identify(request)
+    request[ADDRESS] = server.proxies.client(request)
     named = (
         request.method if request.method in METHODS else "other",
         route if route in ROUTES else "unknown",
@@ -167,7 +168,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
             server.metrics.tracing.end(request[TRACE], status)
         if server.config.log_requests:
             millis = 1000 * (clock.now() - began)
-            line = (request.remote, request.method, route[:100], status, round(millis, 1), request[RID])
+            line = (request[ADDRESS], request.method, route[:100], status, round(millis, 1), request[RID])
             fields = dict(zip(("client", "method", "route", "status", "ms", "request_id"), line))
             log.info("%s %s %s %d %.1f ms %s", *line, extra={"fields": fields})
 

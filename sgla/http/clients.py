@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import secrets
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from aiohttp import web
+
+from sgla.errors import ConfigError
 
 _SALT = secrets.token_bytes(16)  # so that a digest that is seen somewhere tells nothing about the key
 
@@ -24,6 +28,10 @@ class Client(NamedTuple):
 
 
 CLIENT = web.RequestKey("client", Client)
+ADDRESS = web.RequestKey("address", str)  # of the client, as ``Proxies`` finds it; "" if it has none
+HOPS = 32  # addresses of X-Forwarded-For that are looked at
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def with_key(key: bytes, admin: bool) -> Client:
@@ -31,12 +39,56 @@ def with_key(key: bytes, admin: bool) -> Client:
     return Client(digest, digest, admin)
 
 
-def without_key(address: str | None) -> Client:
+def without_key(address: str) -> Client:
     """A host has one address of IPv4, and as many as it likes of an IPv6 network of 64 bits."""
-    if address is None or ":" not in address:
+    host = address_of(address)
+    if host is None:
         return Client(address or "unknown")
+    return Client(str(host if host.version == 4 else ipaddress.IPv6Address(int(host) >> 64 << 64)))
+
+
+def address_of(text: str) -> Address | None:
+    """Of a host's address as proxies write it, maybe with a port; None if it is none."""
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
     try:
-        host = ipaddress.IPv6Address(address)
+        address = ipaddress.ip_address(text)
     except ValueError:
-        return Client(address)
-    return Client(str(host.ipv4_mapped or ipaddress.IPv6Address(int(host) >> 64 << 64)))
+        return None
+    return (address.ipv4_mapped or address) if address.version == 6 else address
+
+
+class Proxies:
+    """Whose ``X-Forwarded-For`` is believed: ``trusted`` are addresses, networks, or "*" for all. Raises ConfigError."""
+
+    def __init__(self, trusted: Iterable[str]) -> None:
+        names = [name.strip() for text in trusted for name in text.split(",")]
+        self._all = "*" in names
+        try:
+            self._networks = [ipaddress.ip_network(name) for name in names if name != "*"]
+        except ValueError as error:
+            raise ConfigError(
+                f"--forwarded-allow-ips takes addresses, networks such as 10.0.0.0/8, or *: {error}",
+                param="forwarded_allow_ips",
+            ) from error
+
+    def client(self, request: web.Request) -> str:
+        """The address that the request comes from: the last one that no trusted proxy has."""
+        client = request.remote or ""
+        if (not self._networks and not self._all) or not self._trusts(address_of(client)):
+            return client
+        hops = ",".join(request.headers.getall("X-Forwarded-For", ())).split(",")
+        for hop in islice(reversed(hops), HOPS):
+            address = address_of(hop)
+            if address is None:
+                break
+            client = str(address)
+            if not self._trusts(address):
+                break
+        return client
+
+    def _trusts(self, address: Address | None) -> bool:
+        return self._all or any(address in network for network in self._networks if address is not None)

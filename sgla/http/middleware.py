@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from sgla.errors import Unauthorized
-from sgla.http.clients import Client, with_key, without_key
+from sgla.http.clients import ADDRESS, Client, with_key, without_key
 from sgla.http.request.intake import IGNORED_FIELDS
 from sgla.http.request.schema import header_value
 from sgla.http.server import RID, SERVER, UID, unique
@@ -61,7 +61,7 @@ class Gate:
         first = path.split("/")[1]
         keys = self._admin if first in ADMIN else self._all
         if not keys or first in OPEN:
-            return without_key(request.remote)
+            return without_key(request[ADDRESS])
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = request.headers.get("x-api-key", "")

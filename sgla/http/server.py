@@ -17,7 +17,7 @@ from sgla.config import Config
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
 from sgla.http.bodies import Budget
-from sgla.http.clients import CLIENT, Client
+from sgla.http.clients import CLIENT, Client, Proxies
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
@@ -73,6 +73,7 @@ class Server:
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
         self.sessions = Sessions(config.response_store, config.response_ttl)
+        self.proxies = Proxies(config.forwarded_allow_ips)
         self.probe = Probe(ingress)
         self.openapi: bytes | None = None  # the description of the API, once somebody has asked
         self._metrics_text = b""

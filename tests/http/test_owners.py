@@ -13,7 +13,7 @@ from http_site import Serve, Site
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.http.clients import with_key, without_key
+from sgla.http.clients import Proxies, with_key, without_key
 from sgla.resolve import check
 
 KEYS = ["anna", "ben"]
@@ -31,13 +31,45 @@ def test_clients_are_told_apart_by_digests_or_addresses() -> None:
     for address, same in (
         ("1.2.3.4", "::ffff:1.2.3.4"),
         ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2"),
-        ("", None),
     ):
         assert without_key(address) == without_key(same)
     assert (
         len({without_key(address).name for address in ("1.2.3.4", "1.2.3.5", "2001:db8::", "fe80::1")}) == 4
     )
     assert without_key("1.2.3.4").owner == ""
+
+
+@pytest.mark.parametrize(
+    ("trusted", "sent", "client"),
+    [
+        ([], ["1.1.1.1"], "127.0.0.1"),
+        (["127.0.0.2"], ["1.1.1.1"], "127.0.0.1"),
+        (["127.0.0.1"], [], "127.0.0.1"),
+        (["127.0.0.1"], ["9.9.9.9, 1.1.1.1"], "1.1.1.1"),
+        (["127.0.0.1"], ["9.9.9.9", "1.1.1.1:80"], "1.1.1.1"),
+        (["10.0.0.0/8,127.0.0.1"], ["9.9.9.9, 1.1.1.1, 10.1.2.3"], "1.1.1.1"),
+        (["10.0.0.0/8", "127.0.0.1"], ["unknown, 10.1.2.3"], "10.1.2.3"),
+        (["127.0.0.0/8", "::1"], ["2001:db8::1, ::1"], "2001:db8::"),
+        (["127.0.0.1"], ["[2001:db8::1]:80"], "2001:db8::"),
+        (["*"], ["1.1.1.1, 2.2.2.2, 3.3.3.3"], "1.1.1.1"),
+        (["*"], [f"9.9.9.9{', 1.1.1.1' * 100}"], "1.1.1.1"),
+    ],
+)
+async def test_a_trusted_proxy_names_the_client(
+    serve: Serve, caplog: pytest.LogCaptureFixture, trusted: list[str], sent: list[str], client: str
+) -> None:
+    site = await serve(forwarded_allow_ips=trusted, log_requests=True)
+    headers = [("X-Forwarded-For", addresses) for addresses in sent]
+    with caplog.at_level("INFO"):
+        assert (await site.post("/v1/completions", {"prompt": "x"}, headers=headers))[0] == 200
+    assert site.ingress.jobs[-1].client == client
+    assert client.rstrip(":") in caplog.text
+
+
+def test_a_proxy_has_an_address() -> None:
+    for wrong in ("localhost", "10.0.0.1/8", ""):
+        with pytest.raises(ConfigError, match="--forwarded-allow-ips takes"):
+            Proxies([wrong])
 
 
 @pytest.fixture
