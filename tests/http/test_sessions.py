@@ -54,6 +54,30 @@ async def test_turns_append(site: Site) -> None:
     assert third[: len(second) + 2] == [*second, 7, 8]
 
 
+async def test_a_streaming_session_appends_by_itself(site: Site) -> None:
+    session = await opened(site, streaming=True)
+    first = await turn(site, session, "ab", "1")
+    second = await turn(site, session, "c", "2")
+    assert second[: len(first) + 1] == [*first, 99]
+    third = await turn(site, session, "d", "3", after="2")
+    assert third[: len(second) + 1] == [*second, 100]
+    for params in ({"rid": "1"}, {"offset": 1}, {"replace": True}, {"drop_previous_output": True}):
+        assert await refused(site, session, **params) == (400, "invalid_value")
+    assert (await turn(site, session, "e", "4"))[: len(third) + 1] == [*third, 101]
+
+
+async def test_a_streaming_session_has_one_turn_at_a_time(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True))
+    session = await opened(site, streaming=True)
+    body = {"text": "x", "rid": "1", "session_params": {"id": session}}
+    running = asyncio.ensure_future(site.post("/generate", body))
+    while not site.ingress.jobs:
+        await asyncio.sleep(0.001)
+    assert await refused(site, session) == (409, "busy")
+    await site.post("/abort_request", {"rid": "1"})
+    await running
+
+
 async def test_turns_branch(site: Site) -> None:
     session = await opened(site)
     root = await turn(site, session, "ab", "root")

@@ -92,6 +92,7 @@ async def begin_turn(
     if many or work.n > 1:
         raise InvalidField("session_params is for one prompt with n=1", param="session_params")
     (job,) = work.jobs
+    params = server.sessions.resolved(params, work.client.owner)
     text, tokenizer, special = job.text or "", server.ingress.tokenizer, params.rid is None
 
     check_size("text", [text], MAX_CHARS, "characters")

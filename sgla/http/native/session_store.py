@@ -26,11 +26,12 @@ MAX_NAME = 200
 
 class OpenSessionRequest(msgspec.Struct, kw_only=True):
     """``capacity_of_str_len``: the longest conversation, here in tokens. ``timeout``: seconds without a turn until it is
-    closed."""
+    closed. ``streaming``: each turn goes on from the one before it, without being told so."""
 
     capacity_of_str_len: int
     session_id: str | None = None
     timeout: float | None = None
+    streaming: bool | None = None
 
 
 class CloseSessionRequest(msgspec.Struct, kw_only=True):
@@ -93,8 +94,11 @@ class Turn:
 class Session:
     """``size``: that of all ``turns``, kept up to date by whoever changes them; ``share`` has part of it."""
 
-    def __init__(self, name: str, owner: str, share: Share, capacity: int, ttl: float) -> None:
+    def __init__(
+        self, name: str, owner: str, share: Share, capacity: int, ttl: float, streaming: bool = False
+    ) -> None:
         self.key = owner, name
+        self.streaming = streaming
         self.share = share
         self.turns: dict[str, Turn] = {}
         self.size = 0
@@ -127,6 +131,8 @@ class Session:
         self.touch()
         if len(rid) > MAX_NAME:
             raise InvalidField(f"rid may have at most {MAX_NAME} characters", param="rid")
+        if self.streaming:
+            self._check_appends(params)
         before = None if params.rid is None else self._ended(params.rid)
         turn = Turn(self, rid, added, before, kept_of(before, params))
         if rid in self.turns:
@@ -151,6 +157,27 @@ class Session:
         self.turns = turns
         self.grow(size + turn.size() - self.size)
         return turn
+
+    def last(self) -> str | None:
+        """The rid of the newest turn."""
+        return next(reversed(self.turns), None)
+
+    def _check_appends(self, params: SessionParams) -> None:
+        """A streaming session has one line of turns. Raises BadRequest kinds."""
+        for name in ("offset", "replace", "drop_previous_output"):
+            if getattr(params, name):
+                raise InvalidField(
+                    f"session_params: {name} needs a session that was opened without streaming: true",
+                    param="session_params",
+                )
+        if params.rid == self.last():
+            return
+        if params.rid is None:
+            raise Busy("another turn of the session has begun meanwhile", param="session_params")
+        raise InvalidField(
+            "session_params: a streaming session goes on from its last turn; leave rid out",
+            param="session_params",
+        )
 
     def _ended(self, rid: str) -> Turn:
         turn = self.turns.get(rid)
@@ -230,9 +257,18 @@ class Sessions:
             self._close(next(iter(most.sessions.values())))
         self._shares[client.name] = share
         ttl = request.timeout or self._ttl
-        session = Session(name, client.owner, share, request.capacity_of_str_len, ttl)
+        session = Session(
+            name, client.owner, share, request.capacity_of_str_len, ttl, bool(request.streaming)
+        )
         share.sessions[session.key] = self._whole.sessions[session.key] = session
         return name
+
+    def resolved(self, params: SessionParams, owner: str) -> SessionParams:
+        """``params`` with the turn that a streaming session goes on from. Raises SessionNotFound."""
+        session = self._get(params.id, owner)
+        if session.streaming and params.rid is None:
+            return msgspec.structs.replace(params, rid=session.last())
+        return params
 
     def begin(self, params: SessionParams, rid: str, added: list[int], owner: str, longest: int) -> Turn:
         """See ``Session.begin``."""
