@@ -247,6 +247,15 @@ async def test_rerank_and_score_of_a_cross_encoder_equal_transformers(reranker: 
         _, body = await site.post("/score", {"text_1": TEXTS, "text_2": TEXTS})
         pairs = [float(torch.sigmoid(logits(hf, text, text)[0])) for text in TEXTS]
         assert [item["score"] for item in body["data"]] == pytest.approx(pairs, abs=1e-5)
+        part = {"type": "text", "text": query}
+        for pair in (
+            {"data_1": query, "data_2": TEXTS},
+            {"data_1": {"content": [part]}, "data_2": [{"text": text} for text in TEXTS]},
+            {"queries": query, "documents": TEXTS},
+            {"queries": [query] * 4, "items": TEXTS},
+        ):
+            _, body = await site.post("/v1/score", pair)
+            assert [item["score"] for item in body["data"]] == pytest.approx(expected[:4], abs=1e-5)
         _, body = await site.post("/v1/score", {"query": query, "items": TEXTS})
         assert body["scores"] == pytest.approx(expected[:4], abs=1e-5)
         long = " ".join(["w2"] * 60)
@@ -263,8 +272,14 @@ async def test_rerank_and_score_of_a_cross_encoder_equal_transformers(reranker: 
             ({"query": "w1", "documents": ["w1"], "top_n": 0}, "top_n"),
         ):
             assert error(await site.post("/rerank", wrong)) == (400, "invalid_value", param)
-        wrong_pairs = {"text_1": ["w1", "w2"], "text_2": ["w1"] * 3}
-        assert error(await site.post("/v1/score", wrong_pairs)) == (400, "invalid_value", "text_1")
+        for wrong, param in (
+            ({"text_1": ["w1", "w2"], "text_2": ["w1"] * 3}, "text_1"),
+            ({"text_1": "w1", "text_2": "w1", "queries": "w1"}, "queries"),
+            ({"queries": "w1"}, "documents"),
+            ({"data_1": "w1"}, "data_2"),
+            ({"data_1": "w1", "data_2": {"content": [{"type": "image_url"}]}}, "data_2"),
+        ):
+            assert error(await site.post("/v1/score", wrong)) == (400, "invalid_value", param)
 
 
 async def test_scores_of_an_embedding_model_are_cosines(embedder: tuple[Path, Any]) -> None:

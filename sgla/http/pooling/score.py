@@ -18,7 +18,8 @@ from sgla.http.wire import json_response
 from sgla.text import reranking
 from sgla.text.vectors import cosine, raw, scores, softmax
 
-Texts = str | list[str] | None
+Texts = str | dict[str, Any] | list[str | dict[str, Any]] | None
+PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
 class PairFields(PooledFields, kw_only=True):
@@ -31,8 +32,14 @@ LABELS = 512  # of an item; a step's scores travel through a ring of 4 MiB (exec
 
 
 class ScoreRequest(PairFields, kw_only=True):
+    """vLLM's names for the two sides of pairs are ``PAIRS``; an object among them has ``text``, or ``content`` with parts of text."""
+
     text_1: Texts = None
     text_2: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
+    queries: Texts = None
+    documents: Texts = None
     query: str | list[int] | None = None
     items: str | list[str | list[int]] | None = None
     label_token_ids: list[int] | None = None
@@ -47,19 +54,29 @@ async def score(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
-    if fields.query is not None or fields.items is not None:
+    if fields.query is not None or (fields.items is not None and fields.queries is None):
         values, choices = await item_scores(request, server, fields)
         return json_response({"object": "scoring", "scores": values, "model": model, "usage": usage(choices)})
-    left, right = texts(fields.text_1, "text_1"), texts(fields.text_2, "text_2")
-    found, choices = await similarities(request, server, fields, left, right)
+    names = pair_names(fields)
+    left, right = (texts(getattr(fields, name), name) for name in names)
+    found, choices = await similarities(request, server, fields, left, right, names)
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(found)]
     return json_response({**head("score", request[UID], model), "data": data, "usage": usage(choices)})
+
+
+def pair_names(fields: ScoreRequest) -> tuple[str, str]:
+    """The names under which the pairs are given. Raises InvalidField for more than one of them."""
+    given = {name for pair in PAIRS for name in pair if getattr(fields, name) is not None}
+    names = max(PAIRS, key=lambda pair: len(given.intersection(pair)))
+    if others := given.difference(names):
+        raise InvalidField(f"give either {names[0]} and {names[1]} or {min(others)}", param=min(others))
+    return names
 
 
 def texts(value: Any, param: str) -> list[str]:
     if value is None:
         raise InvalidField(f"{param} is required", param=param)
-    given: list[str] = as_list(value)
+    given = [text_of(item, param) for item in as_list(value)]
     if not given:
         raise InvalidField(f"{param}: the list is empty", param=param)
     for text in given:
@@ -67,17 +84,36 @@ def texts(value: Any, param: str) -> list[str]:
     return given
 
 
+def text_of(item: Any, param: str) -> Any:
+    """The text of an object in place of one, which may have it in the parts of its ``content``."""
+    if not isinstance(item, dict):
+        return item
+    parts = as_list(item.get("content", item))
+    found = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if not found or len(found) < len(parts):
+        raise InvalidField(
+            f"{param}: an object must have a text, or content with parts of type text", param=param
+        )
+    return "\n".join(found)
+
+
 async def similarities(
-    request: web.Request, server: Server, fields: PairFields, left: list[str], right: list[str]
+    request: web.Request,
+    server: Server,
+    fields: PairFields,
+    left: list[str],
+    right: list[str],
+    names: tuple[str, str] = ("query", "items"),
 ) -> tuple[list[float], list[Choice]]:
-    """A score for each pair: of one text with each of ``right``, or of texts at the same places.
+    """A score for each pair: of one text with each of ``right``, or of texts at the same places. ``names``: of the fields.
 
     A cross-encoder reads both texts, and so does a model of text that is served for reranking; of an embedding model it
     is the cosine of their embeddings.
     """
     if len(left) not in (1, len(right)):
         raise InvalidField(
-            f"text_1 has {len(left)} texts and text_2 has {len(right)}; send one, or as many", param="text_1"
+            f"{names[0]} has {len(left)} texts and {names[1]} has {len(right)}; send one, or as many",
+            param=names[0],
         )
     check_count("input", right, MAX_CHOICES)
     pairs = list(zip(left * (len(right) // len(left)), right))
