@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -9,16 +12,22 @@ from aiohttp import web
 
 from sgla import __version__
 from sgla.config import SECRETS
+from sgla.errors import InvalidField
 from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
 from sgla.sched.stats import Stats
 
+ANTHROPIC_VERSION = "anthropic-version"  # a header
+MAX_PAGE = 1000  # models
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def models(request: web.Request) -> web.Response:
+    """In Anthropic's shape for its clients, which send the version of its API."""
     server = request.app[SERVER]
     server.ingress.require_ready()
+    if ANTHROPIC_VERSION in request.headers:
+        return json_response(model_page(server, request.query))
     return json_response(
         {"object": "list", "data": [card(server, name) for name in server.ingress.model_names]}
     )
@@ -27,7 +36,44 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     server.ingress.require_ready()
-    return json_response(card(server, server.model(request[PATH_ID])))
+    shape = anthropic_card if ANTHROPIC_VERSION in request.headers else card
+    return json_response(shape(server, server.model(request[PATH_ID])))
+
+
+def model_page(server: Server, query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of Anthropic's list: ``limit`` models behind ``after_id``, or before ``before_id``. Raises InvalidField."""
+    names, limit = server.ingress.model_names, query.get("limit", "20")
+    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_PAGE:
+        raise InvalidField(f"limit must be from 1 to {MAX_PAGE}", param="limit")
+    for name in ("after_id", "before_id"):
+        if name in query and query[name] not in names:
+            raise InvalidField(f"{name} must be the id of a model", param=name)
+    if "before_id" in query:
+        rest = names[: names.index(query["before_id"])]
+        page = rest[-int(limit) :]
+    else:
+        rest = names[names.index(query["after_id"]) + 1 :] if "after_id" in query else names
+        page = rest[: int(limit)]
+    return {
+        "data": [anthropic_card(server, name) for name in page],
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+        "has_more": len(rest) > len(page),
+    }
+
+
+def anthropic_card(server: Server, name: str) -> dict[str, Any]:
+    facts = server.ingress.facts
+    context = facts.context_len if facts is not None else None
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
 
 
 def card(server: Server, name: str) -> dict[str, Any]:

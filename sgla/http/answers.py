@@ -138,6 +138,22 @@ class Models(msgspec.Struct):
     data: list[Model]
 
 
+class AnthropicModel(msgspec.Struct):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModels(msgspec.Struct):
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class GenerateMeta(msgspec.Struct):
     id: str
     finish_reason: Object

@@ -192,7 +192,8 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
 
 def refusal(request: web.Request, route: str, error: SglaError) -> web.Response:
     """The error in the shape of the route's API."""
-    if route.startswith(anthropic.PREFIX):
+    lists = route.startswith(MODELS) and admin.ANTHROPIC_VERSION in request.headers
+    if route.startswith(anthropic.PREFIX) or lists:
         return anthropic.error_response(error, request[RID])
     if route.startswith(f"{ollama.PREFIX}/"):
         return ollama.error_response(error)

@@ -98,8 +98,12 @@ OPERATIONS: dict[Any, Operation] = {
     ),
     anthropic.messages: Operation("Anthropic: answer messages", MessagesRequest, to.Message, stream=EVENTS),
     anthropic.count_tokens: Operation("Anthropic: the size of a prompt", CountTokensRequest, to.TokenCount),
-    admin.models: Operation("OpenAI: the names of the model", answer=to.Models),
-    admin.model: Operation("OpenAI: one name of the model", answer=to.Model),
+    admin.models: Operation(
+        "OpenAI, Anthropic: the names of the model",
+        answer=(to.Models, to.AnthropicModels),
+        query=("limit", "after_id", "before_id"),
+    ),
+    admin.model: Operation("OpenAI, Anthropic: one name of the model", answer=(to.Model, to.AnthropicModel)),
     native.generate: Operation(
         "SGLang: continue texts or token ids",
         GenerateRequest,

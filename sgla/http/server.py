@@ -157,9 +157,10 @@ class Server:
         """Run ``work`` to its end; the choices in index order. A request that is rejected raises."""
         return await self.wait(work, self.start(work))
 
-    def start(self, work: Work) -> Collector:
-        """Admit ``work``, whose answer ``wait`` brings. Raises the SglaError that refuses it."""
-        sink = Collector(work.choices)
+    def start(self, work: Work, begun: Callable[[], object] | None = None) -> Collector:
+        """Admit ``work``, whose answer ``wait`` brings; ``begun`` is called when it has its first token. Raises the SglaError that refuses
+        it."""
+        sink = Collector(work.choices, begun)
         self.open(work, sink)
         return sink
 

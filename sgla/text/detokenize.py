@@ -43,6 +43,11 @@ def make_detokenizer(
     return WindowDetokenizer(tokenizer, skip_special_tokens)
 
 
+def continues(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether an output behind ``prompt`` keeps its first space, which the tokenizer strips from a text."""
+    return tokenizer.decoding.trims_start and any(i not in tokenizer.special_ids for i in reversed(prompt))
+
+
 class ByteDetokenizer:
     """Byte-level BPE: one byte string, decoded incrementally."""
 

@@ -6,7 +6,7 @@ For the HTTP layer:
 - ``completion_logprobs(tokenizer, entries, offsets, as_ids=False) -> {text_offset, token_logprobs, tokens,
   top_logprobs}``; entry ``None`` (a prompt's first token) needs its id, so entries come beside ``tokens``.
 - ``prompt_logprobs(tokenizer, tokens, entries, k)``: vLLM's list for a prompt.
-- ``TextOffsets(tokenizer, sampling, start)``: one a choice, ``feed(tokens)`` gives the offsets of the next tokens.
+- ``TextOffsets(tokenizer, skip_special_tokens, start, prompt)``: one a text, ``feed(tokens)`` gives the offsets of its next tokens.
 - ``token_text``, ``token_name``, ``finite`` for other shapes.
 
 ``entries`` are ``TokenLogprob`` as they come in ``Event.logprobs`` or ``Event.prompt_logprobs``. Every entry of
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sgla.messages import SamplingParams, TokenLogprob
-from sgla.text.detokenize import make_detokenizer
+from sgla.messages import TokenLogprob
+from sgla.text.detokenize import continues, make_detokenizer
 
 if TYPE_CHECKING:
     from sgla.text.tokenizer import Tokenizer
@@ -111,14 +111,16 @@ def prompt_logprobs(
 
 
 class TextOffsets:
-    """Character offsets of a choice's tokens in its text, as they come.
+    """Character offsets of the tokens of a text, as they come.
 
-    ``start``: characters before the first token (the echoed prompt's length). Tokens that share a character (partial
-    UTF-8) share its offset.
+    ``start``: characters before the first token (the echoed prompt's length). ``prompt``: the tokens that it continues. Tokens that
+    share a character (partial UTF-8) share its offset.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, start: int = 0) -> None:
-        self._detokenizer = make_detokenizer(tokenizer, sampling.skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int = 0, prompt: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = make_detokenizer(tokenizer, skip_special_tokens, continues(tokenizer, prompt))
         self._at = start
 
     def feed(self, tokens: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgla.messages import SamplingParams, TokenLogprob
-from sgla.text.detokenize import make_detokenizer
+from sgla.text.detokenize import continues, make_detokenizer
 from sgla.text.stops import make_stops
 
 if TYPE_CHECKING:
@@ -39,10 +39,9 @@ class OutputStream:
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt: Sequence[int] = ()) -> None:
         """``prompt``: the token ids before the output; a text that continues one keeps its first space."""
-        continues = tokenizer.decoding.trims_start and any(
-            i not in tokenizer.special_ids for i in reversed(prompt)
+        self._detokenizer = make_detokenizer(
+            tokenizer, sampling.skip_special_tokens, continues(tokenizer, prompt)
         )
-        self._detokenizer = make_detokenizer(tokenizer, sampling.skip_special_tokens, continues)
         self._include = sampling.include_stop_str_in_output
         self._stops = make_stops(sampling)
         self._unchecked = sampling.min_tokens  # tokens that may still come without a look for stop strings

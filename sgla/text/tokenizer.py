@@ -130,6 +130,11 @@ class Tokenizer:
         """The bytes one token adds in the middle of a text; ``b""`` for an id without a token."""
         return self.byte_table(False)[token]
 
+    def token_string(self, token: int) -> str | None:
+        """The token as the vocabulary writes it, for example ``Ġthe``; None for an id without one."""
+        text: str | None = self.backend.id_to_token(token)
+        return text
+
     def byte_table(self, skip_special_tokens: bool) -> dict[int, bytes]:
         """id -> bytes, for any id; special tokens are empty if skipped."""
         return self._tables[_Bytes, skip_special_tokens]

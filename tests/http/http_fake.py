@@ -35,7 +35,7 @@ class FakeTokenizer:
     chat_template = "{{ messages }}"
     adds_bos = True
     special_ids = frozenset({BOS, EOS})
-    decoding = SimpleNamespace(kind="bytes")
+    decoding = SimpleNamespace(kind="bytes", trims_start=False)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -50,6 +50,9 @@ class FakeTokenizer:
         if token in self.special_ids:
             return b"<bos>" if token == BOS else b"<eos>"
         return WORDS[(token - 256) % len(WORDS)].encode()
+
+    def token_string(self, token: int) -> str:
+        return f"<{token}>"
 
     def byte_table(self, skip_special_tokens: bool) -> list[bytes]:
         return [

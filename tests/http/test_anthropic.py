@@ -174,13 +174,32 @@ async def test_count_tokens_is_the_prompt(site: Site, client: anthropic.AsyncAnt
     assert len(site.ingress.jobs) == 1
 
 
-async def test_tools_of_anthropics_own_are_told_as_ignored(site: Site) -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_tools_of_anthropics_own_are_refused(site: Site, path: str) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]
     body = {"model": "fake", "messages": USER, "max_tokens": 1, "tools": tools}
-    async with site.http.post("/v1/messages", json=body) as response:
-        assert response.status == 200
-        assert response.headers["x-ignored-fields"] == "tools.web_search_20250305"
-    assert site.ingress.jobs[0].tools is None
+    status, reply = await site.post(path, body)
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert "tools[0]" in reply["error"]["message"]
+    assert "web_search_20250305" in reply["error"]["message"]
+
+
+async def test_models_in_anthropics_shape(site: Site, client: anthropic.AsyncAnthropic) -> None:
+    page = await client.models.list()
+    assert [(model.id, model.display_name, model.max_input_tokens) for model in page.data] == [
+        (name, name, 4096) for name in ("fake", "fake-alias")
+    ]
+    assert (page.first_id, page.last_id, page.has_more) == ("fake", "fake-alias", False)
+    assert [model.id async for model in client.models.list(limit=1)] == ["fake", "fake-alias"]
+    assert [model.id async for model in client.models.list(before_id="fake-alias")] == ["fake"]
+    assert (await client.models.retrieve("fake-alias")).id == "fake-alias"
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.models.retrieve("none")
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        await client.models.list(after_id="none")
+    _, plain = await site.get("/v1/models")
+    assert plain["object"] == "list"
 
 
 HERMES = "<think></think> <tool_call>"  # enough of a chat template to know the family by

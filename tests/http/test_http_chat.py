@@ -85,6 +85,28 @@ async def test_stream_bytes(site: Site) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+async def test_continuous_usage_needs_usage(site: Site) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "stream_options": options}
+    for payload in (await site.sse("/v1/chat/completions", body))[:-1]:
+        assert "usage" not in json.loads(payload)
+
+
+async def test_fields_of_vllm_are_there_unasked(site: Site) -> None:
+    _, chat = await site.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
+    (choice,) = chat["choices"]
+    assert [chat[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None, None]
+    assert (choice["token_ids"], choice["message"]["reasoning"]) == (None, None)
+    _, text = await site.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
+    (choice,) = text["choices"]
+    assert [choice[name] for name in ("prompt_logprobs", "prompt_token_ids", "token_ids")] == [None] * 3
+
+
+async def test_a_search_is_refused(site: Site) -> None:
+    status, reply = await site.post("/v1/chat/completions", {"messages": MESSAGES, "web_search_options": {}})
+    assert (status, reply["error"]["param"]) == (400, "web_search_options")
+
+
 async def test_continuous_usage(site: Site) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "stream_options": options}

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from http_fake import expected_text
+from http_fake import BOS, EOS, expected_text
 from http_site import Site
 
 
@@ -40,6 +40,18 @@ async def test_prompts(site: Site, prompt: Any, count: int, stream: bool) -> Non
         assert usage.prompt_tokens_details.cached_tokens == 3 * count
     assert result == texts(site, count, 2, 4)
     site.ingress.check()
+
+
+async def test_echo_of_ids_has_special_tokens(site: Site) -> None:
+    body = {"prompt": [BOS, 97, EOS, 98], "max_tokens": 2, "echo": True, "logprobs": 0}
+    _, reply = await site.post("/v1/completions", body)
+    (choice,) = reply["choices"]
+    assert choice["text"].startswith("<bos>a<eos>b")
+    first = choice["logprobs"]["tokens"][4]
+    assert choice["logprobs"]["text_offset"] == [0, 5, 6, 11, 12, 12 + len(first)]
+    _, text = await site.post("/v1/completions", {**body, "prompt": "ab"})
+    assert text["choices"][0]["text"].startswith("ab")
+    assert text["choices"][0]["logprobs"]["text_offset"][:4] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("stream", [False, True])

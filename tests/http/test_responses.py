@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from http_fake import FakeIngress, ScriptedIngress, expected_text
+from http_fake import FakeIngress, ScriptedIngress, expected_text, make_event
 from http_site import Serve, Site
 
 from sgla.errors import BadRequest, WorkerDied
@@ -123,10 +123,10 @@ async def test_background_and_cancel(serve: Serve) -> None:
     site = await serve(FakeIngress(pace=0.005))
     create, retrieve = site.client.responses.create, site.client.responses.retrieve
     started = await create(model="fake", input="x", background=True, max_output_tokens=3)
-    assert started.status == "in_progress"
+    assert started.status == "queued"
     with pytest.raises(openai.ConflictError):
         await create(model="fake", input="y", previous_response_id=started.id)
-    while (done := await retrieve(started.id)).status == "in_progress":
+    while (done := await retrieve(started.id)).status in ("queued", "in_progress"):
         await asyncio.sleep(0.005)
     assert (done.status, done.usage.output_tokens) == ("incomplete", 3)
     endless = await create(model="fake", input="x", background=True, max_output_tokens=200)
@@ -134,6 +134,17 @@ async def test_background_and_cancel(serve: Serve) -> None:
     assert (cancelled.id, cancelled.status) == (endless.id, "cancelled")
     assert (await site.client.responses.cancel(done.id)).status == "incomplete"
     site.ingress.check()
+
+
+async def test_a_background_response_is_queued_until_its_first_token(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True))
+    started = await site.client.responses.create(model="fake", input="x", background=True)
+    (job,) = site.ingress.jobs
+    for step, status in ((None, "queued"), (0, "in_progress"), (1, "incomplete")):
+        if step is not None:
+            site.ingress.push(job.rid, make_event(job, site.ingress.prompt(job), 0, step, last=step == 1))
+            await asyncio.sleep(0.01)
+        assert (await site.client.responses.retrieve(started.id)).status == status
 
 
 async def test_cancelling_a_stream_ends_it(serve: Serve) -> None:
@@ -174,6 +185,9 @@ async def test_errors(site: Site) -> None:
         {"n": 2},
         {"tools": [{"type": "function"}]},
         {"tool_choice": {"type": "web_search"}},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "mcp", "server_label": "x", "server_url": "http://x"}]},
+        {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]},
     ):
         with pytest.raises(openai.BadRequestError) as bad:
             await site.client.post(
@@ -289,7 +303,6 @@ def test_a_coding_agents_turn_becomes_a_chat() -> None:
                 "strict": False,
             },
             {"type": "custom", "name": "patch", "format": {"type": "text"}},
-            {"type": "web_search"},
         ],
         tool_choice={"type": "function", "name": "shell"},
         reasoning={"effort": "high", "summary": "auto"},
@@ -450,6 +463,12 @@ async def test_a_stream_in_the_background_goes_on_without_its_client(serve: Serv
     again = await retrieve(response.id, stream=True, starting_after=seen[-1].sequence_number)
     events = [*seen, *[event async for event in again]]
     assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert [event.type for event in events[:3]] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+    ]
+    assert [event.response.status for event in events[:3]] == ["queued", "queued", "in_progress"]
     assert events[-1].type == "response.incomplete"
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == answer(site, 30)
     replayed = [event async for event in await retrieve(response.id, stream=True)]

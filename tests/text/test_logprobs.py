@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from sgla.messages import SamplingParams, TokenLogprob
+from sgla.messages import TokenLogprob
 from sgla.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs, token_name
 from sgla.text.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ def test_completion_logprobs_have_one_entry_a_token(byte_level: Tokenizer) -> No
 def test_offsets_point_at_each_token_in_the_text(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("dog 🪐 sleeps, 今天", add_special_tokens=True)
     text = tokenizer.decode(tokens)
-    offsets = TextOffsets(tokenizer, SamplingParams(), start=7)
+    offsets = TextOffsets(tokenizer, True, start=7)
     found = [offset - 7 for part in (tokens[:3], tokens[3:]) for offset in offsets.feed(part)]
     assert found == sorted(found)
     for token, offset in zip(tokens, found):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sgla.http.ports import Sink
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
@@ -74,9 +74,10 @@ class Choice:
 
 
 class Collector:
-    """A sink that resolves ``done`` when every choice has finished or the request was rejected."""
+    """A sink that resolves ``done`` when every choice has finished or the request was rejected. ``begun`` is called with the first event."""
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, begun: Callable[[], object] | None = None) -> None:
+        self._begun = begun
         self.choices = [Choice(index) for index in range(choices)]
         self.done: asyncio.Future[Rejected | None] = asyncio.get_running_loop().create_future()
         self._left = choices
@@ -87,6 +88,9 @@ class Collector:
         if isinstance(message, Rejected):
             self.done.set_result(message)
             return
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
         self.choices[message.index].add(message)
         if message.finish is not None:
             self._left -= 1

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.chat import check_parts
+from sgla.http.request.chat import check_parts, unsupported_tool
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -206,8 +206,8 @@ def template_kwargs(fields: CountTokensRequest) -> dict[str, Any]:
 
 
 def chat_tools(fields: CountTokensRequest) -> dict[str, Any]:
-    """The tools that a client runs, and which of them the model may or must call."""
-    tools = [chat_tool(tool, i) for i, tool in enumerate(fields.tools or []) if tool.type in (None, "custom")]
+    """The tools, and which of them the model may or must call. Raises UnsupportedField for Anthropic's own."""
+    tools = [chat_tool(tool, i) for i, tool in enumerate(fields.tools or [])]
     choice = fields.tool_choice
     if choice is None:
         return {"tools": tools or None}
@@ -222,6 +222,8 @@ def chat_tools(fields: CountTokensRequest) -> dict[str, Any]:
 
 
 def chat_tool(tool: Tool, i: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise unsupported_tool(i, tool.type)
     if tool.name is None:
         raise InvalidField(f"tools[{i}].name is required", param="tools")
     if tool.input_schema is None:

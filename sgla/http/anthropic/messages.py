@@ -20,7 +20,7 @@ from sgla.http.lanes import answered, beside
 from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
-from sgla.http.request.intake import IGNORED_FIELDS, intake
+from sgla.http.request.intake import intake
 from sgla.http.server import ABORTED, SERVER, Server, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
@@ -46,7 +46,6 @@ async def messages(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, MESSAGES)
     model = served_model(server, fields.model)
-    tell_ignored_tools(request, fields)
     chat = chat_request(fields)
     chat.model = model
     reading = Reading(server, chat, thinking_budget(fields))
@@ -70,7 +69,6 @@ async def count_tokens(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     fields = await intake(request, COUNT_TOKENS)
     served_model(server, fields.model)
-    tell_ignored_tools(request, fields)
     chat = chat_request(fields)
     tokenizer = server.ingress.tokenizer
     text = await render(request, server, chat)
@@ -84,12 +82,6 @@ def served_model(server: Server, asked: str | None) -> str:
     if asked is not None and asked.startswith("claude") and asked not in server.ingress.model_names:
         asked = None
     return server.model(asked)
-
-
-def tell_ignored_tools(request: web.Request, fields: CountTokensRequest) -> None:
-    """Tools that Anthropic runs itself are left out; the response's headers say so."""
-    kinds = {tool.type for tool in fields.tools or [] if tool.type not in (None, "custom")}
-    request[IGNORED_FIELDS] += [f"tools.{kind}" for kind in sorted(filter(None, kinds))]
 
 
 def error_object(error: SglaError | Rejected, rid: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from sgla.http.request.schema import ChatRequest, DetokenizeRequest, Schema, Tok
 from sgla.http.server import SERVER, Server
 from sgla.http.wire import json_response
 from sgla.text.detokenize import make_detokenizer
-from sgla.text.logprobs import token_text
 
 TOKENIZE = Schema(TokenizeRequest)
 DETOKENIZE = Schema(DetokenizeRequest)
@@ -49,7 +48,7 @@ async def tokenize(request: web.Request) -> web.Response:
         "tokens": tokens if lists else tokens[0],
     }
     if fields.return_token_strs:
-        strings = [await sliced(ids, lambda token: token_text(tokenizer, token)) for ids in encoded]
+        strings = [await sliced(ids, tokenizer.token_string) for ids in encoded]
         result["token_strs"] = strings if lists else strings[0]
     return json_response(result)
 

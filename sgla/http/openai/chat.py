@@ -110,7 +110,7 @@ def response(
     shown = [shapes.choice(choice, reader) for choice, reader in zip(choices, readers)]
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
     whole = {**head, "choices": shown, "usage": usage_object(usage, thoughts(reading, readers))}
-    return whole | shapes.prompt(choices[0])
+    return {**whole, "prompt_logprobs": None, "prompt_token_ids": None, **shapes.prompt(choices[0])}
 
 
 def thoughts(reading: Reading, readers: Iterable[Reader]) -> int | None:
@@ -128,7 +128,11 @@ def message(pieces: list[Piece]) -> dict[str, Any]:
             calls.append({"id": piece.id, "type": "function", "function": function})
         elif piece.kind == ARGUMENTS:
             calls[-1]["function"]["arguments"] += piece.text
-    result: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or reasoning else "")}
+    result: dict[str, Any] = {
+        "role": "assistant",
+        "content": content or (None if calls or reasoning else ""),
+        "reasoning": None,
+    }
     if reasoning:
         result |= reasoning_fields(reasoning)
     if calls:
@@ -170,7 +174,7 @@ class Shapes:
             "finish_reason": finish_reason(choice.finish, called, self.functions),
             **self.stops(choice),
         }
-        return result | self.token_ids(choice.tokens)
+        return {**result, "token_ids": None, **self.token_ids(choice.tokens)}
 
     def stops(self, event: Event | Choice) -> dict[str, Any]:
         return stop_fields(event.finish, event.matched, self._sampling.stop_token_ids)

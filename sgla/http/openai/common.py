@@ -98,7 +98,7 @@ class ChunkStream(Encoder):
     def __init__(self, head: dict[str, Any], fields: OpenAIFields, plain: bool) -> None:
         options = fields.stream_options
         self._include_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
+        self._continuous = self._include_usage and bool(options and options.continuous_usage_stats)
         self._token_ids = bool(fields.return_token_ids)
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}\n\n' if self._include_usage else b"}\n\n"

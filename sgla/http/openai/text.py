@@ -39,6 +39,8 @@ from sgla.text.prepare import extremes
 SCHEMA = Schema(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
+# vLLM's own fields of a choice, which clients find without having asked for them.
+NULLS = dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs"))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -66,7 +68,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
 
     def whole() -> dict[str, Any]:
-        shown = [shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
+        shown = [NULLS | shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
         for index, choice in enumerate(shown):
             choice["index"] = index
         return {**head, "choices": shown, "usage": usage_object(usage)}
@@ -200,32 +202,43 @@ class Shapes:
         job = self._job(choice.index)
         if job.text is not None:
             return job.text
-        return self._tokenizer.decode(
-            choice.prompt_tokens, skip_special_tokens=self._sampling.skip_special_tokens
-        )
+        return self._tokenizer.decode(choice.prompt_tokens, skip_special_tokens=False)
 
     def logprobs(self, choice: Choice | Event) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
         tokens: list[int] = []
         entries: list[TokenLogprob | None] = []
+        at: list[int] = []
         if self._echo and choice.prompt_tokens is not None:
             tokens += choice.prompt_tokens
             entries += self._asked(choice.prompt_logprobs or [None] * len(choice.prompt_tokens))
-        tokens += [entry.token for entry in choice.logprobs or []]
+            skips = self._job(choice.index).text is not None  # a text has none of those in front of it
+            at += TextOffsets(self._tokenizer, skips).feed(tokens)
+        new = [entry.token for entry in choice.logprobs or []]
+        at += self._output_offsets(choice).feed(new)
+        tokens += new
         entries += choice.logprobs or []
-        offsets = self._offsets.get(choice.index)
-        if offsets is None:
-            offsets = self._offsets[choice.index] = TextOffsets(self._tokenizer, self._sampling)
         if len(tokens) <= PART:
-            return completion_logprobs(self._tokenizer, tokens, entries, offsets.feed(tokens), self._as_ids)
+            return completion_logprobs(self._tokenizer, tokens, entries, at, self._as_ids)
         written: dict[str, list[bytes]] = {}
         for part in slices(len(tokens)):
-            at = offsets.feed(tokens[part])
-            columns = completion_logprobs(self._tokenizer, tokens[part], entries[part], at, self._as_ids)
+            columns = completion_logprobs(
+                self._tokenizer, tokens[part], entries[part], at[part], self._as_ids
+            )
             for name, column in columns.items():
                 written.setdefault(name, []).append(encode(column)[1:-1])
         return {name: msgspec.Raw(b"[%b]" % b",".join(parts)) for name, parts in written.items()}
+
+    def _output_offsets(self, choice: Choice | Event) -> TextOffsets:
+        """Made with the first part of a choice."""
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            prompt = choice.prompt_tokens or []
+            start = len(self.prompt_text(choice)) if self._echo else 0
+            skips = self._sampling.skip_special_tokens
+            offsets = self._offsets[choice.index] = TextOffsets(self._tokenizer, skips, start, prompt)
+        return offsets
 
     def _asked(self, entries: list[TokenLogprob | None]) -> list[TokenLogprob | None]:
         """Without the alternatives that only ``prompt_logprobs`` wants."""

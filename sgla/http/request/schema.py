@@ -81,6 +81,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bootstrap_port": (None,),
     "bootstrap_room": (None,),
     "mcp_servers": _EMPTY,
+    "web_search_options": (None,),
 }
 
 # Fields of the APIs that cannot change the output here.
@@ -97,7 +98,6 @@ IGNORED = frozenset(
         "prompt_cache_options",
         "verbosity",
         "moderation",
-        "web_search_options",
         "parallel_tool_calls",
         "separate_reasoning",
         "stream_interval",

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.chat import check_parts
+from sgla.http.request.chat import check_parts, unsupported_tool
 from sgla.http.request.schema import (
     MAX_TOOLS,
     ChatRequest,
@@ -151,7 +151,7 @@ def response_format(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
-    """The tools that a client runs, and which of them the model may or must call. Built-in ones are left out."""
+    """The tools, and which of them the model may or must call. Raises UnsupportedField for those that a server would run."""
     choice = fields.tool_choice
     allowed: set[str] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -159,9 +159,7 @@ def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
         allowed = {str(tool.get("name")) for tool in tools or [] if isinstance(tool, dict)}
         choice = choice.get("mode", "auto")
     check_count("tools", fields.tools or [], MAX_TOOLS)
-    tools = [
-        chat_tool(tool, i) for i, tool in enumerate(fields.tools or []) if tool.get("type") in CLIENT_TOOLS
-    ]
+    tools = [chat_tool(tool, i) for i, tool in enumerate(fields.tools or [])]
     if allowed is not None:
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
     if choice is None:
@@ -181,6 +179,8 @@ CLIENT_TOOLS = ("function", "custom")
 
 def chat_tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
     """A flat tool in the nested shape. A custom tool, which takes free text, has that text as its only argument."""
+    if tool.get("type") not in CLIENT_TOOLS:
+        raise unsupported_tool(i, tool.get("type"))
     if not isinstance(tool.get("name"), str):
         raise InvalidField(f"tools[{i}].name is required", param="tools")
     names = ("name", "description", "parameters", "strict")

@@ -19,12 +19,11 @@ from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.clients import CLIENT
 from sgla.http.openai.chat import chat_work
-from sgla.http.request.intake import IGNORED_FIELDS, SHARE, intake
+from sgla.http.request.intake import SHARE, intake
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses.background import Recorder
 from sgla.http.responses.conversation import Slices, decoded, gather, to_keep
 from sgla.http.responses.input import (
-    CLIENT_TOOLS,
     RESPONSES,
     Item,
     ResponsesRequest,
@@ -53,8 +52,6 @@ async def create(request: web.Request) -> web.StreamResponse:
     fields = await intake(request, RESPONSES)
     fields.model = server.model(fields.model)
     check_fields(fields)
-    kinds = {str(tool.get("type")) for tool in fields.tools or [] if tool.get("type") not in CLIENT_TOOLS}
-    request[IGNORED_FIELDS] += [f"tools.{kind}" for kind in sorted(kinds)]
     store, client = server.responses, request[CLIENT]
     share = request[SHARE]
     before, own, items = await gather(fields, store, client, server.config.max_body_bytes, share)
@@ -81,7 +78,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         entry.recorder = Recorder(ResponseStream(answer), partial(store.grow, entry))
         entry.size += entry.recorder.size
         server.open(work, entry.recorder)
-    sink = None if fields.stream else server.start(work)
+    sink = None if fields.stream else server.start(work, answer.start)
     if answer.response["store"]:
         answer.keep(store, entry)
     if entry.recorder is not None:
@@ -253,7 +250,14 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        return self.response["status"] != "in_progress"
+        return self.response["status"] not in ("queued", "in_progress")
+
+    def start(self) -> bool:
+        """A response that was queued is in progress now; False for one that was before."""
+        queued = bool(self.response["status"] == "queued")
+        if queued:
+            self.response["status"] = "in_progress"
+        return queued
 
     def take(self, event: Event | Choice) -> list[dict[str, Any]]:
         """The events of the next piece of text; the last one ends the response."""
@@ -317,7 +321,7 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "id": new_id("resp"),
         "object": "response",
         "created_at": int(time.time()),
-        "status": "in_progress",
+        "status": "queued" if fields.background else "in_progress",
         "background": bool(fields.background),
         "error": None,
         "incomplete_details": None,
@@ -370,11 +374,12 @@ class ResponseStream(sse.Encoder):
         self._number = 0
 
     def begin(self) -> bytes:
-        whole = self._answer.whole
-        return self._blocks([whole("response.created"), whole("response.in_progress")])
+        whole, status = self._answer.whole, self._answer.response["status"]
+        return self._blocks([whole("response.created"), whole(f"response.{status}")])
 
     def encode(self, event: Event) -> bytes:
-        return self._blocks(self._answer.take(event))
+        started = [self._answer.whole("response.in_progress")] if self._answer.start() else []
+        return self._blocks([*started, *self._answer.take(event)])
 
     def end(self, usage: Usage) -> bytes:
         return b""
