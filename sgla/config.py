@@ -6,7 +6,7 @@ vLLM users type are accepted as aliases on the command line (``ALIASES``).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -215,8 +215,16 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = []
     sampling_defaults: Annotated[
-        Literal["model", "openai"], Doc(description="defaults from generation_config.json or OpenAI's")
+        str,
+        Doc(
+            description="where sampling fields that a request leaves out come from: model (its files and card), openai, or a folder "
+            "or file of a generation_config.json"
+        ),
     ] = "model"
+    preferred_sampling_params: Annotated[
+        dict[str, Any],
+        Doc(description="sampling defaults that go before those, such as '{\"temperature\": 0.5}'"),
+    ] = {}
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(description="log level")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Doc(description="lines for people, or one JSON object a line")
@@ -238,4 +246,6 @@ ALIASES = {
     "radix-eviction-policy": "eviction",
     "block-size": "page_size",
     "seed": "random_seed",
+    "generation-config": "sampling_defaults",
+    "override-generation-config": "preferred_sampling_params",
 }

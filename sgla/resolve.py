@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.config import Config
+from sgla.defaults import read_given
 from sgla.device import Device
 from sgla.device import check as check_device
 from sgla.errors import ConfigError
@@ -290,4 +291,5 @@ def check(config: Config) -> None:
             raise ConfigError(
                 f"--moderation-labels takes LABEL=CATEGORY, got {entry!r}", param="moderation_labels"
             )
+    read_given(config)
     choose("", config.tool_call_parser, config.reasoning_parser)

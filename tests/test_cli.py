@@ -26,6 +26,7 @@ from sgla.cli import chat, doctor, serve
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.serve import ready_text
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Facts, Progress, Usage
 
@@ -127,6 +128,7 @@ def tiny_model(folder: Path) -> str:
 
 
 def test_explain_shows_every_setting_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7, "top_p": "all"}')
     argv = ["explain", tiny_model(tmp_path), "--load-format", "dummy", "--api-key", "geheim", "--port", "1"]
     code, out, _ = run(*argv)
     assert code == 0
@@ -135,7 +137,10 @@ def test_explain_shows_every_setting_with_its_reason(tmp_path: Path) -> None:
     assert "given" in lines["port"]
     assert "the model's own limit" in lines["context_length"]
     assert "weights" in lines
+    assert lines["sampling"].endswith("top_k 7 (generation_config.json)")
+    assert "note: generation_config.json: top_p must be a number" in out
     facts = json.loads(run(*argv, "--json")[1])
+    assert facts["sampling"] == {"top_k": {"value": 7, "source": "generation_config.json"}}
     assert facts["settings"]["port"] == {"value": 1, "reason": "given"}
     assert facts["memory"]["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     assert "geheim" not in out + json.dumps(facts)
@@ -182,11 +187,12 @@ FACTS = Facts(
 
 def test_ready_line_has_a_curl_command_that_parses() -> None:
     config = Config(model="it's", api_key=["k"])
-    text = ready_text(config, FACTS, "http://127.0.0.1:1234", 1.25)
+    text = ready_text(config, FACTS, Defaults(), "http://127.0.0.1:1234", 1.25)
     assert text.startswith(
         "ready in 1.2 s: it's on cpu, bfloat16, context 512 tokens, KV cache 1600 tokens\n"
     )
     assert "note: torch operations" in text
+    assert "sampling: temperature 1, top_p 1 (OpenAI's)\n" in text
     words = shlex.split(text.split("try: ")[1])
     assert words[:2] == ["curl", "http://127.0.0.1:1234/v1/chat/completions"]
     assert "Authorization: Bearer YOUR_KEY" in words
@@ -486,19 +492,19 @@ def test_chat_in_process_uses_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         def __exit__(self, *exc: object) -> None:
             self.closed = True
 
+        def sampling(self, **fields: Any) -> Any:
+            return Defaults({"temperature": 0.2}, {"temperature": "file"}).params(**fields)
+
         def stream(self, *, messages: chat.Messages, sampling: Any) -> Iterator[Event]:
-            self.sampling = sampling
+            self.asked = sampling
             for text in ("He", "llo"):
                 yield Event(rid="r", index=0, text=text, usage=Usage())
 
     monkeypatch.setattr("sgla.Engine", FakeEngine, raising=False)
     code, out, _ = talk(monkeypatch, "hi\n", "gemma3-270m", "--threads", "1", "--max-tokens", "9")
     assert (code, out) == (0, "Hello\n")
-    assert (made[0].config.model, made[0].config.threads, made[0].sampling.max_tokens) == (
-        "gemma3-270m",
-        1,
-        9,
-    )
+    assert (made[0].config.model, made[0].config.threads) == ("gemma3-270m", 1)
+    assert (made[0].asked.max_tokens, made[0].asked.temperature) == (9, 0.2)
     assert made[0].closed
 
 

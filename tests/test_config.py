@@ -17,6 +17,7 @@ from sgla.cli.args import parse
 from sgla.cli.explain import as_text, ledger
 from sgla.cli.settings import load_config, parse_bytes
 from sgla.config import ALIASES, Config
+from sgla.defaults import Defaults
 from sgla.errors import ConfigError
 from sgla.observe.machine import Gpu, Machine, detect
 from sgla.resolve import GIB, MIB, RANGES, check, resolve
@@ -57,6 +58,8 @@ def sample(name: str) -> tuple[list[str], Any]:
     if typing.get_origin(kind) is list:
         again = ["--" + name.replace("_", "-")] if name.endswith("api_key") else []
         return ["a", *again, "b"], ["a", "b"]
+    if typing.get_origin(kind) is dict:
+        return ['{"top_k": 7}'], {"top_k": 7}
     return {int: (["7"], 7), float: (["7.5"], 7.5), str: (["text"], "text")}[kind]
 
 
@@ -309,7 +312,9 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
     resolved = resolve(Config(), machine, SMOLLM2)
     rows = ledger(resolved.config, SMOLLM2)
     assert rows.keys() == {"weights", "kv_bytes_per_token"}
-    assert re.search(r"KV cache +the rest .* 23040 bytes\nGPUs +\d+", as_text(resolved, rows, machine))
+    assert re.search(
+        r"KV cache +the rest .* 23040 bytes\nGPUs +\d+", as_text(resolved, rows, machine, Defaults())
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from sgla.actors.system import find_model
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import demo, fetch
-from sgla.hub.source import ModelSource
 from sgla.messages import Progress
 
 CONTENT = bytes(range(256)) * 500
@@ -343,22 +341,3 @@ def test_a_hub_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.real
 def test_demo_model_is_the_pinned_file() -> None:
     assert demo.sha256_of(demo.fetch("demo")) == demo.MODELS["demo"].sha256
-
-
-def test_a_packaged_model_samples_as_its_authors_recommend(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "max_position_embeddings": 64,
-    }
-    source = ModelSource("dummy", tmp_path, (), shape, {"top_p": 0.5})
-    recommended = {"temperature": 0.2, "top_p": 0.9}
-    monkeypatch.setitem(demo.MODELS, "tiny", replace(demo.MODELS["tiny"], sampling=recommended))
-    monkeypatch.setattr("sgla.hub.source.open_source", lambda path, load_format: source)
-    monkeypatch.setattr("sgla.hub.fetch.resolve_model", lambda config, report: tmp_path)
-    _, found = find_model(Config(model="tiny", device="cpu"), lambda progress: None)
-    assert found.generation_config == {"temperature": 0.2, "top_p": 0.5}

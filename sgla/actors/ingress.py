@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, Loading, Overloaded, SglaError, UnsupportedTask
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 
@@ -64,7 +65,7 @@ class Ingress:
         self.tokenizer: Tokenizer | None = None
         self.template: BoundedTemplate | None = None
         self.architecture = ""  # config.json's, once the model is loaded
-        self.default_sampling: dict[str, Any] = {}
+        self.default_sampling = Defaults()
         self.random = random.Random(config.random_seed)
         self._failure: SglaError | None = None
         self._trouble: Callable[[], str] = lambda: ""

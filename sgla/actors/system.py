@@ -7,7 +7,6 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +19,7 @@ from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
 from sgla.actors.watchdog import Watchdog
 from sgla.config import Config
+from sgla.defaults import Defaults, find_defaults
 from sgla.errors import Draining, Overloaded, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
@@ -77,7 +77,7 @@ class System:
         finding = in_thread(find_model, self.config, report)
         settled = await in_thread(settle_device, self.config)
         workers = self._executor = spawn_workers(settled)
-        config, source = await finding
+        config, source, defaults = await finding
         if workers is not None and config.device != settled.device:
             await workers.close()
             workers = self._executor = spawn_workers(config)
@@ -94,6 +94,7 @@ class System:
             raise
         if self.died.done():
             raise self.died.result()
+        self.ingress.default_sampling = defaults
         self._connect(config, facts, source, tokenizer, template)
         tune_interpreter()
         return facts
@@ -125,7 +126,6 @@ class System:
         tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed, compiler)
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
-        ingress.default_sampling = source.generation_config
         ingress.architecture = architecture_of(source.config)
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
@@ -253,24 +253,22 @@ class System:
             self._tokenize.close()
 
 
-def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource]:
-    """The model's files, downloaded if need be, and ``config`` with every open value filled in. Blocks.
+def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource, Defaults]:
+    """The model's files, downloaded if need be, ``config`` with every open value filled in, and how to sample. Blocks.
 
     Models that answer with vectors run on the CPU, whatever else there is. Raises ConfigError.
     """
-    from sgla.hub.demo import MODELS
     from sgla.hub.fetch import resolve_model
     from sgla.hub.source import open_source
     from sgla.model.pooling import read_pooling
     from sgla.resolve import resolve
 
     source = open_source(resolve_model(config, report), config.load_format)
-    if packaged := MODELS.get(config.model):
-        source = replace(source, generation_config={**packaged.sampling, **source.generation_config})
+    defaults = find_defaults(config, source)
     found = resolve(config, model=source.config, pooled=read_pooling(source, config.task) is not None)
-    for note in found.notes:
+    for note in found.notes + defaults.notes:
         log.warning("%s", note)
-    return found.config, source
+    return found.config, source, defaults
 
 
 def settle_device(config: Config) -> Config:

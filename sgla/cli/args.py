@@ -123,6 +123,8 @@ def _options(name: str, kind: Any) -> dict[str, Any]:
         return options | {"action": "append", "metavar": "KEY"}
     if typing.get_origin(kind) is list:
         return options | {"nargs": "+", "metavar": "NAME"}
+    if typing.get_origin(kind) is dict:
+        return options | {"type": json_object, "metavar": "JSON"}
     if name.endswith("_bytes"):
         return options | {"type": size, "metavar": "SIZE"}
     return options | {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
@@ -136,6 +138,14 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """argparse type of a JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text[:99]!r} is no JSON object: {error}") from error
+
+
 @functools.cache
 def descriptions() -> dict[str, str]:
     """The description of every field of Config."""
@@ -145,7 +155,7 @@ def descriptions() -> dict[str, str]:
 
 def _help(description: str, default: Any) -> str:
     text = description.replace("%", "%%")
-    return text if default is None or default is msgspec.NODEFAULT else f"{text} (default: {default})"
+    return text if default in (None, {}) or default is msgspec.NODEFAULT else f"{text} (default: {default})"
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> typing.NoReturn:

@@ -20,7 +20,6 @@ from sgla.streams import decode_event
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops the answer"
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-LOCAL_TEMPERATURE = 0.7
 Messages = list[dict[str, Any]]
 
 
@@ -88,12 +87,9 @@ class Local:
     """The engine in this process."""
 
     def __init__(self, engine: Any, options: dict[str, Any]) -> None:
-        from sgla.messages import SamplingParams
-
         self.engine = engine
         self.name = engine.config.model
-        defaults = {"temperature": LOCAL_TEMPERATURE, "max_tokens": None}
-        self.sampling = SamplingParams(**(defaults | options))
+        self.sampling = engine.sampling(**options)
 
     def stream(self, messages: Messages) -> Generator[str, None, None]:
         events: Iterator[Any] = self.engine.stream(messages=messages, sampling=self.sampling)

@@ -11,6 +11,7 @@ import msgspec
 from sgla.cli.args import descriptions
 from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
+from sgla.defaults import Defaults, find_defaults
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
@@ -28,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     pooled = source is not None and read_pooling(source, config.task) is not None
     resolved = resolve(config, machine, model, pooled)
     rows = ledger(resolved.config, model) if model else {}
-    print(as_json(resolved, rows) if args.json else as_text(resolved, rows, machine))
+    defaults = find_defaults(config, source)
+    resolved.notes.extend(defaults.notes)
+    print(as_json(resolved, rows, defaults) if args.json else as_text(resolved, rows, machine, defaults))
     return 0
 
 
@@ -61,7 +64,7 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine) -> str:
+def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults: Defaults) -> str:
     values = {name: shown(name, getattr(resolved.config, name)) for name in Config.__struct_fields__}
     width, column = max(map(len, values)), min(28, max(map(len, values.values())))
     lines = [
@@ -78,6 +81,7 @@ def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine) -> str:
             lines.append(f"together   {size(total):>10}  of {size(machine.memory_available)} available")
     else:
         lines += ["", "the model is not on this disk yet, so its memory is unknown"]
+    lines.append(f"sampling   {defaults}")
     return "\n".join(lines + [f"note: {note}" for note in resolved.notes])
 
 
@@ -94,16 +98,20 @@ def reason(resolved: Resolved, name: str) -> str:
     return f"{text}: {descriptions()[name]}" if text in ("default", "given") else text
 
 
-def as_json(resolved: Resolved, rows: dict[str, int]) -> str:
+def as_json(resolved: Resolved, rows: dict[str, int], defaults: Defaults) -> str:
     values = msgspec.to_builtins(resolved.config)
     values |= {name: shown(name, values[name]) for name in SECRETS}
     settings = {name: {"value": value, "reason": resolved.reasons[name]} for name, value in values.items()}
-    return json.dumps({"settings": settings, "memory": rows, "notes": resolved.notes}, indent=2)
+    sampling = {
+        name: {"value": value, "source": defaults.sources[name]} for name, value in defaults.values.items()
+    }
+    whole = {"settings": settings, "memory": rows, "sampling": sampling, "notes": resolved.notes}
+    return json.dumps(whole, indent=2)
 
 
 def shown(name: str, value: Any) -> str:
     """A value as the user would write it; the key itself is never printed."""
-    if value is None or value == []:
+    if value in (None, [], {}):
         return "-"
     if name in SECRETS:
         return "(set)"
@@ -111,6 +119,8 @@ def shown(name: str, value: Any) -> str:
         return size(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return json.dumps(value)
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 

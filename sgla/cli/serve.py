@@ -11,6 +11,7 @@ import msgspec
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import load_config
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging
@@ -27,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
 
     progress = ProgressPrinter()
 
-    def ready(facts: Facts, url: str, seconds: float) -> None:
+    def ready(facts: Facts, defaults: Defaults, url: str, seconds: float) -> None:
         progress.close()
-        print(ready_text(config, facts, url, seconds), flush=True)
+        print(ready_text(config, facts, defaults, url, seconds), flush=True)
 
     try:
         return serve(config, progress, ready)
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         progress.close()
 
 
-def ready_text(config: Config, facts: Facts, url: str, seconds: float) -> str:
+def ready_text(config: Config, facts: Facts, defaults: Defaults, url: str, seconds: float) -> str:
     """What is served, and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
     name = (config.served_model_name or [config.model])[0]
     route, fields = example(facts)
@@ -47,6 +48,7 @@ def ready_text(config: Config, facts: Facts, url: str, seconds: float) -> str:
     return (
         f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens"
         + (f", KV cache {(facts.pages - 1) * facts.page_size} tokens\n" if facts.pages > 1 else "\n")
+        + (f"sampling: {defaults}\n" if facts.pooling is None else "")
         + "".join(f"note: {note}\n" for note in facts.notes)
         + f"try: curl {url}{route} {key}-H 'Content-Type: application/json' -d '{text}'"
     )

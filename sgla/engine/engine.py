@@ -15,6 +15,7 @@ import msgspec
 from sgla.actors.ingress import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.engine.vectors import VectorCalls
 from sgla.errors import SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected, SamplingParams, TokenLogprob, Usage
@@ -26,6 +27,7 @@ Message = Event | Rejected | Exception  # what a stream brings
 # Bytes of prompts that one turn of the loop opens: first those of two large steps, which takes a few milliseconds; then, beside
 # steps that run, so few that no result waits long.
 FIRST_PART, PART = 1 << 17, 1 << 15
+USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
 
 class Output(msgspec.Struct, kw_only=True):
@@ -108,14 +110,14 @@ class Engine(VectorCalls):
     def generate(self, prompts: Any, sampling: Any = None) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
-        One prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that.
+        Without ``sampling`` the model's own defaults hold, for 16 tokens (see ``sampling``). One prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that.
         """
         return self._call(self._generate(prompts, sampling))
 
     def chat(
         self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any
     ) -> Output:
-        """Answer a conversation through the model's chat template."""
+        """Answer a conversation through the model's chat template. Without ``sampling`` the model's own defaults hold."""
         job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
         return unwrap(self._call(self._collect([job]))[0])
 
@@ -178,6 +180,11 @@ class Engine(VectorCalls):
 
     # the rest --------------------------------------------------------------------------------------------------------
 
+    def sampling(self, **fields: Any) -> SamplingParams:
+        """The sampling that the model's files recommend, with ``fields`` in its place. Without ``max_tokens`` an output may go on to
+        the context's end."""
+        return self._defaults.params(**fields)
+
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer (``sgla.text.tokenizer.Tokenizer``)."""
@@ -222,6 +229,10 @@ class Engine(VectorCalls):
         facts = self._ready().ingress.facts
         return None if facts is None else facts.pooling
 
+    @property
+    def _defaults(self) -> Defaults:
+        return self._ready().ingress.default_sampling
+
     def _ready(self) -> System:
         if self._system is None:
             raise SglaError("the engine is shut down")
@@ -234,7 +245,11 @@ class Engine(VectorCalls):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _job(self, sampling: SamplingParams | None, **fields: Any) -> Job:
-        return Job(rid=f"engine-{next(self._counter)}", sampling=sampling or SamplingParams(), **fields)
+        """Without ``sampling`` the model's defaults hold, and a chat may go on to the end of the context."""
+        if sampling is None:
+            fields["clip"] = True
+            sampling = self._defaults.params(None if "messages" in fields else USUAL)
+        return Job(rid=f"engine-{next(self._counter)}", sampling=sampling, **fields)
 
     @staticmethod
     def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:
@@ -265,7 +280,9 @@ class Engine(VectorCalls):
             raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
         # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham, "Bounds on
         # multiprocessing timing anomalies", 1969: longest processing time first).
-        order = sorted(range(len(batch)), key=lambda i: _most_tokens(each[i]), reverse=True)
+        usual = self._defaults.params(USUAL)
+        most = [math.inf if (limit := (one or usual).max_tokens) is None else limit for one in each]
+        order = sorted(range(len(batch)), key=lambda i: most[i], reverse=True)
         outputs = await self._collect(self._job(each[i], **self._input(batch[i], None)) for i in order)
         results = [unwrap(choices) for _, choices in sorted(zip(order, outputs))]
         return results[0] if single else results
@@ -296,12 +313,6 @@ class Engine(VectorCalls):
     def _cancel(self, rid: str) -> None:
         if self._system is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._system.ingress.cancel, rid, "client")
-
-
-def _most_tokens(sampling: SamplingParams | None) -> float:
-    """Tokens an output may have."""
-    most = (sampling or SamplingParams()).max_tokens
-    return math.inf if most is None else most
 
 
 class _CallSink:

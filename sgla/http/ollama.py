@@ -353,6 +353,9 @@ async def show(request: web.Request) -> web.Response:
         {
             "details": details(server),
             "template": getattr(server.ingress.template, "source", ""),
+            "parameters": "\n".join(
+                f"{name} {value}" for name, value in server.sampling_defaults.values.items()
+            ),
             "capabilities": [name for name, can in able.items() if can],
             "model_info": {
                 "general.architecture": server.ingress.architecture,

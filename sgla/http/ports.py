@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from sgla.defaults import Defaults
 from sgla.messages import Control, Event, Facts, Job, Rejected
 
 
@@ -72,7 +73,7 @@ class Ingress(Protocol):
         """The name of the model's class."""
 
     @property
-    def default_sampling(self) -> dict[str, Any]: ...
+    def default_sampling(self) -> Defaults: ...
 
     def require_ready(self) -> None:
         """Raise the typed 503 that says why requests are not accepted now."""

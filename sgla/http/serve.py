@@ -17,6 +17,7 @@ from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.system import System
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
 from sgla.http.connections import Runner, backlog, connection_limit, raise_file_limit
@@ -38,11 +39,11 @@ LEAVE = 1.5  # seconds from the last answer to the end of the process
 def run(
     config: Config,
     on_progress: Callable[[Progress], None] | None = None,
-    on_ready: Callable[[Facts, str, float], None] | None = None,
+    on_ready: Callable[[Facts, Defaults, str, float], None] | None = None,
 ) -> int:
     """Serve until a signal or a failure; returns the process's exit code. What then does not end in time ends with the process.
 
-    ``on_ready(facts, url, seconds)`` is called once requests are accepted.
+    ``on_ready(facts, defaults of sampling, url, seconds)`` is called once requests are accepted.
     """
     try:
         import uvloop
@@ -56,7 +57,7 @@ def run(
 async def _serve(
     config: Config,
     on_progress: Callable[[Progress], None] | None,
-    on_ready: Callable[[Facts, str, float], None] | None,
+    on_ready: Callable[[Facts, Defaults, str, float], None] | None,
 ) -> int:
     started = clock.now()
     system = System(config, on_progress)
@@ -76,9 +77,12 @@ async def _serve(
     try:
         url = await _listen(runner, config, backlog(files))
         print(f"listening on {url} (503 until the model is loaded)", flush=True)
-        code = await _supervise(
-            system, signals, lambda facts: on_ready and on_ready(facts, url, clock.now() - started)
-        )
+
+        def ready(facts: Facts) -> None:
+            if on_ready is not None:
+                on_ready(facts, system.ingress.default_sampling, url, clock.now() - started)
+
+        code = await _supervise(system, signals, ready)
     except ConfigError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         code = EXIT_CONFIG

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from sgla import __version__, clock
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
 from sgla.http.bodies import Budget
@@ -22,7 +23,6 @@ from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
 from sgla.http.probe import Probe
-from sgla.http.request.sampling import model_defaults
 from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields
 from sgla.http.responses.store import ResponseStore
 from sgla.messages import Facts, Job, SamplingParams
@@ -95,10 +95,8 @@ class Server:
         return asked
 
     @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        if self.config.sampling_defaults == "openai":
-            return {}
-        return model_defaults(self.ingress.default_sampling)
+    def sampling_defaults(self) -> Defaults:
+        return self.ingress.default_sampling
 
     def metrics_text(self) -> bytes:
         """Prometheus' text. Open without a key, and some milliseconds of the loop: one that took t is shown for ``SCRAPES`` times t."""

@@ -175,8 +175,10 @@ _ADVICE = {
     "split.count": "; join the parts with llama-gguf-split --merge",
     "pooling_type": "; serve embedding models from a folder with safetensors",
 }
-# Of general.sampling, in the words of generation_config.json; the advice for llama.cpp's other samplers is ignored.
+# Of general.sampling, in the words of generation_config.json.
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"penalty_repeat": "repetition_penalty"}
+_OTHER_SAMPLERS = ("sequence", "xtc_probability", "mirostat")
 _SEEING = ("gemma3.mm.", "gemma3.vision.")  # of the part that reads images, which the file does not hold
 _OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.")
 
@@ -224,9 +226,12 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """How the model's authors recommend to sample, in the words of generation_config.json."""
+    """How the model's authors recommend to sample, in the words of generation_config.json; what switches llama.cpp's other
+    samplers on keeps its name."""
     keys = {f"general.sampling.{name}": hf for name, hf in _SAMPLING.items()}
-    return {hf: _check(key, metadata[key], Number()) for key, hf in keys.items() if key in metadata}
+    others = {f"general.sampling.{name}": name for name in _OTHER_SAMPLERS}
+    found = {hf: _check(key, metadata[key], Number()) for key, hf in keys.items() if key in metadata}
+    return found | {name: metadata[key] for key, name in others.items() if key in metadata}
 
 
 def token_id(metadata: Mapping[str, Any], name: str) -> int | None:

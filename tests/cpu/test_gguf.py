@@ -16,6 +16,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
 from gguf.quants import dequantize, quantize
 
+from sgla.config import Config
+from sgla.defaults import find_defaults
 from sgla.errors import ConfigError, WeightError
 from sgla.hub import demo
 from sgla.hub.gguf import LazyTensor, read_gguf
@@ -308,6 +310,8 @@ def test_recommended_sampling_and_named_templates_come_along(tmp_path: Path) -> 
     source = open_source(convert(hf, tmp_path / "a.gguf", **advice))
     assert source.generation_config["temperature"] == pytest.approx(0.6)
     assert source.generation_config["top_k"] == 20
+    (note,) = find_defaults(Config(model="a.gguf"), source).notes
+    assert note == "general.sampling: mirostat 1 is not supported and left aside"
     with pytest.raises(ConfigError, match="general.sampling.temp is 'hot'"):
         open_source(convert(hf, tmp_path / "b.gguf", **{"general.sampling.temp": "hot"}))
     writer = gguf.GGUFWriter(tmp_path / "c.gguf", "llama")

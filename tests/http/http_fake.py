@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from sgla.defaults import Defaults
 from sgla.errors import ContextTooLong, Loading
 from sgla.messages import Control, Event, Facts, Job, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.sched.stats import Stats
@@ -89,7 +90,10 @@ class FakeIngress:
         self.tokenizer: Any = FakeTokenizer()
         self.template: Any = FakeTemplate()
         self.architecture = ""
-        self.default_sampling: dict[str, Any] = {"temperature": 0.6, "top_k": 50, "eos_token_id": EOS}
+        file = "generation_config.json"
+        self.default_sampling = Defaults(
+            {"temperature": 0.6, "top_k": 50}, {"temperature": file, "top_k": file}
+        )
         self.pace = pace
         self.manual = manual
         self.flushable = True

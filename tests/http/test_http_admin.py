@@ -37,7 +37,10 @@ async def test_facts(serve: Serve) -> None:
     site = await serve(api_key=["secret"], key="secret")
     site.http.headers["Authorization"] = "Bearer secret"
     assert (await site.get("/version"))[1] == {"version": __version__}
-    assert (await site.get("/get_model_info"))[1]["is_generation"] is True
+    _, info = await site.get("/get_model_info")
+    assert info["is_generation"] is True
+    assert info["preferred_sampling_params"] == {"temperature": 0.6, "top_k": 50}
+    assert set(info["sampling_sources"].values()) == {"generation_config.json"}
     async with site.http.get("/get_server_info") as response:
         text = await response.text()
         info = await response.json()

@@ -10,6 +10,8 @@ import pytest
 from http_fake import FakeIngress, expected_text
 from http_site import Site
 
+from sgla.defaults import GIVEN, Defaults
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -223,10 +225,18 @@ async def test_thinking_is_told_to_the_template(site: Site, fields: dict[str, An
     assert (kwargs["enable_thinking"], kwargs["thinking"]) == (wanted, wanted)
 
 
-async def test_openai_sampling_defaults(serve) -> None:  # type: ignore[no-untyped-def]
-    site = await serve(sampling_defaults="openai")
-    await site.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
-    assert (site.ingress.jobs[-1].sampling.temperature, site.ingress.jobs[-1].sampling.top_k) == (1.0, 0)
+@pytest.mark.parametrize(("where", "short"), [("generation_config.json", 16), (GIVEN, 5)])
+async def test_max_tokens_may_have_a_default(site: Site, where: str, short: int) -> None:
+    """That of the model's file is for chats; the user's is for the routes that make a few tokens, too. Neither is refused for a
+    prompt that leaves less room."""
+    site.ingress.default_sampling = Defaults({"max_tokens": 5}, {"max_tokens": where})
+    assert (await site.post("/v1/chat/completions", {"messages": MESSAGES}))[0] == 200
+    assert (await site.post("/v1/completions", {"prompt": "a"}))[0] == 200
+    assert (await site.post("/generate", {"text": "a"}))[0] == 200
+    assert (await site.post("/v1/completions", {"prompt": "a", "max_tokens": 2}))[0] == 200
+    jobs = site.ingress.jobs[-4:]
+    assert [job.sampling.max_tokens for job in jobs] == [5, short, 128 if short == 16 else 5, 2]
+    assert [job.clip for job in jobs] == [True, True, True, False]
 
 
 async def test_tools_with_choice_none_are_shown_to_the_model(site: Site) -> None:

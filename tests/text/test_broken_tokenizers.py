@@ -14,6 +14,7 @@ import tiny_tokenizers as tiny
 
 from sgla.actors import system
 from sgla.config import Config
+from sgla.defaults import Defaults
 from sgla.errors import BadRequest, ConfigError
 from sgla.hub.source import ModelSource
 from sgla.text.tokenizer import load_text, load_tokenizer
@@ -155,7 +156,9 @@ async def test_a_broken_tokenizer_ends_the_load_of_the_weights(
     tiny.save_folder(tiny.byte_level(), tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     config = Config(model=str(tmp_path), executor="inline", device="cpu")
-    monkeypatch.setattr(system, "find_model", lambda config, report: (config, source_of(tmp_path)))
+    monkeypatch.setattr(
+        system, "find_model", lambda config, report: (config, source_of(tmp_path), Defaults())
+    )
     monkeypatch.setattr(system, "make_local", lambda config, source: Loading())
     starting = system.System(config)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):

@@ -52,6 +52,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     sampling = []
     for i in range(len(prompts)):
         sampling.append(native_sampling(fields, server, i, len(prompts), ids[i] or []))
+        prompts[i]["clip"] = own_params(fields, i, len(prompts)).max_new_tokens is None
         if i % SLICE == SLICE - 1:
             await asyncio.sleep(0)
     if len({params.n for params in sampling}) > 1:
@@ -141,7 +142,7 @@ def native_sampling(
     fields: GenerateRequest, server: Server, i: int, count: int, ids: list[int]
 ) -> SamplingParams:
     """Of prompt ``i`` of ``count``; ``ids``: whose logprobs it asks for."""
-    params = spread("sampling_params", fields.sampling_params, count)[i] or NativeSampling()
+    params = own_params(fields, i, count)
     wanted = spread("return_logprob", fields.return_logprob, count)[i]
     top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
     start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)
@@ -150,12 +151,17 @@ def native_sampling(
     sampling = sampling_params(
         params,
         server.sampling_defaults,
-        max_tokens=first(params.max_new_tokens, DEFAULT_MAX_TOKENS),
+        max_tokens=params.max_new_tokens,
+        usual=DEFAULT_MAX_TOKENS,
         logprobs=top,
         prompt_logprobs=top if start >= 0 else None,
         logprob_token_ids=ids,
     )
     return msgspec.structs.replace(sampling, thinking=thinking_of(params, server_dialect(server)))
+
+
+def own_params(fields: GenerateRequest, i: int, count: int) -> NativeSampling:
+    return spread("sampling_params", fields.sampling_params, count)[i] or NativeSampling()
 
 
 def asked_ids(value: list[int | list[int] | None] | None, count: int) -> list[Any]:

@@ -74,7 +74,7 @@ def chat_work(
         "template_kwargs": template_kwargs(fields, server.config.trust_request_chat_template),
         "add_generation_prompt": generate,
         "continue_final_message": continues,
-        "clip": clip,
+        "clip": clip or first(fields.max_completion_tokens, fields.max_tokens) is None,
         **cut(fields),
     }
     rid = first(fields.rid, fields.request_id)

@@ -55,6 +55,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         first(fields.rid, fields.request_id),
         add_special_tokens=fields.add_special_tokens is not False,
         suffix=fields.suffix or None,
+        clip=fields.max_tokens is None,
         **cut(fields),
     )
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
@@ -120,8 +121,7 @@ def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
 
 def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     check_stream_options(fields)
-    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    check_max_tokens("max_tokens", max_tokens, echo=bool(fields.echo))
+    check_max_tokens("max_tokens", fields.max_tokens, echo=bool(fields.echo))
     check_prompt_logprobs(fields)
     check_logprob_ids(fields)
     check_best_of(fields)
@@ -135,7 +135,8 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     sampling = sampling_params(
         fields,
         server.sampling_defaults,
-        max_tokens=max_tokens,
+        max_tokens=fields.max_tokens,
+        usual=DEFAULT_MAX_TOKENS,
         logprobs=fields.logprobs,
         prompt_logprobs=max((k for k in shown if k is not None), default=None),
         logprob_token_ids=fields.logprob_token_ids,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sgla.defaults import SAMPLING, Defaults
 from sgla.errors import InvalidField
 from sgla.http.request.grammar import grammar_of
 from sgla.http.request.schema import (
@@ -12,41 +13,31 @@ from sgla.http.request.schema import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_STOPS_CHARS,
-    RANGES,
     TOKENS,
     SamplingFields,
     check_count,
 )
 from sgla.messages import MAX_BIASES, SamplingParams
 
-# The fields of generation_config.json that change how tokens are chosen.
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-PLAIN = (*MODEL_DEFAULTS, "presence_penalty", "frequency_penalty", "n", "ignore_eos", "stop_token_ids")
+PLAIN = (*(name for name in SAMPLING if name != "max_tokens"), "n", "ignore_eos", "stop_token_ids")
 BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")  # vLLM's, DashScope's, SGLang's
 MAX_WORDS = 256
 SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens")
 
 
-def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling defaults that a model's generation_config.json states, where they are valid."""
-    return {
-        name: value
-        for name in MODEL_DEFAULTS
-        if isinstance(value := generation_config.get(name), (int, float)) and value in RANGES[name]
-    }
-
-
 def sampling_params(
     fields: SamplingFields,
-    defaults: Mapping[str, Any],
+    defaults: Defaults,
     *,
     max_tokens: int | None,
+    usual: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     logprob_token_ids: list[int] | None = None,
 ) -> SamplingParams:
-    """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null."""
-    chosen = dict(defaults)
+    """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null; ``usual`` as in
+    ``Defaults.max_tokens``."""
+    chosen = dict(defaults.values)
     for name in (*PLAIN, *SWITCHES):
         value = getattr(fields, name)
         if value is not None:
@@ -55,6 +46,7 @@ def sampling_params(
     check_ids("allowed_token_ids", fields.allowed_token_ids, MAX_ALLOWED)
     if fields.allowed_token_ids == []:
         raise InvalidField("allowed_token_ids: the list is empty", param="allowed_token_ids")
+    chosen["max_tokens"] = defaults.max_tokens(usual) if max_tokens is None else max_tokens
     return SamplingParams(
         **chosen,
         seed=first(fields.seed, fields.sampling_seed),
@@ -62,7 +54,6 @@ def sampling_params(
         bad_words=bad_words(fields.bad_words),
         allowed_token_ids=fields.allowed_token_ids,
         min_tokens=first(fields.min_tokens, fields.min_new_tokens, 0),
-        max_tokens=max_tokens,
         stop=stop_list("stop", fields.stop),
         stop_regex=stop_list("stop_regex", fields.stop_regex),
         include_stop_str_in_output=bool(fields.no_stop_trim or fields.include_stop_str_in_output),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from sgla.defaults import SAMPLING, TOKENS, Range
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
 
 log = logging.getLogger(__name__)
@@ -115,35 +116,9 @@ IGNORED = frozenset(
 )
 
 
-class Range(msgspec.Struct, frozen=True):
-    """Allowed values of a number. ``open_low``: ``low`` itself is excluded."""
-
-    low: float
-    high: float | None = None
-    open_low: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        return above and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        low = f"greater than {self.low}" if self.open_low else f"at least {self.low}"
-        if self.high is None:
-            return low
-        return f"{low} and at most {self.high}" if self.open_low else f"between {self.low} and {self.high}"
-
-
 INT64 = Range(-(2**63), 2**63 - 1)
-TOKENS = Range(1, 2**31 - 1)
 
-RANGES: dict[str, Range] = {
-    "temperature": Range(0),
-    "top_p": Range(0, 1, open_low=True),
-    "top_k": Range(-1, 2**31 - 1),
-    "min_p": Range(0, 1),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 2, open_low=True),
+RANGES: dict[str, Range] = SAMPLING | {
     "seed": INT64,
     "sampling_seed": INT64,
     "n": Range(1, 128),

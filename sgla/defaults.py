@@ -1,0 +1,174 @@
+"""What a request's sampling fields are if it leaves them out: one source for the server, ``Engine``, ``sgla chat`` and the page.
+
+In order, later ones win: the card of a packaged model, the model's files (generation_config.json, ``general.sampling`` of a
+GGUF file) or those that ``--sampling-defaults`` names instead, ``--preferred-sampling-params``. Pure but for reading that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub.demo import MODELS
+from sgla.hub.source import ModelSource, read_object
+from sgla.messages import SamplingParams
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Allowed values of a number. ``open_low``: ``low`` itself is excluded."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low}" if self.open_low else f"at least {self.low}"
+        if self.high is None:
+            return low
+        return f"{low} and at most {self.high}" if self.open_low else f"between {self.low} and {self.high}"
+
+
+TOKENS = Range(1, 2**31 - 1)
+# The sampling fields that may have a default, by their names in SamplingParams.
+SAMPLING: dict[str, Range] = {
+    "temperature": Range(0),
+    "top_p": Range(0, 1, open_low=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, 2, open_low=True),
+    "max_tokens": TOKENS,
+}
+INTEGERS = {"top_k", "max_tokens"}
+ALIASES = {"max_new_tokens": "max_tokens"}
+# What generation_config.json and general.sampling may ask for besides, with the values that ask for nothing.
+LEFT_ASIDE: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ([], {}),
+    "xtc_probability": (0,),
+    "mirostat": (0,),
+    "sequence": ("",),
+}
+GIVEN = "--preferred-sampling-params"
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """``values``: by names of ``SAMPLING``. ``sources``: where each comes from. ``notes``: what the files say that is not
+    honoured, and why."""
+
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    notes: list[str] = []
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that the user has chosen."""
+        return {name: value for name, value in self.values.items() if self.sources[name] == GIVEN}
+
+    def params(self, usual: int | None = None, **fields: Any) -> SamplingParams:
+        """Of a request that says ``fields``; ``usual`` as in ``max_tokens``."""
+        return SamplingParams(**{**self.values, "max_tokens": self.max_tokens(usual), **fields})
+
+    def max_tokens(self, usual: int | None = None) -> int | None:
+        """Of a request that leaves it out, where ``usual`` tokens are made then (None: as many as there is room for). A number
+        gives way to what the user has chosen, not to the model's files."""
+        return self.values.get("max_tokens") if usual is None else self.given.get("max_tokens", usual)
+
+    def __str__(self) -> str:
+        """``temperature 0.2, top_p 0.9 (the model's card)``."""
+        if not self.values:
+            return "temperature 1, top_p 1 (OpenAI's)"
+        by_source: dict[str, list[str]] = {}
+        for name, value in self.values.items():
+            by_source.setdefault(self.sources[name], []).append(f"{name} {value:g}")
+        return ", ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
+
+
+def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
+    """``source``: the model's files, if they are there. Raises ConfigError for what the user has given; nonsense in the model's
+    files is a note."""
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    notes: list[str] = []
+    if config.sampling_defaults in ("model", "auto"):
+        packaged = MODELS.get(config.model)
+        layers.append(("the model's card", packaged.sampling if packaged else {}))
+        if source is not None:
+            file = "general.sampling" if source.gguf_path else "generation_config.json"
+            layers.append((file, read_file(source.generation_config, file, notes)))
+    elif config.sampling_defaults not in ("openai", "vllm"):
+        path = Path(config.sampling_defaults).expanduser()
+        path = path / "generation_config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(
+                f"--sampling-defaults takes model, openai, or a folder or file of a generation_config.json; there is no {path}",
+                param="sampling_defaults",
+            )
+        layers.append((str(path), read_file(read_object(path), str(path), notes)))
+    layers.append((GIVEN, read_given(config)))
+    values = {name: value for _, layer in layers for name, value in layer.items()}
+    sources = {name: where for where, layer in layers for name in layer}
+    return Defaults(values, sources, notes)
+
+
+def read_file(file: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
+    """The defaults that a model's file states. What it says beside, and what means nothing, goes to ``notes``."""
+    values = {}
+    for name, value in file.items():
+        field = ALIASES.get(name, name)
+        if value is None:
+            continue
+        if field in SAMPLING:
+            try:
+                values[field] = number(field, value)
+            except ValueError as error:
+                notes.append(f"{where}: {name} {error}; it is left aside")
+        elif name in LEFT_ASIDE and value not in LEFT_ASIDE[name]:
+            notes.append(f"{where}: {name} {str(value)[:60]} is not supported and left aside")
+    return values
+
+
+def read_given(config: Config) -> dict[str, Any]:
+    """Raises ConfigError for what cannot be a default."""
+    values = {}
+    for name, value in config.preferred_sampling_params.items():
+        field = ALIASES.get(name, name)
+        try:
+            if field not in SAMPLING:
+                raise ValueError(f"is none of {', '.join(SAMPLING)}")
+            values[field] = number(field, value)
+        except ValueError as error:
+            message = f"--preferred-sampling-params: {name[:60]} {error}"
+            raise ConfigError(message, param="preferred_sampling_params") from None
+    return values
+
+
+def number(field: str, value: Any) -> float:
+    """``value``, if the field may have it. Raises ValueError."""
+    fits = type(value) in (int, float) and abs(value) < 1e30
+    if not fits or value not in SAMPLING[field] or (field in INTEGERS and value != int(value)):
+        kind = "an integer" if field in INTEGERS else "a number"
+        raise ValueError(f"must be {kind} {SAMPLING[field]}, not {str(value)[:60]!r}")
+    return int(value) if field in INTEGERS else value

@@ -1,0 +1,122 @@
+"""Sampling defaults: what the model's files, its card and the user say, and what each way into the engine makes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgla import cli
+from sgla.cli.args import parse
+from sgla.cli.settings import load_config
+from sgla.config import Config
+from sgla.defaults import GIVEN, SAMPLING, Defaults, find_defaults
+from sgla.errors import ConfigError
+from sgla.hub import demo
+from sgla.hub.source import ModelSource
+from sgla.messages import SamplingParams
+
+FILE = "generation_config.json"
+
+
+def source(**generation_config: Any) -> ModelSource:
+    return ModelSource("dummy", Path("nowhere"), (), {}, generation_config)
+
+
+def test_every_field_is_one_of_the_parameters() -> None:
+    assert set(SAMPLING) <= set(SamplingParams.__struct_fields__)
+
+
+def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = replace(demo.MODELS["demo"], sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.1})
+    monkeypatch.setitem(demo.MODELS, "demo", card)
+    config = Config(preferred_sampling_params={"min_p": 0, "max_new_tokens": 7})
+    found = find_defaults(config, source(top_p=0.5, max_new_tokens=9, eos_token_id=3))
+    assert found.values == {"temperature": 0.2, "top_p": 0.5, "min_p": 0, "max_tokens": 7}
+    assert found.sources == {
+        "temperature": "the model's card", "top_p": FILE, "min_p": GIVEN, "max_tokens": GIVEN,
+    }  # fmt: skip
+    assert str(found) == (
+        "temperature 0.2 (the model's card), top_p 0.5 (generation_config.json), "
+        "min_p 0, max_tokens 7 (--preferred-sampling-params)"
+    )
+    assert found.notes == []
+
+
+def test_who_says_nothing_gets_the_models_length_but_for_short_routes() -> None:
+    file = find_defaults(Config(), source(max_new_tokens=2048))
+    assert (file.max_tokens(), file.max_tokens(16)) == (2048, 16)
+    given = find_defaults(Config(preferred_sampling_params={"max_tokens": 5}), source(max_new_tokens=2048))
+    assert (given.max_tokens(), given.max_tokens(16)) == (5, 5)
+    assert (Defaults().max_tokens(), Defaults().max_tokens(16)) == (None, 16)
+    assert given.params(16, temperature=0).max_tokens == 5
+    assert given.params(max_tokens=None).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1}, {"temperature": "warm"}, {"temperature": True}, {"top_p": 0}, {"top_p": 1.5},
+        {"top_k": 2.5}, {"top_k": 1e30}, {"min_p": [0.1]}, {"repetition_penalty": 0},
+        {"temperature": float("nan")}, {"top_p": {"a": 1}}, {"max_new_tokens": -5}, {"max_new_tokens": 10**400},
+    ],
+)  # fmt: skip
+def test_nonsense_of_the_file_is_told_and_left_aside(wrong: dict[str, Any]) -> None:
+    found = find_defaults(Config(model="x/y"), source(**wrong))
+    (name,) = wrong
+    assert name not in found.values
+    (note,) = found.notes
+    assert note.startswith(f"{FILE}: {name} must be a")
+    with pytest.raises(ConfigError, match=f"--preferred-sampling-params: {name} must be a"):
+        find_defaults(Config(preferred_sampling_params=wrong), None)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"do_sample": False}, {"num_beams": 4}, {"no_repeat_ngram_size": 3}, {"mirostat": 2}]
+)
+def test_what_is_not_supported_is_told(asked: dict[str, Any]) -> None:
+    (note,) = find_defaults(Config(model="x/y"), source(**asked)).notes
+    assert next(iter(asked)) in note
+    quiet = {"do_sample": True, "num_beams": 1, "top_k": None, "transformers_version": "5", "bos_token_id": 1}
+    assert find_defaults(Config(model="x/y"), source(**quiet)) == Defaults()
+
+
+@pytest.mark.parametrize("words", [("model", "openai"), ("auto", "vllm")])
+def test_the_peers_words_and_flags_mean_the_same(words: tuple[str, str], tmp_path: Path) -> None:
+    def parsed(*argv: str) -> Config:
+        return load_config(parse(["serve", "x/y", *argv]).flags)
+
+    for flag in ("--generation-config", "--sampling-defaults"):
+        assert find_defaults(parsed(flag, words[0]), source(top_k=3)).values == {"top_k": 3}
+        assert find_defaults(parsed(flag, words[1]), source(top_k=3)) == Defaults()
+        (tmp_path / FILE).write_text(json.dumps({"top_p": 0.5}))
+        for path in (tmp_path, tmp_path / FILE):
+            assert find_defaults(parsed(flag, str(path)), source(top_k=3)).values == {"top_p": 0.5}
+        with pytest.raises(ConfigError, match="takes model, openai, or a folder"):
+            find_defaults(parsed(flag, str(tmp_path / "nowhere")), source())
+    for flag in ("--preferred-sampling-params", "--override-generation-config"):
+        config = parsed(words[0] and flag, '{"top_k": 4}')
+        assert find_defaults(config, source(top_k=3, top_p=0.5)).values == {"top_k": 4, "top_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0.5", "is no JSON object"),
+        ("{'a': 1}", "is no JSON object"),
+        ('{"temprature": 1}', "temprature is none of temperature, "),
+        ('{"top_p": 2}', "top_p must be a number greater than 0 and at most 1, not '2'"),
+    ],
+)
+def test_nonsense_on_the_command_line_ends_the_start(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(["serve", "demo", "--preferred-sampling-params", text])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
