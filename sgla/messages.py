@@ -141,6 +141,7 @@ class Submit(msgspec.Struct, kw_only=True):
     namespace: str = ""
     arrival: float = 0.0
     segment: int = 0  # NewRow.segment
+    baggage: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
 
 
 class Opened(msgspec.Struct):

@@ -201,6 +201,7 @@ def make_work(
     ``rid`` is the id that the body asks for. ``sampling`` may be one for each prompt, with the same ``n``.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    shared = sampled(each[0])
     n = each[0].n
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidField(
@@ -217,7 +218,7 @@ def make_work(
     jobs = [
         Job(
             rid=uid if len(prompts) == 1 else f"{uid}.{i}",
-            sampling=params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1),
+            sampling=shared if params is each[0] else sampled(params),
             stream=bool(fields.stream),
             priority=fields.priority or 0,
             index_base=i * n,
@@ -238,6 +239,11 @@ def make_work(
         size=request.content_length or 0,
         prompt_only=[params.max_tokens == 0 for params in each],
     )
+
+
+def sampled(params: SamplingParams) -> SamplingParams:
+    """The engine makes at least one token."""
+    return params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1)
 
 
 def check_logprobs(jobs: Iterable[Job], facts: Facts | None) -> None:

@@ -17,10 +17,10 @@ from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
-from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, baggage_of
+from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
-from sgla.sched.request import Request, State
+from sgla.sched.request import Prompt, Request, State
 from sgla.sched.stats import Finished, Ledger, Stats
 from sgla.sched.step import Step
 
@@ -56,6 +56,7 @@ class Core:
         self._reserved = 0  # pages that they are expected to need
         self._ratio = limits.reserve  # part of its possible outputs that a request is expected to produce
         self._last = Step(0)
+        self._prompt = Prompt([])  # of the latest request
         self._ledger = Ledger()
 
     # --- requests come and go
@@ -64,18 +65,20 @@ class Core:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is not decided here: whoever
         admits requests has done so.
 
-        Raises ContextTooLong (it could never run), InvalidField (empty prompt, huge parameters or answers).
+        Raises ContextTooLong (it could never run), InvalidField (empty prompt, huge answers).
         """
         self._now = now
         assert submit.rid not in self._open, f"request {submit.rid} offered twice"
         try:
-            max_new, baggage = self.limits.outputs(submit), baggage_of(submit.sampling)
+            max_new = self.limits.outputs(submit)
         except SglaError:
             self._ledger.counts.rejected += 1
             raise
         self._seq += 1
         priority = submit.priority if self.limits.policy == "priority" else 0
-        request = Request(submit, max_new, self._seq, submit.arrival or now, priority, baggage)
+        if submit.tokens is not self._prompt.given:
+            self._prompt = Prompt(submit.tokens)
+        request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority)
         self._open[request.rid] = request
         insort(self._waiting, request, key=_by_arrival)
         if submit.deadline is not None:

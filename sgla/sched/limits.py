@@ -14,6 +14,7 @@ from sgla.messages import LONGEST, RowSampling, Submit
 BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
 ID, BIAS = 5, 15  # most bytes of an id and of an (id, bias) in a plan
+LONGEST_SEED = (1 << 63) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -83,11 +84,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def baggage_of(sampling: RowSampling) -> int:
-    """Most bytes of what the workers must know of a request beside its tokens. Raises InvalidField if that is too much.
-
-    The long lists are not encoded for it: each of a request's many choices is asked for its own.
-    """
-    size = len(_encode(replace(sampling, allowed=[], logit_bias=[])))
+    """``Submit.baggage``. Raises InvalidField if that is too much."""
+    size = len(_encode(replace(sampling, allowed=[], logit_bias=[], seed=LONGEST_SEED)))
     size += ID * len(sampling.allowed) + BIAS * len(sampling.logit_bias)
     if size > BAGGAGE:
         raise InvalidField(

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache
-from sgla.messages import int32
 from sgla.sched.limits import Limits
 from sgla.sched.request import Request
 
@@ -105,7 +104,7 @@ class Memory:
             return
         first = request.shared
         last = max(first, min(request.planned, len(request.tokens)) // self.page_size)
-        tokens = int32(request.tokens[first * self.page_size : last * self.page_size])
+        tokens = request.tokens[first * self.page_size : last * self.page_size].tobytes()
         if last > first:
             self.pool.free(
                 self.cache.insert(request.node, request.namespace, tokens, request.pages[first:last])

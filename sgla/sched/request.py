@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from enum import Enum
 
 from sgla.cache.radix import Node
 from sgla.messages import Delta, Submit, TokenLogprob, int32
+
+
+class Prompt:
+    """The tokens of a prompt as int32, which a request's choices share until they run."""
+
+    __slots__ = ("array", "data", "given")
+
+    def __init__(self, given: Sequence[int]) -> None:
+        self.given = given
+        self.data = int32(given)
+        self.array = array("i", self.data)
 
 
 class State(Enum):
@@ -28,7 +41,6 @@ class Request:
     __slots__ = (
         "allocated",
         "arrival",
-        "baggage",
         "borrowed",
         "cached",
         "data",
@@ -63,13 +75,13 @@ class Request:
     )
 
     def __init__(
-        self, submit: Submit, max_new: int, seq: int, arrival: float, priority: int, baggage: int = 0
+        self, submit: Submit, prompt: Prompt, max_new: int, seq: int, arrival: float, priority: int
     ) -> None:
         self.submit = submit
         self.rid = submit.rid
         self.namespace = submit.namespace
-        self.tokens = list(submit.tokens)
-        self.data = int32(self.tokens)  # committed tokens when it last began to wait
+        self.tokens = prompt.array  # its own once it has run
+        self.data = prompt.data  # committed tokens when it last began to wait
         self.prompt_len = len(self.tokens)
         self.limit = self.prompt_len + max_new
         self.goal = max(self.limit - 1, self.prompt_len)
@@ -77,7 +89,6 @@ class Request:
         self.min_tokens = submit.sampling.min_tokens
         self.seq = seq
         self.arrival = arrival
-        self.baggage = baggage  # bytes of what the workers must know of it beside its tokens
         self.rank: tuple[float, float, int] = (-priority, arrival, seq)  # smaller is served first
         self.state = State.WAITING
         self.finish: str | None = None
@@ -114,7 +125,7 @@ class Request:
     @property
     def weight(self) -> int:
         """Bytes of the plan in which it takes its slot."""
-        return len(self.data) + self.baggage
+        return len(self.data) + self.submit.baggage
 
     @property
     def reads_cache(self) -> bool:
@@ -150,6 +161,7 @@ class Request:
         self._move(State.WAITING, State.RUNNING)
         if self.scheduled is None:
             self.scheduled = now
+            self.tokens = self.tokens[:]
 
     def drain(self) -> None:
         """No more steps for it: it has ended or is retracted."""
@@ -163,7 +175,7 @@ class Request:
         self._move(State.DRAINING, State.WAITING)
         self.preemptions += 1
         assert (self.known, self.stale) == (len(self.tokens), 0), "a sample is missing"
-        self.data = int32(self.tokens)
+        self.data = self.tokens.tobytes()
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]

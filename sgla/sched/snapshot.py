@@ -11,9 +11,12 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+from msgspec.structs import replace
+
 from sgla.cache.radix import EVICTION, Node, RadixCache
-from sgla.messages import RowSampling
+from sgla.messages import RowSampling, Submit
 from sgla.sched.core import Core
+from sgla.sched.request import Prompt
 
 PACKAGES = ("sgla.sched.", "sgla.cache.", "sgla.messages")  # whose classes a scheduler consists of
 _FIELDS = ("born", "edge", "hits", "key", "locks", "pages", "touched")  # of a node without its neighbours
@@ -21,11 +24,11 @@ _values = attrgetter(*_FIELDS)
 
 
 def freeze(core: Core) -> bytes:
-    """Takes about 10 us a node of the tree, and some more a request."""
+    """Takes about 10 us a node of the tree, and some more a request. Prompts are there as arrays alone."""
     cache = core._memory.cache
     links = [(node, child) for node in [cache.root, *cache.walk()] for child in node.children.values()]
     buffer = io.BytesIO()
-    _Writer(buffer, protocol=5).dump((vars(core), links))
+    _Writer(buffer, protocol=5).dump((vars(core) | {"_prompt": Prompt([])}, links))
     return buffer.getvalue()
 
 
@@ -49,6 +52,8 @@ class _Writer(pickle.Pickler):
             return _node, _values(value)
         if isinstance(value, RadixCache):
             return _empty, (type(value),), vars(value) | {"_sort_key": None}
+        if isinstance(value, Submit):  # ``Request.tokens`` begins with them
+            return replace(value, tokens=[]).__reduce__()
         if isinstance(value, Enum):  # Python up to 3.11.3 would name its class and `getattr`
             return type(value), (value.value,)
         return NotImplemented

@@ -25,6 +25,7 @@ from sgla.messages import (
     ThinkLimit,
     int32,
 )
+from sgla.sched.limits import baggage_of
 from sgla.text.infill import Infill
 from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
@@ -52,6 +53,14 @@ class Free(NamedTuple):
 NOT_FREE = Free((), "")
 
 
+class Common(NamedTuple):
+    """What of a request does not depend on its prompts, but on whether they have a gap (``infill``)."""
+
+    infill: bool
+    stop_ids: frozenset[int]
+    sampling: RowSampling
+
+
 class Limits(Protocol):
     """What of ``Facts`` matters here."""
 
@@ -75,6 +84,7 @@ class Preparer:
         self.limits = limits
         self.rng = rng
         self.grammars = grammars
+        self._latest: tuple[SamplingParams, Common] | None = None
 
     def __call__(self, job: Job, grammar: str = "") -> list[Submit]:
         """``grammar`` is the compiled one."""
@@ -82,19 +92,14 @@ class Preparer:
             return [self._pooled(job, job.pool)]
         tokens = self._cut(self.tokens(job), job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
-        stop_ids = self._stop_ids(job.sampling)
-        if job.suffix is not None:
-            stop_ids |= self._infill.ends
-        check_counts(job.sampling, stop_ids)
-        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
-            self._check_known(name, getattr(job.sampling, name) or ())
-        check_stops(job.sampling)
-        source = self._grammar(job.sampling.grammar, grammar)
+        common = self._common(job, grammar)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
-        words = word_tokens(job.sampling.bad_words, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
-        sampling = row_sampling(job.sampling, stop_ids, source, free, words, thinking)
+        sampling = replace(
+            common.sampling, thinking=thinking, grammar_after=free.after, grammar_opener=free.opener
+        )
+        baggage = baggage_of(sampling)
         return [
             Submit(
                 rid=f"{job.rid}-{choice}",
@@ -102,15 +107,36 @@ class Preparer:
                 index=job.index_base + choice,
                 tokens=tokens,
                 max_new=max_new,
-                stop_ids=stop_ids,
+                stop_ids=common.stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),  # the lists are shared
                 priority=job.priority,
                 deadline=job.deadline,
                 namespace=job.namespace,
                 arrival=job.arrival,
+                baggage=baggage,
             )
             for choice in range(job.sampling.n)
         ]
+
+    def _common(self, job: Job, grammar: str) -> Common:
+        """Made once for all prompts of a request, whose jobs come one behind the other."""
+        infill = job.suffix is not None
+        if self._latest is not None:
+            sampling, common = self._latest
+            if sampling is job.sampling and common.infill == infill:
+                return common
+        stop_ids = self._stop_ids(job.sampling)
+        if infill:
+            stop_ids |= self._infill.ends
+        check_counts(job.sampling, stop_ids)
+        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            self._check_known(name, getattr(job.sampling, name) or ())
+        check_stops(job.sampling)
+        source = self._grammar(job.sampling.grammar, grammar)
+        words = word_tokens(job.sampling.bad_words, self.tokenizer)
+        common = Common(infill, stop_ids, row_sampling(job.sampling, stop_ids, source, words))
+        self._latest = job.sampling, common
+        return common
 
     def _pooled(self, job: Job, labels: list[int]) -> Submit:
         """For a request that wants a vector. Raises ContextTooLong if the input is too long and may not be cut."""
@@ -137,6 +163,7 @@ class Preparer:
                     f"label_token_ids: {token} is not in the vocabulary (0 to {self.limits.vocab_size - 1})",
                     param="label_token_ids",
                 )
+        sampling = RowSampling(pool=labels)
         return Submit(
             rid=f"{job.rid}-0",
             parent=job.rid,
@@ -144,12 +171,13 @@ class Preparer:
             tokens=tokens,
             max_new=0,
             stop_ids=frozenset(),
-            sampling=RowSampling(pool=labels),
+            sampling=sampling,
             priority=job.priority,
             deadline=job.deadline,
             namespace=job.namespace,
             arrival=job.arrival,
             segment=segment,
+            baggage=baggage_of(sampling),
         )
 
     def tokens(self, job: Job) -> list[int]:
@@ -362,12 +390,10 @@ def row_sampling(
     sampling: SamplingParams,
     stop_ids: frozenset[int],
     grammar: str = "",
-    free: Free = NOT_FREE,
     bad_words: Sequence[list[int]] = (),
-    thinking: ThinkLimit | None = None,
 ) -> RowSampling:
-    """What the worker needs of ``sampling`` but for the seed; ``grammar`` is its compiled one, ``bad_words`` and ``thinking``
-    are its own in tokens."""
+    """What the worker needs of ``sampling`` but for the seed and what depends on the prompt; ``grammar`` is its compiled one,
+    ``bad_words`` are its own in tokens."""
     return RowSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -381,13 +407,10 @@ def row_sampling(
         logit_bias=sorted(sampling.logit_bias.items()),
         bad_words=list(bad_words),
         allowed=sorted(set(sampling.allowed_token_ids or ())),
-        thinking=thinking,
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
         logprob_ids=sampling.logprob_token_ids,
         grammar=grammar,
-        grammar_after=free.after,
-        grammar_opener=free.opener,
     )
 
 

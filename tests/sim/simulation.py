@@ -10,7 +10,7 @@ from typing import Any
 from sgla.executor.fake import FakeModel
 from sgla.messages import Delta, Facts, Failed, RowSampling, StepPlan, Submit
 from sgla.sched.core import Core
-from sgla.sched.limits import Limits
+from sgla.sched.limits import Limits, baggage_of
 
 VOCAB = 50
 
@@ -37,6 +37,7 @@ def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -
         max_new=max_new,
         stop_ids=changes.pop("stop_ids", frozenset()),
         sampling=sampling,
+        baggage=baggage_of(sampling),
         **changes,
     )
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_submits
 
 from sgla.cache.pages import PagePool
@@ -18,11 +17,11 @@ from sgla.cache.radix import RadixCache
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
-from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult
+from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult, int32
 from sgla.sched.core import Core
 from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits, baggage_of
 from sgla.sched.policy import WINDOW, order
-from sgla.sched.request import Request
+from sgla.sched.request import Prompt, Request
 
 PROMPT = [7, 3, 9, 9, 1, 4, 2, 8, 6, 5, 3, 1, 0, 2, 4, 6, 8, 1, 3, 5, 7]  # 21 tokens, 5 full pages of 4
 
@@ -88,7 +87,7 @@ def test_plans_stay_small_enough_for_the_ring() -> None:
     assert max(sizes) < 1.2 * BROUGHT < sum(sizes)
     sampling = RowSampling(grammar="x" * BAGGAGE)
     with pytest.raises(InvalidField, match="parameters"):
-        core.offer(replace(make_submit("huge", prompt), sampling=sampling), 0.0)
+        baggage_of(sampling)
 
 
 def test_long_lists_are_counted_as_no_less_than_they_take() -> None:
@@ -96,6 +95,21 @@ def test_long_lists_are_counted_as_no_less_than_they_take() -> None:
     sampling = RowSampling(allowed=ids * 1000, logit_bias=[(token, -1.5) for token in ids] * 100)
     taken = len(msgspec.msgpack.encode(sampling))
     assert taken <= baggage_of(sampling) < 2 * taken
+
+
+def test_choices_share_their_prompt_until_they_run() -> None:
+    core = Core(make_limits(slots=2))
+    prompt = [1, 2, 3]
+    for i in range(4):
+        core.offer(make_submit(f"r-{i}", prompt, parent="r"), 0.0)
+    waiting = core._waiting
+    assert all(request.tokens is waiting[0].tokens for request in waiting)
+    assert all(request.data is waiting[0].data for request in waiting)
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.retire(StepResult(step=plan.step, tokens=int32([7, 8])), 0.0)
+    assert [list(request.tokens) for request in core._running] == [[1, 2, 3, 7], [1, 2, 3, 8]]
+    assert [list(request.tokens) for request in core._waiting] == [[1, 2, 3]] * 2
 
 
 def bytes_in_flight(core: Core, count: int) -> int:
@@ -415,9 +429,11 @@ def test_lof_takes_the_longest_output_first_and_among_equals_the_oldest() -> Non
 
 @pytest.mark.parametrize("policy", ["lof", "priority"])
 def test_what_is_served_first_is_the_same_however_many_are_looked_at(policy: str) -> None:
-    random = Random(1)
+    random, prompt = Random(1), Prompt(PROMPT)
     waiting = [
-        Request(make_submit(f"r{i}", PROMPT), random.randint(1, 90), i, float(i), random.randint(0, 5))
+        Request(
+            make_submit(f"r{i}", PROMPT), prompt, random.randint(1, 90), i, float(i), random.randint(0, 5)
+        )
         for i in range(WINDOW + 100)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from sgla.text.infill import FAMILIES, Marks
 from sgla.text.prepare import Preparer, choice_seed, prepare
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
+from sgla.text.words import word_tokens
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
@@ -52,6 +54,30 @@ def test_choices_share_what_is_made_of_a_long_list(byte_level: Tokenizer) -> Non
         assert other.allowed is first.allowed
         assert other.logit_bias is first.logit_bias
         assert other.seed != first.seed
+
+
+def test_prompts_share_what_is_made_of_their_parameters(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until another request comes."""
+    made = Counter[str]()
+
+    def words(given: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+        made.update(given)
+        return word_tokens(given, tokenizer)
+
+    monkeypatch.setattr("sgla.text.prepare.word_tokens", words)
+    prepared = preparer(byte_level)
+    params = [SamplingParams(n=2, bad_words=["dog"]), SamplingParams(bad_words=["cat"])]
+    submits = [
+        prepared(Job(rid=f"r{i}", text=text, sampling=params[i // 3]))[0] for i, text in enumerate("abcde")
+    ]
+    assert made == {"dog": 1, "cat": 1}
+    assert [one.sampling.bad_words[0] for one in submits] == [
+        byte_level.encode(word) for word in ["dog"] * 3 + ["cat"] * 2
+    ]
+    assert [one.tokens for one in submits] == [byte_level.encode(text) for text in "abcde"]
+    assert submits[0].baggage > 0
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
