@@ -253,17 +253,20 @@ def test_every_import_is_a_declared_dependency() -> None:
         assert names - THROUGH_OTHERS <= declared(*extras), folder
 
 
-def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
+def copied(folder: Path) -> Path:
+    """What the package is built from, as a checkout has it."""
+    parts = ("sgla/", "csrc/", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
     for name in tracked():
-        if (ROOT / name).exists() and name.startswith(
-            ("sgla/", "csrc/", "pyproject.toml", "README.md", "LICENSE")
-        ):
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists() and name.startswith(parts):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if (ROOT / name).is_symlink():
-                (copy / name).symlink_to(os.readlink(ROOT / name))
+                (folder / name).symlink_to(os.readlink(ROOT / name))
             else:
-                (copy / name).write_bytes((ROOT / name).read_bytes())
+                (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def wheel_of(source: Path, into: Path, **environment: str) -> zipfile.ZipFile:
     build = [
         sys.executable,
         "-m",
@@ -272,12 +275,18 @@ def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
         "--quiet",
         "--no-deps",
         "--wheel-dir",
-        str(tmp_path),
-        str(copy),
+        str(into),
+        str(source),
     ]
-    subprocess.run(build, check=True, timeout=300)
-    [wheel] = tmp_path.glob("sgla-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    subprocess.run(build, check=True, timeout=300, env=os.environ | environment)
+    [wheel] = into.glob("sgla-*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
+    wheel = wheel_of(copied(tmp_path / "copy"), tmp_path)
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
+    names = set(wheel.namelist())
     sources = {
         f"sgla/kernels/{path.relative_to(ROOT)}"
         for path in (ROOT / "csrc").glob("*/*")
@@ -286,6 +295,29 @@ def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
     assert sources
     assert names >= sources | {"sgla/py.typed", "sgla/cli/__init__.py", "sgla/http/page/index.html"}
     assert not [name for name in names if name.startswith(("tests", "bench"))]
+
+
+def test_a_wheel_of_a_platform_brings_kernels_that_are_found_without_a_compiler(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\necho library > $2\n")
+    compiler.chmod(0o755)
+    links = {"GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "someone/sgla"}
+    copy = copied(tmp_path / "copy")
+    wheel = wheel_of(copy, tmp_path, SGLA_WHEEL_KERNELS="generic,avx2", CXX=str(compiler), **links)
+    assert re.search(r"-py3-none-linux_\w+\.whl$", str(wheel.filename))
+    [metadata] = [name for name in wheel.namelist() if name.endswith("dist-info/METADATA")]
+    assert "Project-URL: Source, https://example.org/someone/sgla\n" in wheel.read(metadata).decode()
+    assert not [name for name in wheel.namelist() if name.endswith(".lock")]
+
+    site = tmp_path / "site"
+    wheel.extractall(site)
+    script = "from sgla.kernels.build import find; print(find())"
+    environment = {"PYTHONPATH": str(site), "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "none")}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "came with the package" in found.stdout, found.stderr
+    assert str(site / "sgla/kernels/compiled") in found.stdout
 
 
 def test_the_command_is_installed() -> None:

@@ -1,8 +1,8 @@
 """Builds and finds the native CPU kernels (csrc/cpu) for an instruction-set level.
 
-The first use compiles them with g++ into the cache folder (a few seconds); later uses load the file found there. The
-folder's name is a hash of the sources and flags, so an upgrade never meets an old library. Without a compiler everything
-still works through torch. To prepare an image for other machines:
+A released wheel brings them compiled (setup.py). Elsewhere the first use compiles them with g++ into the cache folder, and later
+uses load the file found there. In both places the folder's name is a hash of the sources and flags, so an upgrade never meets
+an old library. Without a compiler everything still works through torch. To prepare a cache for other machines:
 ``python -m sgla.kernels.build --isa x86-64-v3,x86-64-v4``.
 """
 
@@ -131,17 +131,28 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
 
 
-def library_path(target: Level) -> Path:
-    """Where the library of this level belongs in the cache."""
+def shipped_folder() -> Path:
+    """Where a wheel has libraries that were compiled with it."""
+    return Path(__file__).parent / "compiled"
+
+
+def library_name(target: Level) -> Path:
+    """Folder and file of the library of this level, below ``shipped_folder`` or the cache."""
     digest = hashlib.sha256(" ".join(FLAGS + target.machine).encode())
     for source in sorted(p for p in source_folder("cpu").iterdir() if p.suffix in (".cpp", ".h")):
         digest.update(source.name.encode() + source.read_bytes())
-    return cache_folder() / "sgla" / "kernels" / digest.hexdigest()[:16] / f"{target.name}.so"
+    return Path(digest.hexdigest()[:16], f"{target.name}.so")
 
 
-def build(target: Level) -> Path:
-    """Compile one level unless it is there. Several processes may ask at once: one builds, the others wait."""
-    path = library_path(target)
+def library_path(target: Level) -> Path:
+    """The library of this level: what the wheel brought, or where it belongs in the cache."""
+    shipped = shipped_folder() / library_name(target)
+    return shipped if shipped.exists() else cache_folder() / "sgla" / "kernels" / library_name(target)
+
+
+def build(target: Level, path: Path | None = None) -> Path:
+    """Compile one level unless it is there; ``path``: into this file. Several processes may ask at once: one builds, the others wait."""
+    path = path or library_path(target)
     if path.exists():
         return path
     compiler = os.environ.get("CXX") or shutil.which("g++")
@@ -182,7 +193,18 @@ def _compile(compiler: str, target: Level, scratch: Path) -> Path:
         for job in jobs:
             job.result()
     library = scratch / "library.so"
-    _call([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)])
+    _call(
+        [
+            compiler,
+            "-shared",
+            "-pthread",
+            "-static-libstdc++",
+            "-static-libgcc",
+            *map(str, objects.values()),
+            "-o",
+            str(library),
+        ]
+    )
     return library
 
 
@@ -206,7 +228,8 @@ def find() -> Built:
         except (BuildError, OSError) as error:
             reason = reason or str(error)
             continue
-        done = "found in the cache" if known else "compiled"
+        place = "came with the package" if path.is_relative_to(shipped_folder()) else "found in the cache"
+        done = place if known else "compiled"
         behind = f"; {levels[0].name} is not available: {reason}" if reason else ""
         return Built(path, candidate.name, f"native CPU kernels ({candidate.name}) {done}{behind}")
     raise BuildError(reason or "this CPU is not supported")
@@ -215,9 +238,10 @@ def find() -> Built:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sgla.kernels.build", description=__doc__)
     parser.add_argument("--isa", help="levels to build, separated by commas (default: this CPU's best)")
-    names = parser.parse_args().isa
-    for target in [level(name) for name in names.split(",")] if names else supported()[:1]:
-        print(build(target))
+    parser.add_argument("--into", type=Path, help="folder that gets the libraries (default: the cache)")
+    args = parser.parse_args()
+    for target in [level(name) for name in args.isa.split(",")] if args.isa else supported()[:1]:
+        print(build(target, args.into / library_name(target) if args.into else None))
 
 
 if __name__ == "__main__":
