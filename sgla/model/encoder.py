@@ -92,7 +92,7 @@ class EncoderSpec:
                     if config.get(ours, values[theirs]) != values[theirs]:
                         raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
                     values[ours] = values[theirs]
-        return replace(_read(Reader(name, values), family), notes=noted(unknown))
+        return replace(_read(Reader(name, values), family), notes=noted(name, config, unknown))
 
     def rename(self, name: str) -> str:
         """From a checkpoint's name to the one the model declares: BERT's, without the prefix of models with a head."""

@@ -1,9 +1,9 @@
 """The keys of ``config.json`` that each family has, what HF's classes fill in for them, and what becomes of all the others.
 
-The rule: a key that changes the mathematics is honoured or refused by name. A family's own keys are honoured. Of the others,
-those that no forward pass reads (``HARMLESS``: training, sampling, where the file comes from) are passed over. What remains is
-refused if a word of its name is one that configurations use for mathematics, unless its value turns it off, and noted
-otherwise. Loads no torch.
+The rule: a model computes what HF's class computes with this file, and a key that asks for something else is refused by name. The
+keys that HF's class reads are honoured. Those that it ignores are not: they are passed over if no forward pass reads them
+(``HARMLESS``: training, sampling, where the file comes from) or if their value describes what the class does anyway, refused if a
+word of their name is one that configurations use for mathematics, and noted otherwise. Loads no torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from sgla.model.registry import body_of
 @dataclass(frozen=True)
 class Family:
     """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it fills in. ``fixed``: keys it
-    does not read, or reads in vain, each with the value that describes what the class does."""
+    does not read, or reads in vain, each with the value that describes what the class does. ``same``: keys it does not read, each
+    with the one that says the same."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
 
 
 _DECODER = {
@@ -37,6 +39,7 @@ _DECODER = {
     "rope_scaling": None,
     "rope_parameters": None,
     "original_max_position_embeddings": None,
+    "dual_chunk_attention_config": None,  # of Qwen's models for a million tokens
 }
 _CAUSAL = {
     "is_causal": True,
@@ -71,7 +74,10 @@ _ENCODER = {
     "add_cross_attention": False,
     "position_embedding_type": "absolute",
 }
-_ROBERTA = Family(("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER)
+_SAME = {"embedding_size": "hidden_size"}
+_ROBERTA = Family(
+    ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
+)
 FAMILIES = {
     "LlamaForCausalLM": Family(
         ("llama",),
@@ -192,8 +198,9 @@ FAMILIES = {
             "final_logit_softcapping": None,
         },
         _CAUSAL | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+        {"hidden_act": "hidden_activation"},
     ),
-    "Bert": Family(("bert",), _BERT, _ENCODER),
+    "Bert": Family(("bert",), _BERT, _ENCODER, _SAME),
     "DistilBert": Family(
         ("distilbert",),
         {
@@ -212,7 +219,7 @@ FAMILIES = {
         _ENCODER | {"layer_norm_eps": 1e-12},
     ),
     "Roberta": _ROBERTA,
-    "XLMRoberta": Family(_ROBERTA.types, _BERT | {"pad_token_id": 1}, _ENCODER),
+    "XLMRoberta": Family(_ROBERTA.types, _BERT | {"pad_token_id": 1}, _ENCODER, _SAME),
 }
 # The file of Gemma 3 with a vision tower: the language model has keys of its own in ``text_config``.
 GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, "vision_config": None})
@@ -268,8 +275,8 @@ def family_of(architecture: str) -> Family:
 
 
 def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> list[str]:
-    """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises ConfigError for those that
-    may change what the model computes and are not honoured."""
+    """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises ConfigError for those that ask
+    for something else than HF's class computes."""
     if (found := config.get("model_type")) is not None and found not in family.types:
         raise ConfigError(
             f"config.json: model_type {shown(found)} is not that of {architecture}, which is "
@@ -286,6 +293,14 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
                 raise ConfigError(
                     f"config.json: {key} {shown(value)} is not supported for {architecture}; "
                     f"{family.fixed[key]!r} is",
+                    param="model",
+                )
+        elif key in family.same:
+            other = family.same[key]
+            if value is not None and value != (meant := {**family.defaults, **config}[other]):
+                raise ConfigError(
+                    f"config.json: {key} is {shown(value)} and {other} {shown(meant)}; transformers reads the latter alone for "
+                    f"{architecture}: remove {key} for the same numbers as there",
                     param="model",
                 )
         elif _MATHEMATICS.isdisjoint(re.findall(r"[a-z]+", name.lower())):

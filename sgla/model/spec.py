@@ -107,15 +107,34 @@ class ModelSpec:
         family, text = family_of(architecture), _text(architecture, config)
         unknown = check_keys(architecture, family, text)
         reader = Reader(architecture, {**family.defaults, **text})
-        return replace(_read(reader, family), quantization=quantization, notes=noted(unknown))
+        return replace(
+            _read(reader, family), quantization=quantization, notes=noted(architecture, config, unknown)
+        )
 
 
-def noted(unknown: list[str]) -> tuple[str, ...]:
-    """What to say of keys that nobody knows."""
-    if not unknown:
-        return ()
-    more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-    return (f"config.json: unknown keys without effect: {', '.join(key[:40] for key in unknown[:8])}{more}",)
+def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> tuple[str, ...]:
+    """What to say of a file that is served: of its ``unknown`` keys, and of what it names that is not used."""
+    found = []
+    if unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        names = ", ".join(key[:40] for key in unknown[:8])
+        found.append(f"config.json: keys that neither transformers nor sgla reads: {names}{more}")
+    if config.get("auto_map"):
+        found.append(
+            "config.json: auto_map names code that comes with the checkpoint; it is never run, and the model computes what "
+            f"transformers' own {architecture} does"
+        )
+    if chunk := _dual_chunk(Reader(architecture, config)):
+        found.append(
+            f"config.json: dual_chunk_attention_config changes attention beyond {chunk} tokens, which is not supported, so "
+            "the context ends there"
+        )
+    if _static_scales(_quantization(config)):
+        found.append(
+            "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a CPU activations are not "
+            "rounded"
+        )
+    return tuple(found)
 
 
 def _text(architecture: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -153,6 +172,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     if rope.kind == "yarn":
         extended = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
         context_len = min(max(context_len, int(extended)), POSITIONS)
+    context_len = min(context_len, _dual_chunk(c) or context_len)
     scale = c.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else head_dim
     return ModelSpec(
         architecture=c.architecture,
@@ -179,6 +199,23 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     )
 
 
+def _dual_chunk(c: Reader) -> int:
+    """How many tokens Qwen's dual chunk attention (arXiv 2402.17463) reads as full attention does; 0: it is not wanted."""
+    name = "dual_chunk_attention_config"
+    table = c.table(name)
+    if not table:
+        return 0
+    known = ("chunk_size", "local_size", "original_max_position_embeddings")
+    for key in table:
+        if key not in known and not key.startswith("sparse_attention"):
+            raise c.error(name, f"an object of {', '.join(known)} and sparse_attention settings")
+    sizes = Reader(f"{c.architecture}, {name}", table)
+    chunk = sizes.integer("chunk_size", POSITIONS) - sizes.integer("local_size", POSITIONS)
+    if chunk < 1:
+        raise c.error(name, "a chunk_size above the local_size")
+    return chunk
+
+
 def _activation(c: Reader, family: Family) -> Literal["silu", "gelu_tanh"]:
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     found = c.values.get(key)
@@ -193,7 +230,7 @@ def _activation(c: Reader, family: Family) -> Literal["silu", "gelu_tanh"]:
 def _dtype(c: Reader) -> str:
     key = "dtype" if c.given("dtype") else "torch_dtype"
     found = c.values.get(key)
-    name = str(found if found is not None else "float32")[:99].removeprefix("torch.")
+    name = str(found if found not in (None, "auto") else "float32")[:99].removeprefix("torch.")
     if name not in _DTYPES:
         raise c.error(key, f"one of {', '.join(_DTYPES)}")
     return name
@@ -261,6 +298,16 @@ def _check_compressed(c: dict[str, Any]) -> None:
             raise group.error("weights", "float numbers of 8 bits in config_groups")
 
 
+def _static_scales(c: dict[str, Any]) -> bool:
+    """Whether the file has a scale for the activations of each linear layer."""
+    if c.get("activation_scheme") == "static" or c.get("quant_method") == "modelopt":
+        return True
+    q = Reader("compressed-tensors", c)
+    groups = Reader("compressed-tensors", q.table("config_groups"))
+    inputs = [Reader("", groups.table(name)).table("input_activations") for name in groups.values]
+    return any(found.get("dynamic") is False for found in inputs)
+
+
 def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of the weights that share a ``weight_scale_inv``. Raises ConfigError."""
     found = _quantization(config).get("weight_block_size")
@@ -316,6 +363,8 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
     if c.given("layer_types"):
         return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c, layers, window))
     if "max_window_layers" in known:
+        if not window and not c.given("max_window_layers"):
+            return (0,) * layers
         first = c.integer("max_window_layers", POSITIONS, 0)
         return tuple(window if i >= first else 0 for i in range(layers))
     pattern = c.integer("sliding_window_pattern", LAYERS)

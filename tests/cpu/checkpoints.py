@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.kernels.ops import KVLayer
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VOCAB = 311
+E4M3, BLOCK = torch.float8_e4m3fn, 16  # rows and columns that have a scale in store_as_fp8's blocks
 TIE = 1e-4  # nats; rounding, which differs with the batch in torch's products, is a hundredth of it
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -53,6 +55,42 @@ def save_checkpoint(
             parameter.normal_(shift, 0.04 if small else 0.15)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
+
+
+def rounded(w: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors by suffix, and the matrix they stand for."""
+    if layout == "block":
+        n, k = w.shape
+        padded = torch.nn.functional.pad(w, (0, -k % BLOCK, 0, -n % BLOCK))
+        tiles = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+        scale = tiles.abs().amax((1, 3)) / 448
+        full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
+        suffix = "_scale_inv"
+    elif layout == "tensor":
+        scale = full = w.abs().max() / 448
+        suffix = "_scale"
+    else:
+        scale = full = w.abs().amax(1, keepdim=True) / 448
+        suffix = "_scale"
+    q = (w / full).to(E4M3)
+    return {"": q, suffix: scale}, q.float() * full
+
+
+def store_as_fp8(folder: Path, layout: str) -> dict[str, Tensor]:
+    """Put ``folder``'s linear layers into e4m3, and return the plain tensors of the same values."""
+    plain, stored = load_file(folder / "model.safetensors"), {}
+    for name, tensor in list(plain.items()):
+        if "_proj" in name:
+            parts, plain[name] = rounded(tensor, layout)
+            stored |= {name + suffix: part for suffix, part in parts.items()}
+            layer, module = name.removesuffix(".weight").rsplit(".", 1)
+            # Of activations, and of a KV cache as ModelOpt and compressed-tensors name them.
+            for unused in (f"{module}.input_scale", f"{module}.k_scale", "v_scale"):
+                stored[f"{layer}.{unused}"] = torch.tensor(1.0)
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return plain
 
 
 def random_prompts(lengths: Sequence[int], vocab: int = VOCAB, seed: int = 1) -> list[list[int]]:

@@ -5,16 +5,19 @@ Sizes of those that run are made small; which keys there are, and what they say 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Config = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """``refused``: a word that the error must have; None: the model must equal HF's."""
+    """``refused``: a word that the error must have; None: the model must equal HF's. ``twin``: the configuration that HF is given
+    where it cannot read this one. ``fp8``: how the weights are stored, and HF's have the same values."""
 
     config: Config
     refused: str | None = None
+    twin: Config | None = None
+    fp8: Literal["tensor", "channel", "block"] | None = None
 
 
 TINY: Config = {
@@ -190,6 +193,26 @@ LLAMA3 = {
     "rope_type": "llama3",
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
+# How published fp8 checkpoints say it: ModelOpt, compressed-tensors, DeepSeek.
+FP8: dict[Literal["tensor", "channel", "block"], Config] = {
+    "tensor": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"dynamic": True, "num_bits": 8, "type": "float"},
+                "weights": {"dynamic": False, "num_bits": 8, "strategy": "channel", "type": "float"},
+            }
+        },
+    },
+    "block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [16, 16],
+    },
+}
 SHAPES: Config = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 DISTILBERT: Config = {
     "architectures": ["DistilBertModel"],
@@ -289,8 +312,14 @@ RUN: dict[str, Case] = {
     "bert gelu_new": Case(encoder("Bert", "bert", hidden_act="gelu_new")),
 }  # fmt: skip
 
-# Doctored, with keys that HF honours.
+# Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
+    "qwen2 without windows": Case(qwen2(max_window_layers=None), twin=qwen2()),
+    "Qwen2.5-1M within its chunks": Case(
+        qwen2(
+            dual_chunk_attention_config={"chunk_size": 96, "local_size": 16, "original_max_position_embeddings": 96}
+        )
+    ),
     "qwen2 window by layer": Case(qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen2 window without max_window_layers": Case(
         {k: v for k, v in qwen2(use_sliding_window=True, sliding_window=8).items() if k != "max_window_layers"}
@@ -308,6 +337,7 @@ HONOURED: dict[str, Case] = {
     "qwen3_moe dense layers": Case(qwen3_moe(mlp_only_layers=[0, 2])),
     "mixtral window": Case(mixtral(sliding_window=8)),
     "gemma3 softcap": Case(gemma3(final_logit_softcapping=3.0)),
+    "gemma3 activation twice": Case(gemma3(hidden_act="gelu_pytorch_tanh")),
     "gemma3 untied": Case(gemma3(tie_word_embeddings=False)),
     "gemma3 biases": Case(gemma3(attention_bias=True)),
     "gemma3 linear rope": Case(gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0})),
@@ -333,6 +363,17 @@ HONOURED: dict[str, Case] = {
         llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
     ),
     "llama unknown metadata": Case(llama(made_by="somebody", license="none", data_card={"a": [1]})),
+    "llama of any dtype": Case(llama(torch_dtype="auto"), twin=llama()),
+    "bert width twice": Case(encoder("Bert", "bert", embedding_size=32)),
+    "roberta width twice": Case(encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, embedding_size=32)),
+    **{
+        f"{name} in fp8 by {layout}": Case(make(quantization_config=stored), twin=make(), fp8=layout)
+        for name, make in (("llama", llama), ("qwen3", qwen3), ("qwen3_moe", qwen3_moe), ("gemma3", gemma3))
+        for layout, stored in FP8.items()
+    },
+    "llama in fp8 by fbgemm": Case(
+        llama(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}), twin=llama(), fp8="channel"
+    ),
     "llama by way of flash attention": Case(llama(use_flash_attention=True)),
     "llama keys that are off": Case(
         llama(sliding_window=None, logit_scale=1.0, alibi=False, num_experts=0, residual_multiplier=None)
@@ -346,7 +387,20 @@ HONOURED: dict[str, Case] = {
 # What HF computes otherwise, or nobody does: refused by the key.
 REFUSED: dict[str, Case] = {
     "gte-Qwen2": Case(qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"),
-    "Qwen2.5-1M": Case(qwen2(dual_chunk_attention_config={"chunk_size": 64}), "dual_chunk_attention_config"),
+    "Qwen2.5-1M without its chunks": Case(
+        qwen2(dual_chunk_attention_config={"chunk_size": 64}), "dual_chunk_attention_config"
+    ),
+    "chunks within chunks": Case(
+        qwen2(dual_chunk_attention_config={"chunk_size": 64, "local_size": 64}), "dual_chunk_attention_config"
+    ),
+    "other keys of chunks": Case(
+        qwen2(dual_chunk_attention_config={"chunk_size": 64, "local_size": 8, "scale": 2}), "dual_chunk_attention_config"
+    ),
+    "no first layer with a window": Case(
+        qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=None), "max_window_layers"
+    ),
+    "ELECTRA's embedding in BERT": Case(encoder("Bert", "bert", embedding_size=16), "embedding_size"),
+    "fp8 groups a list": Case(quantized("fp8", config_groups=[1]), "config_groups"),
     "Qwen3 reads no norm": Case(qwen3(use_qk_norm=False), "use_qk_norm"),
     "Mistral's window in Llama": Case(llama(sliding_window=8), "sliding_window"),
     "Mistral's type in Llama": Case(llama(model_type="mistral"), "model_type"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Eager
+from checkpoints import Eager, store_as_fp8
 from config_cases import HONOURED, REFUSED, RUN, Case
 from tiny import make_core, run, submit, tiny_config
 
@@ -36,13 +37,14 @@ def machine() -> Machine:
 
 
 @torch.no_grad()
-def save_as_hf(folder: Path, config: dict[str, Any]) -> Any:
+def save_as_hf(folder: Path, case: Case) -> Any:
     """HF's model of the configuration, with random weights, and its files with the configuration as it was given."""
     import transformers
 
+    config = case.config
     name = config["architectures"][0]
     family = family_of(name)
-    text = json.dumps({"model_type": family.types[0]} | config)
+    text = json.dumps({"model_type": family.types[0]} | (case.twin or config))
     (folder / "config.json").write_text(text)
     torch.manual_seed(0)
     settings = transformers.AutoConfig.from_pretrained(folder)
@@ -52,6 +54,11 @@ def save_as_hf(folder: Path, config: dict[str, Any]) -> Any:
         shift = 1.0 if "norm" in parameter_name.lower() and "gemma" not in settings.model_type else 0.0
         parameter.normal_(shift, 0.15)
     model.save_pretrained(folder)
+    if case.fp8:
+        values = store_as_fp8(folder, case.fp8)
+        model = kind.from_pretrained(
+            None, config=settings, state_dict=values, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
     (folder / "config.json").write_text(json.dumps(config))
     return model
 
@@ -68,7 +75,7 @@ def vector(folder: Path) -> Any:
 @torch.no_grad()
 def test_what_runs_equals_transformers(name: str, tmp_path: Path, machine: Machine) -> None:
     config = EQUAL[name].config
-    hf = save_as_hf(tmp_path, config)
+    hf = save_as_hf(tmp_path, EQUAL[name])
     source = open_source(tmp_path)
     resolved = resolve(tiny_config(device="cpu"), machine, source.config)
     assert ledger(resolved.config, source.config)["weights"] > 0
@@ -103,10 +110,30 @@ def test_what_does_not_run_is_refused_by_name(name: str, machine: Machine) -> No
         assert len(caught.value.message) < 1200
 
 
-def test_an_unknown_key_is_noted() -> None:
-    (note,) = read_spec(RUN["TinyLlama"].config | {"made_by": "somebody"}).notes
-    assert "made_by" in note
-    assert not read_spec(RUN["SmolLM2-135M"].config).notes
+NOTED = {
+    "neither.*made_by": RUN["TinyLlama"].config | {"made_by": "somebody"},
+    "auto_map.*never run": RUN["Yarn-Llama-2"].config,
+    "auto_map": RUN["MiniLM-L6"].config | {"auto_map": {"AutoModel": "code.Model"}},
+    "beyond 80 tokens": HONOURED["Qwen2.5-1M within its chunks"].config,
+    "scales of activations": HONOURED["llama in fp8 by tensor"].config,
+}
+
+
+@pytest.mark.parametrize("words", NOTED)
+def test_what_is_not_used_is_noted(words: str) -> None:
+    (note,) = read_spec(NOTED[words]).notes
+    assert re.search(words, note)
+
+
+def test_nothing_else_is_noted() -> None:
+    for name in ("SmolLM2-135M", "llama in fp8 by block", "llama in fp8 by channel"):
+        assert not read_spec(EQUAL[name].config).notes
+
+
+def test_dual_chunks_bound_the_context() -> None:
+    config = HONOURED["Qwen2.5-1M within its chunks"].config
+    assert read_spec(config).context_len == 80
+    assert read_spec(config | {"max_position_embeddings": 40}).context_len == 40
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Eager, random_prompts, save_checkpoint
+from checkpoints import BLOCK, E4M3, Eager, random_prompts, save_checkpoint, store_as_fp8
 from safetensors.torch import load_file, save_file
 
 from sgla.config import Config
@@ -24,46 +24,13 @@ from sgla.resolve import resolve
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-E4M3 = torch.float8_e4m3fn
-BLOCK = 16
-
-
-def rounded(w: torch.Tensor, layout: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Tensors by suffix, and the matrix they stand for."""
-    if layout == "block":
-        n, k = w.shape
-        padded = torch.nn.functional.pad(w, (0, -k % BLOCK, 0, -n % BLOCK))
-        tiles = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
-        scale = tiles.abs().amax((1, 3)) / 448
-        full = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
-        suffix = "_scale_inv"
-    elif layout == "tensor":
-        scale = full = w.abs().max() / 448
-        suffix = "_scale"
-    else:
-        scale = full = w.abs().amax(1, keepdim=True) / 448
-        suffix = "_scale"
-    q = (w / full).to(E4M3)
-    return {"": q, suffix: scale}, q.float() * full
 
 
 def quantize_checkpoint(folder: Path, layout: str, **config: Any) -> dict[str, torch.Tensor]:
-    """Put ``folder``'s linear layers into e4m3, and return the plain tensors of the same values."""
-    plain, stored = load_file(folder / "model.safetensors"), {}
-    for name, tensor in list(plain.items()):
-        if "_proj" in name:
-            parts, plain[name] = rounded(tensor, layout)
-            stored |= {name + suffix: part for suffix, part in parts.items()}
-            layer, module = name.removesuffix(".weight").rsplit(".", 1)
-            # Of activations, and of a KV cache as ModelOpt and compressed-tensors name them.
-            for unused in (f"{module}.input_scale", f"{module}.k_scale", "v_scale"):
-                stored[f"{layer}.{unused}"] = torch.tensor(1.0)
-        else:
-            stored[name] = tensor
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    """``store_as_fp8``, and say so in the configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    return plain
+    return store_as_fp8(folder, layout)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "channel", "block"])
