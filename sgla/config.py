@@ -1,7 +1,7 @@
 """User settings. ``None`` means: resolve it (sgla/resolve.py) and say why.
 
-One field is one flag (``step_tokens`` -> ``--step-tokens``) and one key of a ``--config`` file. Names that SGLang or
-vLLM users type are accepted as aliases on the command line (``ALIASES``).
+One field is one flag (``step_tokens`` -> ``--step-tokens``), one variable (``SGLA_STEP_TOKENS``) and one key of a ``--config`` file.
+Names that users of other servers type are in ``cli/aliases.py``.
 """
 
 from __future__ import annotations
@@ -125,6 +125,12 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_cache_bytes: Annotated[
         int | None, Doc(description="size of the KV cache; 512M, 2G are understood")
     ] = None
+    memory_fraction: Annotated[
+        float,
+        Doc(
+            description="part of a GPU's memory that weights, KV cache and steps may take; the rest stays free"
+        ),
+    ] = 1.0
     page_size: Annotated[int, Doc(description="tokens in one KV page")] = 16
     prefix_cache: Annotated[bool, Doc(description="reuse the KV of shared prompt prefixes (radix tree)")] = (
         True
@@ -230,22 +236,3 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["text", "json"], Doc(description="lines for people, or one JSON object a line")
     ] = "text"
     log_requests: Annotated[bool, Doc(description="log one line a request (no prompt text)")] = False
-
-
-ALIASES = {
-    "enable-deterministic-inference": "deterministic",
-    "model-path": "model",
-    "tokenizer-path": "tokenizer",
-    "tp-size": "tp",
-    "tensor-parallel-size": "tp",
-    "max-model-len": "context_length",
-    "max-num-seqs": "max_running_requests",
-    "max-num-batched-tokens": "step_tokens",
-    "chunked-prefill-size": "step_tokens",
-    "schedule-policy": "policy",
-    "radix-eviction-policy": "eviction",
-    "block-size": "page_size",
-    "seed": "random_seed",
-    "generation-config": "sampling_defaults",
-    "override-generation-config": "preferred_sampling_params",
-}

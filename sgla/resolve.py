@@ -85,6 +85,11 @@ def resolve(
         )
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
+    if config.memory_fraction != 1 and device == "cpu":
+        raise ConfigError(
+            "--memory-fraction is of a GPU's memory; on the CPU give --kv-cache-bytes",
+            param="memory_fraction",
+        )
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         backend = getattr(config, name)
         if backend not in (None, "auto") and device == "cpu":
@@ -252,6 +257,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "itl_target_ms": (0, math.inf),
     "depth": (1, 3),
     "kv_cache_bytes": (1, math.inf),
+    "memory_fraction": (0.05, 1),
     "page_size": (1, 1024),
     "port": (0, 65535),
     "max_connections": (1, math.inf),

@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong flags, files or settings)."""
     try:
         args = parse(sys.argv[1:] if argv is None else list(argv))
+        for hint in getattr(args, "hints", ()):
+            print(f"sgla: {hint}", file=sys.stderr)
         return importlib.import_module(f"sgla.cli.{args.command}").run(args)
     except SglaError as error:
         print(f"sgla: {error.message}", file=sys.stderr)

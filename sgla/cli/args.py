@@ -5,15 +5,27 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import os
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sgla import __version__
-from sgla.cli.settings import parse_bytes
-from sgla.config import ALIASES, Config
+from sgla.cli.aliases import ALIASES, SHORT, Always, Switch, refusal
+from sgla.cli.settings import (
+    TOKENS,
+    alias_value,
+    hint,
+    kinds,
+    parse_bytes,
+    parse_count,
+    parse_list,
+    parse_object,
+)
+from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
 
 GROUPS = {
@@ -39,20 +51,121 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+class Given(NamedTuple):
+    """A flag of a setting as it was typed. ``value``: of the setting ``name``; of a list, the words behind the flag."""
+
+    flag: str
+    name: str
+    value: Any
+
+
+class Give(argparse.Action):
+    """Adds to ``given``, which keeps the order of the command line."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        flag: str | None = None,
+    ) -> None:
+        assert flag is not None
+        if self.nargs == 0:
+            values = not flag.startswith("--no-")
+        self.give(namespace, Given(flag, self.dest, values))
+
+    def give(self, namespace: argparse.Namespace, *given: Given) -> None:
+        namespace.given = [*getattr(namespace, "given", ()), *given]
+
+
+class GiveAlias(Give):
+    """A flag of another server: ``dest`` is its name. ``hints`` says how it was understood."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        flag: str | None = None,
+    ) -> None:
+        assert flag is not None
+        try:
+            setting = alias_value(self.dest, values if self.nargs is None else True)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+        namespace.hints = [*getattr(namespace, "hints", ()), hint(self.dest)]
+        if setting:
+            self.give(namespace, Given(flag, *setting))
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse; ``flags`` holds the fields of Config that were given, where a command takes them. Exits with 2 on a wrong flag."""
-    parser = build()
-    args, unknown = parser.parse_known_args(argv)
+    """Parse; ``flags`` holds the fields of Config that were given, and ``hints`` how other servers' flags were understood, where
+    a command takes them. Exits with 2 on a wrong flag."""
+    args, unknown = build().parse_known_args([_long(word) for word in argv])
+    if (
+        "model_argument" in args
+        and args.model_argument is None
+        and len(unknown) == 1
+        and unknown[0][:1] != "-"
+    ):
+        args.model_argument = unknown.pop()  # before Python 3.12 a MODEL behind flags is not found
     if unknown:
         _refuse(args.parser, unknown)
     if "model_argument" not in args:
         return args
-    fields = [name for name in Config.__struct_fields__ if name in args]
-    args.flags = {name: vars(args).pop(name) for name in fields}
-    model = args.model_argument
-    if model is not None and args.flags.setdefault("model", model) != model:
-        raise ConfigError(f"two models given: {model} and --model {args.flags['model']}", param="model")
+    args.hints = getattr(args, "hints", [])
+    args.flags = _flags(args.parser, getattr(args, "given", []), args.model_argument)
     return args
+
+
+def _long(word: str) -> str:
+    """``-m`` -> ``--model``: flags of one hyphen that other servers have."""
+    name, equals, value = word.partition("=")
+    return SHORT[name] + equals + value if name in SHORT else word
+
+
+def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str | None) -> dict[str, Any]:
+    """Fields and values. A flag that is repeated overrides itself, a list grows; two flags for one setting must agree."""
+    if model is None and not any(one.name == "model" for one in given):
+        model, given = _behind_list(parser, given)
+    fields: dict[str, Any] = {}
+    flags: dict[str, str] = {}
+    for flag, name, value in [*([Given("MODEL", "model", model)] if model else []), *given]:
+        if isinstance(value, list):
+            fields.setdefault(name, []).extend(part for word in value for part in parse_list(name, word))
+        elif flags.setdefault(name, flag) == flag or fields[name] == value:
+            fields[name] = value
+        elif name == "model":
+            raise ConfigError(f"two models given: {fields[name]} and {flag} {value}", param=name)
+        else:
+            raise ConfigError(
+                f"{flags[name]} and {flag} are the same setting with two values; give one", param=name
+            )
+    return fields
+
+
+def _behind_list(parser: argparse.ArgumentParser, given: Sequence[Given]) -> tuple[str | None, list[Given]]:
+    """MODEL, if the last word behind the only flag with two values is one, as in ``--served-model-name NAME MODEL``; and what else
+    was given. Exits with 2 where it may be one more value just as well."""
+    several = [one for one in given if isinstance(one.value, list) and len(one.value) > 1]
+    if not several:
+        return None, [*given]
+    one = several[0]
+    if len(several) > 1 or len(one.value) > 2 or not could_be_model(one.value[1]):
+        parser.error(
+            f"is the last word behind {one.flag} the MODEL? Write MODEL before the flags, or if there is none, each value "
+            f"behind a {one.flag} of its own"
+        )
+    return one.value[1], [
+        given_ if given_ is not one else one._replace(value=one.value[:1]) for given_ in given
+    ]
+
+
+def could_be_model(word: str) -> bool:
+    """Whether it is written as models are: a path that exists, a hub id, a .gguf file, a packaged model."""
+    from sgla.hub.demo import MODELS
+
+    return "/" in word or word.endswith(".gguf") or word in MODELS or Path(word).exists()
 
 
 def build() -> Parser:
@@ -91,10 +204,7 @@ def _add_config(parser: argparse.ArgumentParser, groups: Sequence[str] = tuple(G
     """MODEL, --config and a flag for each field of Config in ``groups`` (api_key always: a client needs it too)."""
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags override it")
-    hints, docs = typing.get_type_hints(Config, include_extras=True), descriptions()
-    aliases: dict[str, list[str]] = {}
-    for alias, name in ALIASES.items():
-        aliases.setdefault(name, []).append(alias)
+    docs = descriptions()
     group, title = parser.add_argument_group(), ""
     for field in msgspec.structs.fields(Config):
         if field.name in GROUPS:
@@ -102,48 +212,51 @@ def _add_config(parser: argparse.ArgumentParser, groups: Sequence[str] = tuple(G
             if title in groups:
                 group = parser.add_argument_group(title)
         if title in groups or field.name == "api_key":
-            kind = typing.get_args(hints[field.name])[0]
-            options = _options(field.name, kind)
             flag = "--" + field.name.replace("_", "-")
-            group.add_argument(flag, help=_help(docs[field.name], field.default), **options)
-            for alias in aliases.get(field.name, []):
-                group.add_argument(f"--{alias}", help=argparse.SUPPRESS, **(options | {"dest": field.name}))
+            switch = [flag.replace("--", "--no-")] if kinds()[field.name] is bool else []
+            text = _help(docs[field.name], field.default)
+            group.add_argument(flag, *switch, help=text, dest=field.name, **_options(field.name))
+    for name, alias in ALIASES.items():
+        switch_only = isinstance(alias, Switch) or (isinstance(alias, Always) and not alias.values)
+        parser.add_argument(
+            f"--{name}",
+            action=GiveAlias,
+            dest=name,
+            nargs=0 if switch_only else None,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
-def _options(name: str, kind: Any) -> dict[str, Any]:
+def _options(name: str) -> dict[str, Any]:
     """argparse keywords for a field's type: Literal, bool, list[str], sizes, numbers, strings."""
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
-    if type(None) in typing.get_args(kind):
-        kind = typing.get_args(kind)[0]
+    kind = kinds()[name]
+    options: dict[str, Any] = {"action": Give, "default": argparse.SUPPRESS}
     if typing.get_origin(kind) is typing.Literal:
         return options | {"choices": typing.get_args(kind)}
     if kind is bool:
-        return options | {"action": argparse.BooleanOptionalAction}
-    if name.endswith("api_key"):
-        return options | {"action": "append", "metavar": "KEY"}
+        return options | {"nargs": 0}
     if typing.get_origin(kind) is list:
-        return options | {"nargs": "+", "metavar": "NAME"}
+        return options | {"nargs": "+", "metavar": "KEY" if name in SECRETS else "NAME"}
     if typing.get_origin(kind) is dict:
-        return options | {"type": json_object, "metavar": "JSON"}
+        return options | {"type": reads(parse_object), "metavar": "JSON"}
     if name.endswith("_bytes"):
-        return options | {"type": size, "metavar": "SIZE"}
+        return options | {"type": reads(parse_bytes), "metavar": "SIZE"}
+    if name in TOKENS:
+        return options | {"type": reads(parse_count), "metavar": "N"}
     return options | {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
 
 
-def size(text: str) -> int:
-    """argparse type of a size in bytes."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` as an argparse type, whose ValueErrors tell the user something."""
 
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
-def json_object(text: str) -> dict[str, Any]:
-    """argparse type of a JSON object."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise argparse.ArgumentTypeError(f"{text[:99]!r} is no JSON object: {error}") from error
+    return read
 
 
 @functools.cache
@@ -159,10 +272,18 @@ def _help(description: str, default: Any) -> str:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> typing.NoReturn:
-    wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+    """Name every unknown flag with what to do instead, or if there is none the first word that is too much."""
+    names = [word.split("=")[0] for word in unknown if word.startswith("-")] or unknown[:1]
     flags = [option for action in parser._actions for option in action.option_strings]
-    close = difflib.get_close_matches(wrong.replace("_", "-"), flags, n=1)
-    parser.error(f"unknown argument {wrong}" + (f"; did you mean {close[0]}?" if close else ""))
+    found = []
+    for name in dict.fromkeys(names):
+        instead = refusal(name.lstrip("-").replace("_", "-")) if name.startswith("--") else None
+        close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.93 if instead else 0.6)
+        if close:
+            found.append(f"unknown argument {name}; did you mean {close[0]}?")
+        else:
+            found.append(f"{name} is not supported: {instead}" if instead else f"unknown argument {name}")
+    parser.error("; ".join(found))
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +296,11 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
 
 
+def _add_key(add: Callable[..., Any]) -> None:
+    keys = os.environ.get("SGLA_API_KEY", "").split()
+    add("--api-key", default=keys[0] if keys else None, help="sent as a bearer token (default: SGLA_API_KEY)")
+
+
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
@@ -183,7 +309,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="from /step_log or --crash-dump-folder; or, with --url, from --dump-requests",
     )
     add("--url", metavar="URL", help="send the requests to this server")
-    add("--api-key", help="sent as a bearer token")
+    _add_key(add)
     add(
         "--speed",
         type=float,
@@ -196,7 +322,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:30000", help="an OpenAI-style server (default: %(default)s)")
-    add("--api-key", help="sent as a bearer token")
+    _add_key(add)
     add("--model", help="model name to send (default: the first one the server lists)")
     add(
         "--api",

@@ -1,20 +1,38 @@
-"""``Config`` from a YAML file and flags, flags first; every mistake is a ConfigError that names the key."""
+"""``Config`` from flags, the environment and a YAML file, in this order; every mistake is a ConfigError that names its place."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import json
+import os
 import re
-from collections.abc import Mapping
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sgla.config import ALIASES, Config
+from sgla.cli.aliases import ALIASES, VARIABLES, Alias, Always, Switch, refusal
+from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
 
-LISTS = {field.name for field in msgspec.structs.fields(Config) if field.default_factory is list}
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+TOKENS = {"context_length", "step_tokens"}  # numbers that people write as 32k
+SWITCHES = {
+    word: value
+    for value, words in ((True, "1 true yes on"), (False, "0 false no off"))
+    for word in words.split()
+}
+PREFIX = "SGLA_"
+ELSEWHERE = {"SGLA_CONFIG", "SGLA_CPU_ISA"}  # variables that are no setting of Config
+# What Kubernetes sets in a namespace with a service named sgla; SGLA_PORT is then a URL.
+KUBERNETES = re.compile(r"SGLA_(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+)")
+Say = Callable[[str], None]
 
 
 def parse_bytes(text: str) -> int:
@@ -25,16 +43,111 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1 << UNITS[match[2]]))
 
 
+def parse_count(text: str) -> int:
+    """``"32k"`` -> 32,000, ``"32K"`` -> 32,768, as vLLM reads them. Raises ValueError."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmM]?)", text)
+    if match is None or (not match[2] and "." in text):
+        raise ValueError(f"'{text}' is no number of tokens; write 4096, 32k (32,000) or 32K (32,768)")
+    return round(float(match[1]) * COUNTS[match[2]]) if match[2] else int(text)
+
+
+def parse_list(name: str, text: str) -> list[str]:
+    """Values between commas, or a JSON list. An API key may hold commas, so it is one value."""
+    if text.startswith("["):
+        try:
+            return msgspec.json.decode(text, type=list[str])
+        except msgspec.DecodeError as error:
+            raise ValueError("it begins as a JSON list of strings and is none") from error
+    return [text] if name in SECRETS else [part.strip() for part in text.split(",")]
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{text[:99]!r} is no JSON object: {error}") from error
+
+
+@functools.cache
+def kinds() -> dict[str, Any]:
+    """The type of every field of Config: Literal, bool, int, float, str, list[str] or dict; None is left out of it."""
+    found = {}
+    for name, hint in typing.get_type_hints(Config, include_extras=True).items():
+        kind = typing.get_args(hint)[0]
+        found[name] = typing.get_args(kind)[0] if type(None) in typing.get_args(kind) else kind
+    return found
+
+
+def value_of(name: str, text: str) -> Any:
+    """A value of field ``name`` that is written as ``text``, in an alias, the environment or a string of a file. Raises ValueError."""
+    kind = kinds()[name]
+    if typing.get_origin(kind) is list:
+        return parse_list(name, text)
+    if typing.get_origin(kind) is dict:
+        return parse_object(text)
+    if name.endswith("_bytes"):
+        return parse_bytes(text)
+    if name in TOKENS:
+        return parse_count(text)
+    if kind is bool:
+        if text.lower() not in SWITCHES:
+            raise ValueError(f"'{text}' is neither true nor false")
+        return SWITCHES[text.lower()]
+    if typing.get_origin(kind) is typing.Literal and text not in typing.get_args(kind):
+        raise ValueError(f"'{text}' is none of {', '.join(typing.get_args(kind))}")
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise ValueError(f"'{text}' is no {'whole number' if kind is int else 'number'}") from error
+    return text
+
+
+def alias_value(name: str, text: str | bool) -> tuple[str, Any] | None:
+    """The field and the value that a peer's flag ``name`` means with ``text`` (True: as a switch), or None if it is so in any case.
+
+    Raises ValueError.
+    """
+    alias = ALIASES[name]
+    if isinstance(alias, Switch):
+        return (alias.field, alias.value) if text is True else None
+    if isinstance(alias, Always):
+        values = alias.values or (True, False)
+        if text not in values and not (text is True and "on" in values):  # YAML's on is true
+            raise ValueError(f"{text} is not supported: {alias.hint}")
+        return None
+    if isinstance(text, bool):
+        raise ValueError("it takes a value")
+    return alias.field, alias.words[text] if text in alias.words else value_of(alias.field, text)
+
+
+def hint(name: str) -> str:
+    """How a peer's flag ``name`` was understood."""
+    alias = ALIASES[name]
+    if isinstance(alias, Always):
+        return f"--{name} is not needed: {alias.hint}"
+    return f"--{name} is {spelled(alias)} here"
+
+
+def spelled(alias: Alias | Switch) -> str:
+    """The flag that it stands for."""
+    flag = alias.field.replace("_", "-")
+    if isinstance(alias, Alias):
+        return f"--{flag}"
+    return {True: f"--{flag}", False: f"--no-{flag}"}.get(alias.value, f"--{flag} {alias.value}")
+
+
 def nearest(name: str) -> str:
     """``"; did you mean 'x'?"`` for the setting closest to ``name``, or nothing."""
     known = {field: field for field in Config.__struct_fields__}
-    known |= {alias.replace("-", "_"): field for alias, field in ALIASES.items()}
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    known |= {alias.replace("-", "_"): alias.replace("-", "_") for alias in ALIASES}
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     return f"; did you mean '{known[close[0]]}'?" if close else ""
 
 
-def read_file(path: str) -> dict[str, Any]:
-    """Keys and values of a ``--config`` file, sizes parsed, keys known."""
+def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
+    """Fields and values of a ``--config`` file, whose keys are flags with ``_`` or ``-``; ``say`` is told about other servers' flags."""
     import yaml
 
     try:
@@ -45,26 +158,84 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of 'key: value'")
-    for name, value in values.items():
-        if name not in Config.__struct_fields__:
-            raise ConfigError(f"--config {path}: unknown key '{name}'{nearest(str(name))}", param=str(name))
-        if isinstance(value, str) and name in LISTS:
-            values[name] = [value]
-        if name.endswith("_bytes") and isinstance(value, str):
-            try:
-                values[name] = parse_bytes(value)
-            except ValueError as error:
-                raise ConfigError(f"--config {path}: {name}: {error}", param=name) from error
-    return values
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            setting = _setting(str(key), value, say)
+        except ValueError as error:
+            raise ConfigError(f"--config {path}: {key}: {error}", param=str(key)) from error
+        if setting is None:
+            continue
+        name, value = setting
+        if found.setdefault(name, value) != value:
+            raise ConfigError(f"--config {path}: {key} sets {name}, which another key sets too", param=name)
+    return found
 
 
-def load_config(flags: Mapping[str, Any], path: str | None = None) -> Config:
-    """The settings of the file ``path``, overridden by ``flags`` (field names to values)."""
-    values = (read_file(path) if path else {}) | dict(flags)
+def _setting(key: str, value: Any, say: Say) -> tuple[str, Any] | None:
+    """The field and the value of a line of a file; None if it changes nothing. Raises ValueError."""
+    name, flag = key.replace("-", "_"), key.replace("_", "-")
+    if name in Config.__struct_fields__:
+        return name, value_of(name, value) if isinstance(value, str) else value
+    if flag in ALIASES:
+        say(hint(flag))
+        return alias_value(flag, value if isinstance(value, str | bool) else json.dumps(value))
+    if other := refusal(flag):
+        raise ValueError(f"not supported: {other}")
+    raise ValueError(f"unknown key{nearest(key)}")
+
+
+def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
+    """Fields and values of variables ``SGLA_...``; ``say`` is told about those that mean nothing, and about other servers'.
+
+    A variable that is empty is as good as none, unless it is a key: a server that was to have one must not start without.
+    """
+    found: dict[str, Any] = {}
+    for variable, text in sorted(environ.items()):
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX):
+            instead = next((VARIABLES[peer] for peer in VARIABLES if fnmatchcase(variable, peer)), None)
+            if instead and re.split(r"[ =]", instead)[0] not in environ:
+                say(f"{variable} is not read; set {instead}")
+        elif name in Config.__struct_fields__:
+            if name == "port" and "://" in text:
+                say("SGLA_PORT is ignored: it is a URL, as Kubernetes sets it for a service named sgla")
+            elif text or name in SECRETS:
+                found[name] = _variable(variable, name, text)
+        elif variable not in ELSEWHERE and not KUBERNETES.fullmatch(variable):
+            close = difflib.get_close_matches(name, Config.__struct_fields__, n=1)
+            meant = f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
+            say(f"{variable} is no setting and is ignored{meant}")
+    return found
+
+
+def _variable(variable: str, name: str, text: str) -> Any:
+    if name in SECRETS:
+        if not text.split():
+            raise ConfigError(f"{variable} is empty; unset it to serve without a key", param=name)
+        return text.split()
+    try:
+        return value_of(name, text)
+    except ValueError as error:
+        raise ConfigError(f"{variable}: {error}", param=name) from error
+
+
+def complain(text: str) -> None:
+    """One line for the user, beside the output."""
+    print(f"sgla: {text}", file=sys.stderr)
+
+
+def load_config(
+    flags: Mapping[str, Any], path: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Config:
+    """The settings: ``flags`` (field names to values), else what ``environ`` says, else the file ``path`` or ``SGLA_CONFIG``."""
+    path = path or environ.get("SGLA_CONFIG") or None
+    given = read_environment(environ, complain) | dict(flags)
+    values = (read_file(path, complain) if path else {}) | given
     try:
         return msgspec.convert(values, Config)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$.")
         where = where.rstrip("`")
-        source = f"--config {path}: " if path and where.split("[")[0] not in flags else ""
+        source = f"--config {path}: " if path and where.split("[")[0] not in given else ""
         raise ConfigError(f"{source}{where or 'settings'}: {message[:1].lower()}{message[1:]}") from error

@@ -258,9 +258,12 @@ class CudaRunner:
             graphs = graph_bytes(count, layers, peak.prompts * largest // max(largest, self.step_tokens))
         torch.cuda.empty_cache()
         kept = ledger_of(peak, graphs)
-        free = torch.cuda.mem_get_info()[0] - sum(kept.values())
+        free, total = torch.cuda.mem_get_info()
+        free -= sum(kept.values()) + round((1 - config.memory_fraction) * total)
 
         def advise(missing: int) -> Advice:
+            if config.memory_fraction < 1:
+                return Advice("raise --memory-fraction", "memory_fraction")
             smaller = peak.shrink(-(-missing // 2), self.step_tokens, self.slots)  # it is kept twice
             return smaller or self._weights.lighter(self._weights.bytes - missing)
 

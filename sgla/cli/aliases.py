@@ -1,0 +1,364 @@
+"""What vLLM's, SGLang's, llama.cpp's, TGI's and LMDeploy's flags are here: another name of a setting, what is always so, or refused
+with what to use instead. ``docs/flags.md`` is made of these tables (``flags_page.py``).
+
+Read from the sources of SGLang 0.5.23 and vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Alias(NamedTuple):
+    """Takes a value, which the setting ``field`` gets; ``words`` are values that are written differently here."""
+
+    field: str
+    words: Mapping[str, Any] = MappingProxyType({})
+
+
+class Switch(NamedTuple):
+    """Takes no value: the setting ``field`` becomes ``value``."""
+
+    field: str
+    value: Any
+
+
+class Always(NamedTuple):
+    """Asks for what is so in any case: as a switch, or with one of ``values``; others are refused with the same ``hint``."""
+
+    hint: str
+    values: tuple[str, ...] = ()
+
+
+OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
+ONE_HOST = "a model is split over the GPUs of one host, by --tp"
+OFF = Switch("prefix_cache", False)
+
+ALIASES: dict[str, Alias | Switch | Always] = {
+    # the model
+    "model-path": Alias("model"),
+    "model-id": Alias("model"),
+    "hf-repo": Alias("model"),
+    "tokenizer-path": Alias("tokenizer"),
+    "chat-template-file": Alias("chat_template"),
+    "alias": Alias("served_model_name"),
+    "max-model-len": Alias("context_length", OPEN),
+    "ctx-size": Alias("context_length", OPEN),
+    "session-len": Alias("context_length"),
+    "convert": Alias("task", {"none": "auto"}),
+    "runner": Alias("task"),
+    "is-embedding": Switch("task", "embed"),
+    "embedding": Switch("task", "embed"),
+    "embeddings": Switch("task", "embed"),
+    "rerank": Switch("task", "rerank"),
+    "reranking": Switch("task", "rerank"),
+    "enable-deterministic-inference": Switch("deterministic", True),
+    "trust-remote-code": Always("no code of a model's repository is ever run, and no model needs it"),
+    "tokenizer-mode": Always("the tokenizer is the model's fast one", ("auto", "fast", "hf")),
+    "model-impl": Always("the models are this server's own", ("auto",)),
+    "config-format": Always("configurations are read in Hugging Face's format", ("auto", "hf")),
+    "response-role": Always("answers have the role assistant", ("assistant",)),
+    "chat-template-content-format": Always("the chat template tells how content is rendered", ("auto",)),
+    "enable-auto-tool-choice": Always("tools may be called wherever the chat template shows them"),
+    "use-tqdm-on-load": Always("loading shows its progress"),
+    "jinja": Always("chat templates are rendered by jinja2"),
+    # devices
+    "tp-size": Alias("tp"),
+    "tensor-parallel-size": Alias("tp"),
+    "num-shard": Alias("tp"),
+    "pp-size": Always(ONE_HOST, ("1",)),
+    "pipeline-parallel-size": Always(ONE_HOST, ("1",)),
+    "dp-size": Always(f"{ONE_HOST}; run several servers behind a load balancer", ("1",)),
+    "data-parallel-size": Always(f"{ONE_HOST}; run several servers behind a load balancer", ("1",)),
+    "ep-size": Always(f"{ONE_HOST}, experts too", ("1",)),
+    "expert-parallel-size": Always(f"{ONE_HOST}, experts too", ("1",)),
+    "nnodes": Always(ONE_HOST, ("1",)),
+    "node-rank": Always(ONE_HOST, ("0",)),
+    "distributed-executor-backend": Always("each rank is a process of this host", ("mp", "uni")),
+    "flash-attn": Always("attention is fused; --attention-backend chooses its kernels", ("on", "auto", "1")),
+    # memory
+    "gpu-memory-utilization": Alias("memory_fraction"),
+    "mem-fraction-static": Alias("memory_fraction"),
+    "cuda-memory-fraction": Alias("memory_fraction"),
+    "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
+    "block-size": Alias("page_size"),
+    "cpu-offload-gb": Always("weights stay on the device; use --quantization or --tp", ("0", "0.0")),
+    "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0")),
+    "kv-offloading-size": Always("the KV cache stays on the device", ("0", "0.0")),
+    # scheduling and cache
+    "max-num-seqs": Alias("max_running_requests"),
+    "max-batch-size": Alias("max_running_requests"),
+    "parallel": Alias("max_running_requests"),
+    "max-num-queued-reqs": Alias("max_queued_requests"),
+    "max-num-batched-tokens": Alias("step_tokens"),
+    "chunked-prefill-size": Alias("step_tokens"),
+    "max-prefill-tokens": Alias("step_tokens"),
+    "batch-size": Alias("step_tokens"),
+    "schedule-policy": Alias("policy"),
+    "scheduling-policy": Alias("policy"),
+    "enable-priority-scheduling": Switch("policy", "priority"),
+    "radix-eviction-policy": Alias("eviction"),
+    "seed": Alias("random_seed"),
+    "enable-prefix-caching": Switch("prefix_cache", True),
+    "no-enable-prefix-caching": OFF,
+    "disable-radix-cache": OFF,
+    "disable-overlap-schedule": Switch("depth", 1),
+    "no-async-scheduling": Switch("depth", 1),
+    "async-scheduling": Always("the next step is planned while one runs"),
+    "enable-chunked-prefill": Always("long prompts are read in chunks of --step-tokens"),
+    "enable-mixed-chunk": Always("prompts are read beside running answers"),
+    "cont-batching": Always("requests are batched as they come"),
+    "stream-interval": Always("each step's tokens are sent at once", ("1",)),
+    "schedule-conservativeness": Always(
+        "requests start when their prompts fit, and wait when memory runs out", ("1", "1.0")
+    ),
+    "num-continuous-decode-steps": Always("each step is planned anew", ("1",)),
+    # sampling and output
+    "generation-config": Alias("sampling_defaults"),
+    "override-generation-config": Alias("preferred_sampling_params"),
+    "grammar-backend": Always("llguidance compiles grammars", ("llguidance",)),
+    "guided-decoding-backend": Always("llguidance compiles grammars", ("auto", "guidance")),
+    "max-logprobs": Always("a token has 20 logprobs at most", ("20",)),
+    "logprobs-mode": Always("logprobs are those of the model before sampling", ("raw_logprobs",)),
+    "enable-cache-report": Always("usage counts cached tokens"),
+    "enable-prompt-tokens-details": Always("usage counts cached tokens"),
+    # the server
+    "hostname": Alias("host"),
+    "server-name": Alias("host"),
+    "server-port": Alias("port"),
+    "ssl-key-file": Alias("ssl_keyfile"),
+    "ssl-cert-file": Alias("ssl_certfile"),
+    "shutdown-timeout": Alias("drain_timeout"),
+    "sse-keep-alive-interval": Alias("sse_keepalive"),
+    "enable-log-requests": Switch("log_requests", True),
+    "no-enable-log-requests": Switch("log_requests", False),
+    "disable-log-requests": Switch("log_requests", False),
+    "enable-metrics": Always("/metrics is always there"),
+    "metrics": Always("/metrics is always there"),
+    "enable-response-store": Always("responses are kept; --response-store says how many"),
+    "enable-request-id-headers": Always("every answer has an x-request-id"),
+    "enable-server-load-tracking": Always("/load is always there"),
+    "enable-tokenizer-info-endpoint": Always("/tokenizer_info is always there"),
+    "api-server-count": Always("one process serves HTTP", ("1",)),
+    "tokenizer-worker-num": Always("one process tokenizes, in several threads", ("1",)),
+    "root-path": Always("let the proxy take its prefix off the path", ("", "/")),
+    "fastapi-root-path": Always("let the proxy take its prefix off the path", ("", "/")),
+}
+
+# Flags of one hyphen, and what they are short for.
+SHORT = {
+    "-m": "--model",
+    "-hf": "--hf-repo",
+    "-a": "--alias",
+    "-c": "--ctx-size",
+    "-t": "--threads",
+    "-np": "--parallel",
+    "-b": "--batch-size",
+    "-s": "--seed",
+    "-fa": "--flash-attn",
+    "-cb": "--cont-batching",
+    "-ngl": "--n-gpu-layers",
+    "-md": "--model-draft",
+    "-ctk": "--cache-type-k",
+    "-ctv": "--cache-type-v",
+    "-ub": "--ubatch-size",
+    "-n": "--predict",
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-asc": "--api-server-count",
+    "-cc": "--compilation-config",
+    "-ac": "--attention-config",
+    "-sc": "--speculative-config",
+    "-O": "--optimization-level",
+}
+
+# Patterns of names, and what to do instead. The first that fits counts.
+REFUSED: list[tuple[str, str]] = [
+    ("*lora*", "LoRA adapters are not supported; merge the adapter into the weights"),
+    (
+        "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
+        "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",
+        "speculative and diffusion decoding are not supported; leave it out",
+    ),
+    (
+        "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens optimistic-prefill-attempts "
+        "enable-pd-role-switch ec-* encoder-* *-dispatch-to-encoder tokens-only prefill-decode-interval* prefill-delayer-* "
+        "enable-prefill-delayer prefill-schedule-interval",
+        "one server reads prompts and generates; leave it out, --itl-target-ms bounds how long a prompt holds up answers",
+    ),
+    (
+        "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* *hisparse* "
+        "hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* enable-session-radix-cache",
+        "the KV cache is in the device's memory alone; --kv-cache-bytes or --memory-fraction makes it larger",
+    ),
+    (
+        "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* video-* asr-* "
+        "*mmproj* language-only language-model-only trust-mm-* interleave-mm-strings enable-precise-embedding-interpolation "
+        "enable-prompt-embeds enable-mm-embeds",
+        "images, sound, video and prompts given as vectors are not supported; leave it out",
+    ),
+    (
+        "max-total-tokens num-gpu-blocks-override max-num-queued-tokens",
+        "--kv-cache-bytes sizes the KV cache, --max-queued-requests the queue; 'sgla explain' shows the bytes of a token",
+    ),
+    (
+        "quantization-param-path kv-cache-dtype-skip-layers calculate-kv-scales prefill-kv-cache-dequant-dtype",
+        "scales of an 8-bit KV cache are measured at the start: --kv-cache-dtype fp8 alone is enough",
+    ),
+    ("cache-type-k cache-type-v", "use --kv-cache-dtype fp8 for an 8-bit KV cache on a GPU"),
+    (
+        "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config allow-deprecated-quantization",
+        "use --quantization int8 or int4 on a CPU, fp8 on a GPU",
+    ),
+    (
+        "multi-item-scoring-delimiter enable-mis",
+        "no delimiter is needed: send several items to /v1/score, which scores each by itself",
+    ),
+    ("n-gpu-layers gpu-layers", "--device cuda puts the whole model on the GPU, --device cpu none of it"),
+    (
+        "cuda-graph-* *-cuda-graph* *cudagraph* enforce-eager compilation-config optimization-level performance-mode "
+        "*torch-compile* max-seq-len-to-capture",
+        "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
+    ),
+    (
+        "moe-* all2all-backend *deepep* *eplb* ep-* *expert* *-moe-* *megamoe* *two-batch-overlap tbo-* *single-batch-overlap "
+        "enable-dbo dbo-* kt-* *waterfill fuseep-* ubatch-size dwdp-* enable-ep-*",
+        "a mixture's experts are split by --tp, and their kernels are chosen for the device; leave it out",
+    ),
+    (
+        "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* *-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* "
+        "master-* *elastic* ep max-ep-size mooncake-* enable-attn-* *-attn-tp* enable-cp-* load-balance-method enable-dp-* gated-launch-port "
+        "distributed-* cpu-distributed-* ray-* worker-use-ray use-ray numa* device-ids base-gpu-id gpu-id-step *-all-reduce* "
+        "*-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split split-mode main-gpu enable-kv-cache-sharding "
+        "enable-batch-sharded-sampling enable-tp-lm-head-* *layernorm-sp disable-nccl-*",
+        f"{ONE_HOST}; CUDA_VISIBLE_DEVICES chooses them",
+    ),
+    (
+        "temp top-k top-p min-p repeat-penalty predict",
+        "requests bring sampling fields; --preferred-sampling-params has the defaults of those that are left out",
+    ),
+    (
+        "default-chat-template-kwargs hf-chat-template-name completion-template enable-strict-thinking strip-thinking-cache "
+        "exclude-tools-when-tool-choice-none reasoning-format reasoning-budget reasoning-config",
+        "requests may carry chat_template_kwargs, and --chat-template names a file of your own",
+    ),
+    ("tool-parser-plugin reasoning-parser-plugin", "name one of the parsers that --tool-call-parser lists"),
+    (
+        "hf-overrides json-model-override-args model-class-overrides rope-* yarn-* hf-config-path model-config-parser pooler-config "
+        "disable-sliding-window override-kv",
+        "the configuration is the model's: change config.json in a local folder and serve that",
+    ),
+    ("hf-token", "set HF_TOKEN in the environment, or run 'hf auth login'"),
+    ("model-url hf-file", "name a hub id as MODEL, for a GGUF file with its quantization: ORGANISATION/NAME:Q4_K_M"),
+    ("grammar-file json-schema", "requests carry their grammar or schema: response_format, or structured_outputs"),
+    ("threads-batch", "--threads is for prompts and answers alike"),
+    ("code-revision tokenizer-revision", "--revision is that of all files; --tokenizer may name a folder"),
+    (
+        "load-balance* model-loader-* weight-* *-weight-load* *weight-loader* safetensors-* pt-load-* ignore-patterns custom-weight-* "
+        "remote-instance-* *checkpoint* *ckpt* decrypted-* modelexpress-* engine-info-* max-parallel-loading-workers mmap mlock "
+        "model-checksum offload-* cpu-offload-* ple-*",
+        "weights are safetensors or GGUF files, read at the start, and stay on the device; --load-format and --quantization are what "
+        "there is",
+    ),
+    (
+        "enable-memory-saver enable-sleep-mode enable-cumem-allocator *-cpu-backup sleep-on-idle enable-weights-*",
+        "the server keeps its memory; stop it to free the GPU",
+    ),
+    (
+        "skip-tokenizer-init skip-server-warmup warmup* enable-tokenizer-batch-* disable-tokenizer-batch-* "
+        "enable-dynamic-batch-tokenizer dynamic-batch-* tokenizer-pool-* tokenizer-backend detokenizer-worker-num renderer-*",
+        "text is always tokenized here, and requests wait until the model is warm; leave it out",
+    ),
+    (
+        "log-level-http uvicorn-* disable-uvicorn-* disable-access-log-* log-requests-* log-config-file max-log-len enable-log-* "
+        "log-error-stack log-disable log-file verbose decode-log-interval disable-log-stats aggregate-engine-logging "
+        "show-time-cost enable-request-time-stats-logging gc-warning-* enable-logging-iteration-details",
+        "--log-level, --log-format and --log-requests are what there is; statistics are in /metrics",
+    ),
+    (
+        "enable-trace trace-modules collect-detailed-traces otlp-service-name",
+        "--otlp-traces-endpoint is enough; OTEL_SERVICE_NAME names the service",
+    ),
+    (
+        "*metrics* bucket-* *-buckets tokenizer-metrics-* load-snapshot-* load-publish-* stat-loggers kv-events-config "
+        "show-hidden-metrics-* jit-monitor-* *nvtx* profiler-config slots props extra-metric-labels",
+        "/metrics has them all; --metrics-compat shows them under SGLang's or vLLM's names",
+    ),
+    (
+        "soft-watchdog-timeout api-key-file ssl-keyfile-password ssl-cert-reqs ssl-ciphers enable-ssl-refresh",
+        "see --watchdog-timeout, --ssl-certfile and SGLA_API_KEY in docs/operating.md",
+    ),
+    (
+        "uds grpc* smg-* sidecar* *http2* middleware allow-credentials allowed-methods allowed-headers h11-* enable-http-worker-* "
+        "disable-fastapi-docs enable-offline-docs api-prefix path webui timeout",
+        "HTTP/1.1 on --host and --port is what there is; a proxy can do the rest",
+    ),
+    ("tool-server", "tools are called by the client"),
+    (
+        "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids return-input-ids return-output-ids "
+        "incremental-streaming-output allow-auto-truncate enable-return-* return-* enable-custom-logit-processor logits-processor* "
+        "aux-hidden-* constrained-json-* structured-outputs-config guided-decoding-* sampling-mask-* use-fp64-gumbel "
+        "*watermark-* enable-watermark sampling-backend default-priority-value fingerprint-* "
+        "cohere-* enable-per-request-*",
+        "requests ask for it by a field, where it is supported; leave it out",
+    ),
+    (
+        "schedule-low-priority-values-first *priority-* priority-* retraction-policy scheduler-* scheduling-* long-prefill-* "
+        "disable-chunked-* enable-chunked-prefill prefill-max-requests min-free-slots-delay watermark "
+        "max-num-scheduled-tokens enable-dynamic-chunking num-scheduler-steps",
+        "--policy, --step-tokens and --max-running-requests are what the scheduler is told",
+    ),
+    (
+        "radix-eviction-policy-config prefix-cach* *-prefix-cache disable-cascade-attn disable-chunked-prefix-cache prefix-match-unit "
+        "enable-unified-memory enable-page-major-* c128-* swa-* *hybrid-swa* *hybrid-kv-* prefill-only-* kv-sharing-* "
+        "keep cache-reuse slot-* enable-streaming-session file-storage-path kv-offload context-shift use-v2-block-manager",
+        "--prefix-cache, --eviction and --page-size are what the KV cache is told",
+    ),
+    (
+        "*mamba* *replayssm* linear-attn-* linear-replay* gdn-* kda-* dsa-* dsv4-* *-dsa-* *deepseek* qsa-* *swa-bounded-replay *sconv",
+        "models of this kind are not supported",
+    ),
+    (
+        "*-backend *-autotune* *-megakernel *-monokernel kernel-config attention-config additional-config ir-op-priority *flashinfer-* "
+        "triton-attention-* enable-fused-* *-fusion* enable-fp32-lm-head enable-tf32-matmul enable-bf16x3-* *-gemm* "
+        "enable-lean-attention rl-on-policy-target boundary-reduction enable-quant-* enable-flash-late-interaction threads-http",
+        "kernels are chosen for the model and the device; --attention-backend is what there is to choose",
+    ),
+    (
+        "debug-* *forward-hooks *dump-* msprobe-* *profile* worker-cls worker-extension-cls io-processor-plugin "
+        "custom-sigquit-handler gc-threshold *fault-tolerance* fail-on-* enable-trace-replay batch-notify-size mlx-* "
+        "export-metrics-* forward-pass-* context-bucket disable-outlines-disk-cache",
+        "it belongs to that server's inside; leave it out",
+    ),
+]  # fmt: skip
+
+# Variables of the environment that peers read, and what to set instead. A * stands for the rest of the name.
+VARIABLES = {
+    "VLLM_API_KEY": "SGLA_API_KEY",
+    "VLLM_USE_MODELSCOPE": "SGLA_MODEL_SOURCE=modelscope",
+    "SGLANG_USE_MODELSCOPE": "SGLA_MODEL_SOURCE=modelscope",
+    "LLAMA_API_KEY": "SGLA_API_KEY",
+    "LLAMA_ARG_*": "SGLA_* (sgla serve --help)",
+    "OLLAMA_HOST": "SGLA_HOST and SGLA_PORT",
+    "OLLAMA_CONTEXT_LENGTH": "SGLA_CONTEXT_LENGTH",
+    "OLLAMA_NUM_PARALLEL": "SGLA_MAX_RUNNING_REQUESTS",
+    "OLLAMA_MODELS": "SGLA_DOWNLOAD_DIR",
+    "OLLAMA_ORIGINS": "SGLA_ALLOWED_ORIGINS",
+}
+
+
+def refusal(name: str) -> str | None:
+    """What to do instead of a peer's flag ``name`` (no hyphens before it; ``compilation-config.mode`` is ``compilation-config``)."""
+    name = name.split(".")[0].removeprefix("no-") or name
+    for patterns, hint in REFUSED:
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return hint
+    return None

@@ -1,0 +1,74 @@
+"""``docs/flags.md``: where settings come from, and other servers' flags. ``python -m sgla.cli.flags_page docs/flags.md`` writes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VARIABLES, Alias, Always, Switch
+from sgla.cli.settings import spelled
+
+HEAD = """# Flags, variables and files
+
+Each setting of `sgla serve --help` can be given in three ways. The first that has it counts:
+
+1. a flag: `--step-tokens 4096`
+2. a variable of the environment: `SGLA_STEP_TOKENS=4096`
+3. a line of the YAML file that `--config` or `SGLA_CONFIG` names: `step_tokens: 4096`
+
+A flag with several values takes them with commas (`--served-model-name a,b`), repeated, or in a row behind MODEL
+(`sgla serve MODEL --served-model-name a b`). Commas part them in a variable too. API keys may hold commas: there they are given in a
+row or repeated, and in `SGLA_API_KEY` and `SGLA_ADMIN_API_KEY` with spaces between them. Numbers of tokens may be written as vLLM does,
+`32k` (32,000) or `32K` (32,768), sizes as `512M` or `2G` (powers of 1024).
+
+An empty variable is as good as none, but an empty `SGLA_API_KEY` ends the start: a server that was to have a key does not begin without
+one. A variable `SGLA_...` that is no setting is named in a warning, once. `sgla bench`, `sgla replay` and `sgla chat --url` send
+`SGLA_API_KEY` too. Keys are never printed. `SGLA_CPU_ISA` limits the instruction sets of the CPU kernels (`avx2`, `avx512`, ...).
+
+## Flags of other servers
+
+Names of vLLM, SGLang, llama.cpp, TGI and LMDeploy that are understood, as flags and as keys of a file:
+
+| there | here |
+|---|---|
+"""
+MIDDLE = """
+What is refused, and what to do instead (`*` stands for any text):
+
+| there | here |
+|---|---|
+"""
+TAIL = """
+Variables of other servers are not read. A note says what to set:
+
+| there | here |
+|---|---|
+"""
+
+
+def page() -> str:
+    """The text of ``docs/flags.md``."""
+    understood = "".join(f"| {_names(name)} | {_meaning(alias)} |\n" for name, alias in ALIASES.items())
+    refused = "".join(f"| {_patterns(patterns)} | {hint} |\n" for patterns, hint in REFUSED)
+    variables = "".join(f"| `{name}` | `{instead}` |\n" for name, instead in VARIABLES.items())
+    return HEAD + understood + MIDDLE + refused + TAIL + variables
+
+
+def _names(name: str) -> str:
+    short = [f"`{hyphen}`" for hyphen, long in SHORT.items() if long == f"--{name}"]
+    return ", ".join([f"`--{name}`", *short])
+
+
+def _meaning(alias: Alias | Switch | Always) -> str:
+    if isinstance(alias, Always):
+        only = f" (as {', '.join(f'`{value}`' for value in alias.values if value)})" if alias.values else ""
+        return f"{alias.hint}{only}"
+    return f"`{spelled(alias)}`"
+
+
+def _patterns(patterns: str) -> str:
+    return ", ".join(f"`--{pattern}`" for pattern in patterns.split())
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())

@@ -1,0 +1,402 @@
+"""Settings from flags, the environment and files; and what other servers' flags are here: the one table of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_config import sample
+
+from sgla.cli import flags_page
+from sgla.cli.aliases import ALIASES, REFUSED, SHORT, Always, Switch, refusal
+from sgla.cli.args import parse
+from sgla.cli.settings import load_config
+from sgla.config import SECRETS, Config
+from sgla.errors import ConfigError
+
+HERE = Path(__file__).parent
+OWN = {name.replace("_", "-") for name in Config.__struct_fields__} | {"config"}
+PEERS = {path.stem: path.read_text().split() for path in sorted((HERE / "peer_flags").glob("*.txt"))}
+LISTS = [name for name in Config.__struct_fields__ if isinstance(getattr(Config(), name), list)]
+# features.md of the project's beginnings, 2.3, and the peers' start commands.
+NAMED = [
+    "--model-path",
+    "--tokenizer-path",
+    "--tokenizer-mode",
+    "--served-model-name",
+    "--host",
+    "--port",
+    "--api-key",
+    "--admin-api-key",
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--fastapi-root-path",
+    "--root-path",
+    "--dtype",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--context-length",
+    "--max-model-len",
+    "--mem-fraction-static",
+    "--gpu-memory-utilization",
+    "--max-running-requests",
+    "--max-num-seqs",
+    "--max-queued-requests",
+    "--max-num-queued-reqs",
+    "--max-total-tokens",
+    "--num-gpu-blocks-override",
+    "--kv-cache-memory-bytes",
+    "--chunked-prefill-size",
+    "--max-num-batched-tokens",
+    "--max-prefill-tokens",
+    "--schedule-policy",
+    "--scheduling-policy",
+    "--schedule-conservativeness",
+    "--watermark",
+    "--page-size",
+    "--block-size",
+    "--enable-mixed-chunk",
+    "--disable-overlap-schedule",
+    "--async-scheduling",
+    "--disable-radix-cache",
+    "--no-enable-prefix-caching",
+    "--radix-eviction-policy",
+    "--attention-backend",
+    "--prefill-attention-backend",
+    "--decode-attention-backend",
+    "--sampling-backend",
+    "--grammar-backend",
+    "--structured-outputs-config",
+    "--tp-size",
+    "--tensor-parallel-size",
+    "--pp-size",
+    "--dp-size",
+    "--ep-size",
+    "--enable-expert-parallel",
+    "--enable-dp-attention",
+    "--moe-runner-backend",
+    "--moe-a2a-backend",
+    "--moe-backend",
+    "--all2all-backend",
+    "--enable-eplb",
+    "--nnodes",
+    "--node-rank",
+    "--dist-init-addr",
+    "--disable-cuda-graph",
+    "--cuda-graph-max-bs",
+    "--cuda-graph-bs",
+    "--cuda-graph-max-bs-decode",
+    "--enforce-eager",
+    "--compilation-config",
+    "--cudagraph-capture-sizes",
+    "--enable-torch-compile",
+    "--torch-compile-max-bs",
+    "--disable-custom-all-reduce",
+    "--load-format",
+    "--model-loader-extra-config",
+    "--download-dir",
+    "--revision",
+    "--trust-remote-code",
+    "--json-model-override-args",
+    "--hf-overrides",
+    "--model-impl",
+    "--random-seed",
+    "--seed",
+    "--chat-template",
+    "--default-chat-template-kwargs",
+    "--tool-call-parser",
+    "--reasoning-parser",
+    "--enable-auto-tool-choice",
+    "--sampling-defaults",
+    "--generation-config",
+    "--override-generation-config",
+    "--preferred-sampling-params",
+    "--enable-cache-report",
+    "--enable-prompt-tokens-details",
+    "--enable-lora",
+    "--lora-paths",
+    "--max-loras-per-batch",
+    "--max-lora-rank",
+    "--max-loaded-loras",
+    "--lora-backend",
+    "--lora-eviction-policy",
+    "--lora-modules",
+    "--max-loras",
+    "--max-cpu-loras",
+    "--speculative-algorithm",
+    "--speculative-draft-model-path",
+    "--speculative-num-steps",
+    "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens",
+    "--speculative-config",
+    "--enable-hierarchical-cache",
+    "--hicache-ratio",
+    "--hicache-size",
+    "--hicache-write-policy",
+    "--hicache-storage-backend",
+    "--kv-offloading-size",
+    "--kv-transfer-config",
+    "--cpu-offload-gb",
+    "--enable-metrics",
+    "--log-level",
+    "--log-requests",
+    "--log-requests-level",
+    "--crash-dump-folder",
+    "--decode-log-interval",
+    "--enable-log-requests",
+    "--disable-log-stats",
+    "--enable-trace",
+    "--otlp-traces-endpoint",
+    "--kv-events-config",
+    "--enable-priority-scheduling",
+    "--priority-scheduling-preemption-threshold",
+    "--retraction-policy",
+    "--disaggregation-mode",
+    "--disaggregation-transfer-backend",
+    "--disaggregation-bootstrap-port",
+    "--enable-deterministic-inference",
+    "--enable-memory-saver",
+    "--enable-sleep-mode",
+    "--weight-version",
+    "--stream-interval",
+    "--incremental-streaming-output",
+    "--watchdog-timeout",
+    "--soft-watchdog-timeout",
+    "--skip-server-warmup",
+    "--warmups",
+    "--is-embedding",
+    "--runner",
+    "--convert",
+    "--enable-multimodal",
+    "--limit-mm-data-per-request",
+    "--limit-mm-per-prompt",
+    "--allowed-media-domains",
+    "--config",
+    "--shutdown-timeout",
+    "--sse-keep-alive-interval",
+    "--uds",
+    "--enable-request-id-headers",
+    "--max-logprobs",
+    "--return-tokens-as-token-ids",
+    "--enable-force-include-usage",
+    "--quantization-param-path",
+    "--torchao-config",
+    "--multi-item-scoring-delimiter",
+    "-m",
+    "-c",
+    "-ngl",
+    "-tp",
+    "-q",
+]
+
+
+def flags_of(*argv: str) -> dict[str, Any]:
+    return parse(["serve", *argv]).flags
+
+
+def refused(*argv: str) -> str:
+    """What the command line says of flags that it does not take."""
+    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
+        parse(["serve", *argv])
+    assert err.getvalue().count("\n") == 1
+    return err.getvalue()
+
+
+def words_of(name: str) -> list[str]:
+    """A flag, its own or another server's, with a value that it takes."""
+    alias = ALIASES.get(name)
+    if isinstance(alias, Switch):
+        return [f"--{name}"]
+    if isinstance(alias, Always):
+        return [f"--{name}", *alias.values[:1]]
+    field = alias.field if alias else name.replace("-", "_")
+    default = getattr(Config(), field)
+    value = {
+        "task": "embed",
+        "policy": "lpm",
+        "eviction": "lfu",
+        "preferred_sampling_params": '{"top_k": 7}',
+    }.get(field, "7")
+    return [f"--{name}", "0.5" if isinstance(default, float) else value]
+
+
+@pytest.mark.parametrize("flag", NAMED)
+def test_every_flag_of_the_peers_start_commands_is_decided(flag: str) -> None:
+    """Honoured, an alias, or refused by name with what to use."""
+    name = SHORT.get(flag, flag).removeprefix("--")
+    if name in OWN:
+        return
+    if name not in ALIASES:
+        assert f"{SHORT.get(flag, flag)} is not supported: {refusal(name)}" in refused(flag, "1")
+        return
+    alias, args = ALIASES[name], parse(["serve", *words_of(name)])
+    if isinstance(alias, Always):
+        assert args.flags == {}
+        assert alias.hint in args.hints[0]
+    else:
+        assert list(args.flags) == [alias.field]
+        assert args.hints[0].startswith(f"--{name} is --")
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_every_flag_of_the_peers_is_decided(peer: str) -> None:
+    undecided = [
+        name for name in PEERS[peer] if name not in OWN and name not in ALIASES and not refusal(name)
+    ]
+    assert undecided == []
+
+
+def test_the_tables_hold_nothing_for_nobody() -> None:
+    names = {name.removeprefix("no-") for found in PEERS.values() for name in found}
+    patterns = [pattern for patterns, _ in REFUSED for pattern in patterns.split()]
+    assert [one for one in patterns if not any(fnmatchcase(name, one) for name in names)] == []
+    assert [name for name in ALIASES if name in OWN] == []
+    assert [
+        name
+        for name in ALIASES
+        if not isinstance(ALIASES[name], Always) and ALIASES[name].field not in Config.__struct_fields__
+    ] == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_aliases_are_keys_of_a_file_too(name: str, tmp_path: Path) -> None:
+    words = words_of(name)
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name.replace('-', '_')}: {words[1] if len(words) > 1 else 'true'}\n")
+    assert load_config({}, str(file), {}) == load_config(flags_of(*words), None, {})
+
+
+def test_values_that_peers_write_differently() -> None:
+    assert flags_of("--max-model-len", "auto") == {"context_length": None}
+    assert flags_of("--max-model-len", "32K") == {"context_length": 32768}
+    assert flags_of("--max-model-len=1.5k") == {"context_length": 1500}
+    assert flags_of("--no-enable-prefix-caching", "--disable-overlap-schedule") == {
+        "prefix_cache": False,
+        "depth": 1,
+    }
+    assert flags_of("-m", "a.gguf", "-c", "0", "-tp", "2") == {
+        "model": "a.gguf",
+        "context_length": None,
+        "tp": 2,
+    }
+    assert "--runner: 'pooling' is none of auto, generate, embed" in refused("--runner", "pooling")
+    assert "2 is not supported: a model is split over the GPUs of one host" in refused("--pp-size", "2")
+
+
+def test_all_refused_flags_are_named_at_once() -> None:
+    text = refused(
+        "--speculative-algorithm", "EAGLE", "--hicache-ratio", "2", "a/b", "--hf-token=secret", "--prot", "1"
+    )
+    for part in (
+        "--speculative-algorithm is not",
+        "--hicache-ratio is not",
+        "set HF_TOKEN",
+        "did you mean --port?",
+    ):
+        assert part in text
+    assert "secret" not in text
+    assert "--compilation-config.mode is not supported: a GPU's steps" in refused(
+        "--compilation-config.mode", "3"
+    )
+
+
+def test_two_names_of_a_setting_must_agree() -> None:
+    assert flags_of("--tp", "2", "--tp", "4") == {"tp": 4}
+    assert flags_of("--tp", "2", "--tp-size", "2") == {"tp": 2}
+    with pytest.raises(ConfigError, match="--tp-size and --tp are the same setting"):
+        parse(["serve", "--tp-size", "4", "--tp", "2"])
+
+
+# lists and MODEL ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_takes_no_model_away(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert flags_of(flag, "v=1", "a/b") == {"model": "a/b", name: ["v=1"]}
+    assert flags_of(flag, "v=1", "a/b", "--port", "1") == {"model": "a/b", name: ["v=1"], "port": 1}
+    assert flags_of("a/b", flag, "v=1", "w=2") == {"model": "a/b", name: ["v=1", "w=2"]}
+    assert flags_of(flag, "v=1", "w=2", "--model", "a/b") == {"model": "a/b", name: ["v=1", "w=2"]}
+    assert flags_of(flag, "v=1", flag, "w=2") == {name: ["v=1", "w=2"]}
+    assert flags_of(flag, '["v=1", "w=2"]') == {name: ["v=1", "w=2"]}
+    for words in (("v=1", "w=2"), ("v=1", "w=2", "a/b"), ("v=1", "a/b", flag, "w=2", "c/d")):
+        text = refused(flag, *words)
+        assert f"is the last word behind {flag} the MODEL? Write MODEL before the flags" in text
+        assert "w=2" not in text
+    parted = ["v=1,w=2"] if name in SECRETS else ["v=1", "w=2"]
+    assert flags_of(flag, "v=1,w=2", "a/b")[name] == parted
+
+
+def test_a_model_may_stand_behind_other_flags() -> None:
+    assert flags_of("--port", "1", "a/b", "--tp", "2") == {"model": "a/b", "port": 1, "tp": 2}
+
+
+# the environment ------------------------------------------------------------------------------------------------------
+
+
+def test_flags_come_before_the_environment_and_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 1\ntp: 1\nthreads: 1\n")
+    environ = {"SGLA_CONFIG": str(file), "SGLA_TP": "2", "SGLA_THREADS": "2"}
+    config = load_config(flags_of("--threads", "3"), None, environ)
+    assert (config.port, config.tp, config.threads) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("name", Config.__struct_fields__)
+def test_every_setting_is_a_variable(name: str) -> None:
+    default = getattr(Config(), name)
+    if isinstance(default, bool):
+        text, value = str(not default), not default
+    elif isinstance(default, list):
+        text, value = "a b" if name in SECRETS else "a, b", ["a", "b"]
+    else:
+        (text, *_), value = sample(name)
+    assert getattr(load_config({}, None, {f"SGLA_{name.upper()}": text}), name) == value
+
+
+def test_keys_are_not_lost_or_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_config({}, None, {"SGLA_API_KEY": "geheim"}).api_key == ["geheim"]
+    assert load_config({}, None, {"SGLA_TOKENIZER": ""}).tokenizer is None
+    for empty in ("", " "):
+        with pytest.raises(ConfigError, match="SGLA_API_KEY is empty"):
+            load_config({}, None, {"SGLA_API_KEY": empty})
+    load_config({}, None, {"SGLA_API_KEYS": "geheim", "VLLM_API_KEY": "geheim", "OLLAMA_HOST": "0.0.0.0"})
+    said = capsys.readouterr().err
+    assert "SGLA_API_KEYS is no setting and is ignored; did you mean SGLA_API_KEY?" in said
+    assert "VLLM_API_KEY is not read; set SGLA_API_KEY" in said
+    assert "OLLAMA_HOST is not read; set SGLA_HOST and SGLA_PORT" in said
+    assert "geheim" not in said
+
+
+def test_what_kubernetes_sets_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {
+        "SGLA_PORT": "tcp://10.0.0.1:80",
+        "SGLA_SERVICE_HOST": "10.0.0.1",
+        "SGLA_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert load_config({}, None, environ).port == Config().port
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("SGLA_PORT", "x", "SGLA_PORT: 'x' is no whole number"),
+        ("SGLA_DTYPE", "fp8", "SGLA_DTYPE: 'fp8' is none of auto, float32, bfloat16"),
+        ("SGLA_PREFIX_CACHE", "maybe", "'maybe' is neither true nor false"),
+        ("SGLA_KV_CACHE_BYTES", "5X", "'5X' is no size"),
+        ("SGLA_CONTEXT_LENGTH", "long", "'long' is no number of tokens"),
+    ],
+)
+def test_mistakes_name_the_variable(variable: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({}, None, {variable: text})
+
+
+def test_the_page_is_what_the_tables_are() -> None:
+    text = (HERE.parent / "docs" / "flags.md").read_text()
+    assert text == flags_page.page(), "run: python -m sgla.cli.flags_page docs/flags.md"
