@@ -88,6 +88,13 @@ def test_a_cpu_refuses_what_only_a_gpu_has(name: str, value: str) -> None:
     assert caught.value.param == name
 
 
+def test_a_part_of_the_memory_is_a_gpus() -> None:
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0")
+    assert resolve(Config(memory_fraction=0.5), gpu).config.memory_fraction == 0.5
+    with pytest.raises(ConfigError, match="on the CPU give --kv-cache-bytes"):
+        resolve(Config(memory_fraction=0.5), LAPTOP)
+
+
 @pytest.mark.parametrize("name", Config.__struct_fields__)
 def test_every_field_is_a_flag(name: str) -> None:
     flag = "--" + name.replace("_", "-")

@@ -179,7 +179,9 @@ def _setting(key: str, value: Any, say: Say) -> tuple[str, Any] | None:
         return name, value_of(name, value) if isinstance(value, str) else value
     if flag in ALIASES:
         say(hint(flag))
-        return alias_value(flag, value if isinstance(value, str | bool) else json.dumps(value))
+        if value is not None and not isinstance(value, str | bool):
+            value = json.dumps(value)
+        return alias_value(flag, "" if value is None else value)
     if other := refusal(flag):
         raise ValueError(f"not supported: {other}")
     raise ValueError(f"unknown key{nearest(key)}")
