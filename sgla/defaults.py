@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, SglaError
 from sgla.hub.demo import MODELS
 from sgla.hub.source import ModelSource, read_object
-from sgla.messages import SamplingParams
+from sgla.messages import Repetition, SamplingParams
+from sgla.sched.repetition import check_repetition
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -50,6 +51,7 @@ SAMPLING: dict[str, Range] = {
     "max_tokens": TOKENS,
 }
 INTEGERS = {"top_k", "max_tokens"}
+REPETITION = "repetition_detection"  # may have a default, too, which only the user gives
 ALIASES = {"max_new_tokens": "max_tokens"}
 # What generation_config.json and general.sampling may ask for besides, with the values that ask for nothing.
 LEFT_ASIDE: dict[str, tuple[Any, ...]] = {
@@ -72,6 +74,9 @@ LEFT_ASIDE: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "sequence": ("",),
 }
+# Of a conversation: a table may repeat itself a little, a story may not for so long.
+TALK_REPETITION = Repetition(min_pattern_size=24, max_pattern_size=256, min_count=4)
+TALK_TOKENS = 4096
 GIVEN = "--preferred-sampling-params"
 
 
@@ -97,13 +102,19 @@ class Defaults(msgspec.Struct, frozen=True):
         gives way to what the user has chosen, not to the model's files."""
         return self.values.get("max_tokens") if usual is None else self.given.get("max_tokens", usual)
 
+    def talk(self, context_len: int) -> dict[str, Any]:
+        """What the page and ``sgla chat`` ask for besides, where nobody says otherwise: an end to every answer."""
+        ends = {"max_tokens": min(TALK_TOKENS, max(1, context_len // 4)), REPETITION: TALK_REPETITION}
+        return {name: self.values.get(name, end) for name, end in ends.items()}
+
     def __str__(self) -> str:
         """``temperature 0.2, top_p 0.9 (the model's card)``."""
         if not self.values:
             return "temperature 1, top_p 1 (OpenAI's)"
         by_source: dict[str, list[str]] = {}
         for name, value in self.values.items():
-            by_source.setdefault(self.sources[name], []).append(f"{name} {value:g}")
+            shown = "on" if isinstance(value, Repetition) else "off" if value is None else f"{value:g}"
+            by_source.setdefault(self.sources[name], []).append(f"{name} {shown}")
         return ", ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
 
 
@@ -152,15 +163,18 @@ def read_file(file: Mapping[str, Any], where: str, notes: list[str]) -> dict[str
 
 def read_given(config: Config) -> dict[str, Any]:
     """Raises ConfigError for what cannot be a default."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in config.preferred_sampling_params.items():
         field = ALIASES.get(name, name)
         try:
-            if field not in SAMPLING:
-                raise ValueError(f"is none of {', '.join(SAMPLING)}")
-            values[field] = number(field, value)
-        except ValueError as error:
-            message = f"--preferred-sampling-params: {name[:60]} {error}"
+            if field == REPETITION:
+                values[field] = check_repetition(msgspec.convert(value, Repetition | None))
+            elif field in SAMPLING:
+                values[field] = number(field, value)
+            else:
+                raise ValueError(f"is none of {', '.join((*SAMPLING, REPETITION))}")
+        except (ValueError, SglaError) as error:
+            message = f"{GIVEN}: {name[:60]} {error}"
             raise ConfigError(message, param="preferred_sampling_params") from None
     return values
 

@@ -52,6 +52,16 @@ class Thinking(msgspec.Struct, kw_only=True, frozen=True):
     param: str = "thinking_token_budget"
 
 
+class Repetition(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An output ends, with finish ``repetition``, when its last tokens are ``min_count`` copies of a pattern of
+    ``min_pattern_size`` to ``max_pattern_size`` tokens; ``max_pattern_size`` 0: never. Names and meaning are vLLM's.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
@@ -91,6 +101,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     logprob_token_ids: list[int] = []
     n: int = 1
     grammar: Grammar | None = None
+    repetition_detection: Repetition | None = None
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -142,6 +153,7 @@ class Submit(msgspec.Struct, kw_only=True):
     arrival: float = 0.0
     segment: int = 0  # NewRow.segment
     baggage: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
+    repetition: Repetition | None = None
 
 
 class Opened(msgspec.Struct):
@@ -298,7 +310,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):
-    """What one step (or a refusal) brought for one child. ``finish``: None | stop | length | abort | error."""
+    """What one step (or a refusal) brought for one child. ``finish``: None | stop | length | repetition | abort | error."""
 
     rid: str
     tokens: list[int] = []
@@ -326,7 +338,7 @@ class Usage(msgspec.Struct, gc=False):
 class Event(msgspec.Struct, kw_only=True, gc=False):
     """Detokenize -> the request's sink. ``text`` and ``tokens`` are increments; ``usage`` is cumulative.
 
-    A sink that is busy may merge consecutive events of one choice (``merge``). ``finish``: stop | length | abort.
+    A sink that is busy may merge consecutive events of one choice (``merge``). ``finish``: stop | length | repetition | abort.
     """
 
     rid: str  # the parent's

@@ -31,7 +31,7 @@ USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
 
 class Output(msgspec.Struct, kw_only=True):
-    """One choice. ``finish``: stop | length | abort; ``matched``: the stop string or token id that ended it."""
+    """One choice. ``finish``: stop | length | repetition | abort; ``matched``: the stop string or token id that ended it."""
 
     index: int
     text: str = ""

@@ -135,6 +135,7 @@ async def model_info(request: web.Request) -> web.Response:
             "served_model_name": server.ingress.model_names[0],
             "is_generation": facts is None or facts.pooling is None,
             "preferred_sampling_params": server.sampling_defaults.values,
+            "chat_params": server.sampling_defaults.talk(facts.context_len if facts is not None else 0),
             "sampling_sources": server.sampling_defaults.sources,
             "weight_version": "default",
             "max_model_len": facts.context_len if facts is not None else None,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Finish = Literal["stop", "length", "tool_calls", "function_call"]
+Finish = Literal["stop", "length", "tool_calls", "function_call", "repetition"]
 Object = dict[str, Any]
 
 

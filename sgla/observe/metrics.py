@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sgla.observe.tracing import Tracing
 
 PREFIX = "sgla:"
+FINISHES = ("stop", "length", "repetition", "abort", "error")
 
 
 class Metrics(Collector):
@@ -167,7 +168,7 @@ class Metrics(Collector):
             yield from self._grammars(self.compiler)
 
     def _requests(self) -> Iterator[Metric]:
-        reasons = {(reason,): self.requests[reason] for reason in ("stop", "length", "abort", "error")}
+        reasons = {(reason,): self.requests[reason] for reason in FINISHES}
         yield self._counter("num_requests", "Finished requests", reasons, ["finish_reason"])
         yield self._counter(
             "num_aborted_requests",

@@ -127,7 +127,7 @@ def can_wait(running: Iterable[Request], waiting: Iterable[Request], longest: in
             return False
         if request.planned < request.prompt_len:
             unread.append(request)
-        elif not request.stop_ids:
+        elif not request.stop_ids and request.loop is None:
             last = max(last, request.limit - request.known)
     return last > 0 and all(
         request.limit - request.known < last and request.prompt_logprobs is None and request.known <= longest

@@ -45,7 +45,9 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
         outputs = request.tokens
         outputs.append(token)
         # Most tokens are not the last: asking that here takes a seventh off the time of this loop.
-        if (token in request.stop_ids or len(outputs) >= request.limit) and request.ends(token, delta):
+        if (
+            token in request.stop_ids or len(outputs) >= request.limit or request.loop is not None
+        ) and request.ends(token, delta):
             ended.append(request)
     sampled = len(deltas)
     jumped = _jump(step, result, deltas, ended) if result.forced else 0

@@ -9,6 +9,7 @@ from enum import Enum
 
 from sgla.cache.radix import Node
 from sgla.messages import Delta, Submit, TokenLogprob, int32
+from sgla.sched.repetition import Loop
 
 
 class Prompt:
@@ -50,6 +51,7 @@ class Request:
         "known",
         "last_step",
         "limit",
+        "loop",
         "min_tokens",
         "namespace",
         "node",
@@ -86,6 +88,7 @@ class Request:
         self.limit = self.prompt_len + max_new
         self.goal = max(self.limit - 1, self.prompt_len)
         self.stop_ids = submit.stop_ids
+        self.loop = None if submit.repetition is None else Loop(submit.repetition)
         self.min_tokens = submit.sampling.min_tokens
         self.seq = seq
         self.arrival = arrival
@@ -140,10 +143,13 @@ class Request:
     def ends(self, token: int, delta: Delta) -> bool:
         """Whether the output token just committed, which is in ``delta``, is the last one, which both then say."""
         count = len(self.tokens)
+        looping = self.loop is not None and self.loop.add(token)
         if token in self.stop_ids and count - self.prompt_len > self.min_tokens:
             delta.finish, delta.matched = "stop", token
         elif count >= self.limit:
             delta.finish = "length"
+        elif looping and count - self.prompt_len >= self.min_tokens:
+            delta.finish = "repetition"
         else:
             return False
         self.finish = delta.finish

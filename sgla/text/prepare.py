@@ -26,6 +26,7 @@ from sgla.messages import (
     int32,
 )
 from sgla.sched.limits import baggage_of
+from sgla.sched.repetition import check_repetition
 from sgla.text.infill import Infill
 from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
@@ -93,6 +94,7 @@ class Preparer:
         tokens = self._cut(self.tokens(job), job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         common = self._common(job, grammar)
+        repetition = check_repetition(job.sampling.repetition_detection)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
         seed = self.rng.getrandbits(63) if job.sampling.seed is None else job.sampling.seed
@@ -114,6 +116,7 @@ class Preparer:
                 namespace=job.namespace,
                 arrival=job.arrival,
                 baggage=baggage,
+                repetition=repetition,
             )
             for choice in range(job.sampling.n)
         ]

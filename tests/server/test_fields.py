@@ -187,3 +187,38 @@ def test_a_stream_in_the_background_can_be_left_and_found_again(client: OpenAI) 
     assert again[0].sequence_number == 1
     assert again[-1].type in ("response.incomplete", "response.completed")
     assert again[-1].response.usage.output_tokens == 12  # type: ignore[union-attr]
+
+
+LOOP = {"temperature": 0, "max_tokens": 50, "logit_bias": {"70": 100}, "ignore_eos": True}
+DETECT = {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}}
+
+
+@pytest.mark.parametrize("depth", ["1", "3"])
+def test_an_answer_that_repeats_itself_ends(tiny_model: Path, depth: str) -> None:
+    """In a stream or not, each choice by itself, with steps planned ahead or not; the route says so in its own words."""
+    with serving("--model", str(tiny_model), "--dtype", "float32", "--depth", depth) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        chat: Any = {"model": str(tiny_model), "messages": [{"role": "user", "content": "a"}], "n": 2}
+        bias, more = LOOP["logit_bias"], {"ignore_eos": True} | DETECT
+        chat |= {"temperature": 0, "max_tokens": 50, "logit_bias": bias, "extra_body": more}
+        reply = client.chat.completions.create(**chat)
+        text = reply.choices[0].message.content
+        assert [(choice.finish_reason, choice.message.content) for choice in reply.choices] == [
+            ("repetition", text)
+        ] * 2
+        assert (reply.usage.completion_tokens, reply.choices[0].stop_reason) == (2 * 6, "repetition_detected")
+        streamed: dict[int, list[Any]] = {0: [], 1: []}
+        for chunk in client.chat.completions.create(**chat, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += [choice.delta.content or "", choice.finish_reason]
+        for pieces in streamed.values():
+            assert "".join(filter(None, pieces)) == text + "repetition"
+        native = {key: value for key, value in LOOP.items() if key != "max_tokens"}
+        native |= {"max_new_tokens": 50} | DETECT
+        reply = post(server, "/generate", {"text": "a", "sampling_params": native})
+        assert reply["meta_info"]["finish_reason"] == {"type": "repetition", "length": 6}
+        whole = post(server, "/v1/completions", {"prompt": "a", **LOOP, "max_tokens": 9})["choices"][0]
+        assert whole["finish_reason"] == "length"
+        wrong = {"repetition_detection": {"max_pattern_size": 3, "min_count": 1}}
+        status, error = server.request("POST", "/v1/completions", {"prompt": "a", **wrong})
+        assert (status, error["error"]["param"]) == (400, "repetition_detection")

@@ -117,7 +117,7 @@ class PromptOnly:
             message.text, message.tokens, message.matched = "", [], None
             message.logprobs = None if message.logprobs is None else []
             message.usage = Usage(message.usage.prompt_tokens, 0, message.usage.cached_tokens)
-            if message.finish == "stop":
+            if message.finish in ("stop", "repetition"):
                 message.finish = "length"
         self._sink.push(message)
 

@@ -227,6 +227,8 @@ class Answer:
         if event.finish == "length":
             full = self._max_tokens is None or event.usage.completion_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if full else "max_tokens"
+        elif event.finish == "repetition":
+            reason = "max_tokens"  # of what the API has, what says that the answer was cut
         elif self._blocks.called:
             reason = "tool_use"
         elif isinstance(event.matched, str):

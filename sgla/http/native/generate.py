@@ -209,8 +209,8 @@ class Shapes:
     def _finish(self, choice: Choice) -> dict[str, Any] | None:
         if choice.finish == "stop":
             return {"type": "stop", "matched": choice.matched}
-        if choice.finish == "length":
-            return {"type": "length", "length": choice.usage.completion_tokens}
+        if choice.finish in ("length", "repetition"):
+            return {"type": choice.finish, "length": choice.usage.completion_tokens}
         return None if choice.finish is None else {"type": "abort", "message": ABORTED}
 
     def _logprobs(self, choice: Choice, sampling: SamplingParams, start: int | None) -> dict[str, Any]:

@@ -38,6 +38,8 @@ def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str,
 
 def stop_fields(finish: str | None, matched: str | int | None, stop_token_ids: list[int]) -> dict[str, Any]:
     """Which stop ended the choice: SGLang's ``matched_stop`` names any, vLLM's ``stop_reason`` only asked-for ones."""
+    if finish == "repetition":
+        return {"matched_stop": None, "stop_reason": "repetition_detected"}
     if finish != "stop":
         return {"matched_stop": None, "stop_reason": None}
     asked = isinstance(matched, str) or matched in stop_token_ids

@@ -19,7 +19,13 @@ from sgla.http.request.schema import (
 )
 from sgla.messages import MAX_BIASES, SamplingParams
 
-PLAIN = (*(name for name in SAMPLING if name != "max_tokens"), "n", "ignore_eos", "stop_token_ids")
+PLAIN = (
+    *(name for name in SAMPLING if name != "max_tokens"),
+    "n",
+    "ignore_eos",
+    "stop_token_ids",
+    "repetition_detection",
+)
 BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")  # vLLM's, DashScope's, SGLang's
 MAX_WORDS = 256
 SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens")

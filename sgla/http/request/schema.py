@@ -15,6 +15,7 @@ import msgspec
 
 from sgla.defaults import SAMPLING, TOKENS, Range
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
+from sgla.messages import Repetition
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "include_reasoning": (None, True),
     "stream_reasoning": (None, True),
-    "repetition_detection": (None,),
     "repetition_ngram": (None,),
     "custom_logit_processor": (None,),
     "logits_processors": _EMPTY,
@@ -187,6 +187,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ebnf: str | None = None
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    repetition_detection: Repetition | None = None
 
 
 class RequestFields(msgspec.Struct, kw_only=True):

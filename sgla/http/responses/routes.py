@@ -270,7 +270,7 @@ class Answer:
         if event.finish == "stop":
             self._end("completed", completed_at=int(time.time()))
             return [*events, self.whole("response.completed")]
-        if event.finish == "length":
+        if event.finish in ("length", "repetition"):
             self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
         else:
             self._end("cancelled")

@@ -1,0 +1,150 @@
+"""What a small model knows: right answers to 30 easy questions, and loops in 30 open ones. One JSON line a setting.
+
+    python bench/questions.py --model demo --settings '{"temperature": 0}' '{"temperature": 0.2, "repetition_penalty": 1.1}'
+
+A setting has the fields of ``SamplingParams``, and may have ``system``, a system message. An answer is right if it has one of the
+words before its 200th character; it loops if eight words in a row come back four times, or the server has ended it for that.
+The questions are what a newcomer asks first, and were written down before any model was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sgla import Engine
+from sgla.engine import Output
+
+EASY = {
+    "What is the capital of France?": "paris",
+    "What is the capital of Italy?": "rome",
+    "What is the capital of Germany?": "berlin",
+    "What is the capital of Japan?": "tokyo",
+    "What is the capital of Spain?": "madrid",
+    "What is 2 + 2?": "4|four",
+    "What is 7 + 5?": "12|twelve",
+    "What is 10 minus 3?": "7|seven",
+    "How many days are in a week?": "7|seven",
+    "How many months are in a year?": "12|twelve",
+    "How many legs does a spider have?": "8|eight",
+    "How many hours are in a day?": "24|twenty-four",
+    "What colour is the sky on a clear day?": "blue",
+    "What colour do you get if you mix blue and yellow?": "green",
+    "What is the opposite of hot?": "cold",
+    "What is the opposite of up?": "down",
+    "What planet do we live on?": "earth",
+    "What is the largest planet in the solar system?": "jupiter",
+    "Which star is closest to the Earth?": "sun",
+    "Who wrote Romeo and Juliet?": "shakespeare",
+    "Who painted the Mona Lisa?": "leonardo|da vinci",
+    "Who was the first president of the United States?": "washington",
+    "What is the chemical formula of water?": "h2o|h₂o",
+    "At how many degrees Celsius does water boil?": "100",
+    "What is frozen water called?": "ice",
+    "Which animal says meow?": "cat|cats",
+    "What is the largest ocean on Earth?": "pacific",
+    "On which continent is Egypt?": "africa",
+    "Which language do people speak in Brazil?": "portuguese",
+    "What is the plural of mouse?": "mice",
+}
+OPEN = [
+    "Hello! Who are you?",
+    "Tell me a joke.",
+    "Write a short story about a dragon.",
+    "Write a poem about the sea.",
+    "Explain what a computer is.",
+    "How do I bake bread?",
+    "What can I do on a rainy day?",
+    "Name three rivers.",
+    "List ten animals.",
+    "Why is the sky blue?",
+    "Write an email to my boss that I am ill today.",
+    "What is love?",
+    "How does a car engine work?",
+    "Give me five ideas for dinner.",
+    "Write a Python function that adds two numbers.",
+    "Tell me about Rome.",
+    "How can I learn English?",
+    "What is the difference between a cat and a dog?",
+    "Describe a sunset.",
+    "Write a letter to my grandmother.",
+    "What should I see in Paris?",
+    "How do plants grow?",
+    "Explain democracy to a child.",
+    "Count from one to twenty.",
+    "Write a dialogue between two friends.",
+    "What is artificial intelligence?",
+    "Give me tips for a job interview.",
+    "Tell me about the history of football.",
+    "How do I make a cup of tea?",
+    "What is the meaning of life?",
+]
+WORDS, TIMES = 8, 4  # of a loop
+EASY_TOKENS, OPEN_TOKENS = 64, 512
+
+
+def right(answer: str, words: str) -> bool:
+    return re.search(rf"\b(?:{words})\b", answer[:200].lower()) is not None
+
+
+def loops(answer: str) -> bool:
+    words = answer.split()
+    runs = Counter(tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1))
+    return max(runs.values(), default=0) >= TIMES
+
+
+def ask(engine: Engine, questions: list[str], setting: dict[str, Any], tokens: int) -> list[Output]:
+    fields = dict(setting)
+    system = fields.pop("system", None)
+    begin = [{"role": "system", "content": system}] if system else []
+    sampling = engine.sampling(**{"max_tokens": tokens, "seed": 0} | fields)
+
+    def chat(question: str) -> Output:
+        return engine.chat([*begin, {"role": "user", "content": question}], sampling)
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(chat, questions))
+
+
+def measure(engine: Engine, setting: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    easy = ask(engine, list(EASY), setting, EASY_TOKENS)
+    wrong = {
+        question: output.text[:200]
+        for (question, words), output in zip(EASY.items(), easy)
+        if not right(output.text, words)
+    }
+    told = ask(engine, OPEN, setting, OPEN_TOKENS)
+    looped = [q for q, output in zip(OPEN, told) if output.finish == "repetition" or loops(output.text)]
+    return {
+        "setting": setting,
+        "right": len(EASY) - len(wrong),
+        "wrong": wrong,
+        "loops": looped,
+        "cut": sum(output.finish == "length" for output in told),
+        "open_tokens": sum(output.usage.completion_tokens for output in told),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--chat-template", help="file, for a model without one")
+    parser.add_argument("--settings", nargs="+", default=["{}"], metavar="JSON")
+    args = parser.parse_args()
+    with Engine(args.model, chat_template=args.chat_template) as engine:
+        for setting in args.settings:
+            found = measure(engine, json.loads(setting))
+            print(json.dumps({"model": args.model, "template": args.chat_template, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
