@@ -3,7 +3,7 @@
     python bench/questions.py --model demo --settings '{"temperature": 0}' '{"temperature": 0.2, "repetition_penalty": 1.1}'
 
 A setting has the fields of ``SamplingParams``, and may have ``system``, a system message. An answer is right if it has one of the
-words before its 200th character; it loops if eight words in a row come back four times, or the server has ended it for that.
+words before its 200th character; it loops if eight words in a row come back four times.
 The questions are what a newcomer asks first, and were written down before any model was measured.
 """
 
@@ -111,7 +111,7 @@ def ask(engine: Engine, questions: list[str], setting: dict[str, Any], tokens: i
         return list(pool.map(chat, questions))
 
 
-def measure(engine: Engine, setting: dict[str, Any]) -> dict[str, Any]:
+def measure(engine: Engine, setting: dict[str, Any], told: bool) -> dict[str, Any]:
     began = time.monotonic()
     easy = ask(engine, list(EASY), setting, EASY_TOKENS)
     wrong = {
@@ -119,17 +119,14 @@ def measure(engine: Engine, setting: dict[str, Any]) -> dict[str, Any]:
         for (question, words), output in zip(EASY.items(), easy)
         if not right(output.text, words)
     }
-    told = ask(engine, OPEN, setting, OPEN_TOKENS)
-    looped = [q for q, output in zip(OPEN, told) if output.finish == "repetition" or loops(output.text)]
-    return {
-        "setting": setting,
-        "right": len(EASY) - len(wrong),
-        "wrong": wrong,
-        "loops": looped,
-        "cut": sum(output.finish == "length" for output in told),
-        "open_tokens": sum(output.usage.completion_tokens for output in told),
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    result = {"setting": setting, "right": len(EASY) - len(wrong), "wrong": wrong}
+    if told:
+        outputs = ask(engine, OPEN, setting, OPEN_TOKENS)
+        ended = Counter(output.finish for output in outputs)
+        result["loops"] = [question for question, output in zip(OPEN, outputs) if loops(output.text)]
+        result["ended"] = dict(ended)
+        result["tokens"] = sum(output.usage.completion_tokens for output in outputs)
+    return result | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def main() -> None:
@@ -139,10 +136,11 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--chat-template", help="file, for a model without one")
     parser.add_argument("--settings", nargs="+", default=["{}"], metavar="JSON")
+    parser.add_argument("--open", action="store_true", help="ask the open questions, too")
     args = parser.parse_args()
-    with Engine(args.model, chat_template=args.chat_template) as engine:
+    with Engine(args.model, chat_template=args.chat_template, context_length=2048) as engine:
         for setting in args.settings:
-            found = measure(engine, json.loads(setting))
+            found = measure(engine, json.loads(setting), args.open)
             print(json.dumps({"model": args.model, "template": args.chat_template, **found}), flush=True)
 
 
