@@ -12,15 +12,12 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import Overloaded
-from sgla.http.answer.collect import Choice
 from sgla.http.clients import CLIENT
-from sgla.http.wire import encode, json_response
+from sgla.http.wire import encode
 
 INLINE_SIZE = 4096  # characters or tokens that the loop does itself
 SMALL_SIZE = 65536  # of work in the lane for small ones
 SLICE = 4096  # items that are encoded in one turn of the loop
-
-PART = 256  # items with logprobs or vectors that are encoded in one go
 
 T = TypeVar("T")
 
@@ -54,7 +51,6 @@ class Lane:
             del self._clients[client]
 
 
-_answers = ThreadPoolExecutor(2, thread_name_prefix="answers")
 _small, _large = Lane("small", 2, 64, 1024), Lane("large", 2, 2, 16)
 
 
@@ -80,34 +76,3 @@ async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None
 def total(texts: Iterable[Any]) -> int:
     """The size of a list: of its members, and a little for each."""
     return sum(64 + len(text) for text in texts)
-
-
-async def answered(size: int, make: Callable[[], Any], choices: Iterable[Choice] = ()) -> web.Response:
-    """The JSON response of what ``make`` makes, in a thread if it has more than ``SLICE`` values. Never refused: its work is done.
-
-    Other threads wait for each call of the encoder, so ``make`` has written long lists with ``in_parts`` itself; and for what is
-    freed at once, so the logprobs of ``choices``, which nobody needs after that, go a few at a time.
-    """
-    if size <= SLICE:
-        return json_response(make())
-
-    def whole() -> web.Response:
-        response = json_response(make())
-        for choice in choices:
-            for entries in (choice.prompt_logprobs, choice.logprobs):
-                while entries:
-                    del entries[-PART:]
-        return response
-
-    return await asyncio.wrap_future(_answers.submit(whole))
-
-
-def in_parts(count: int, part: Callable[[slice], list[Any]], size: int = PART) -> Any:
-    """A list of ``count`` items, of which ``part`` makes a few; if it is long, as JSON already."""
-    if count <= size:
-        return part(slice(0, count))
-    return msgspec.Raw(b"[%b]" % b",".join(encode(part(each))[1:-1] for each in slices(count, size)))
-
-
-def slices(count: int, size: int = PART) -> Iterable[slice]:
-    return [slice(at, min(count, at + size)) for at in range(0, count, size)]

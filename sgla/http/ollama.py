@@ -14,8 +14,8 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.answer.reading import Reading, server_dialect
+from sgla.http.answer.whole import answered
 from sgla.http.errors import Aborted, error_headers
-from sgla.http.lanes import answered
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
 from sgla.http.request.chat import check_tool_list
@@ -144,7 +144,7 @@ async def answer(
     choices = await server.collect(work)
     raise_aborted(choices)
     size = answer_size(choices, work.jobs[0].sampling)
-    return await answered(size, lambda: lines.whole(choices[0]))
+    return await answered(request, size, lambda: lines.whole(choices[0]))
 
 
 def passed(server: Server, fields: OllamaFields) -> dict[str, Any]:

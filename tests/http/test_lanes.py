@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +11,7 @@ from http_site import Site
 
 from sgla.errors import Overloaded
 from sgla.http import lanes
-from sgla.http.lanes import PART, Lane, sliced
+from sgla.http.lanes import Lane, sliced
 from sgla.http.native.tokens import MAX_CHARS, MAX_TEXTS
 
 
@@ -82,47 +81,6 @@ async def test_long_texts_are_parsed_in_their_process(site: Site) -> None:
     body = {"text": text, "tools": [], "tool_call_parser": "hermes"}
     status, reply = await site.post("/parse_function_call", body)
     assert (status, reply) == (200, {"normal_text": text, "calls": []})
-
-
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20},
-        ),
-        ("/v1/completions", {"prompt": "hi", "logprobs": 20}),
-        ("/generate", {"text": "hi", "return_logprob": True, "top_logprobs_num": 20}),
-    ],
-)
-async def test_long_answers_are_made_elsewhere_and_are_the_same(
-    site: Site, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any]
-) -> None:
-    lengths = (
-        {"max_tokens": 2 * PART}
-        if route != "/generate"
-        else {"sampling_params": {"max_new_tokens": 2 * PART}}
-    )
-    names = []
-    respond = lanes.json_response
-    monkeypatch.setattr(
-        lanes, "json_response", lambda found: names.append(threading.current_thread().name) or respond(found)
-    )
-    status, whole = await site.post(route, body | lengths)
-    assert status == 200
-    monkeypatch.setattr("sgla.http.openai.chat.in_parts", lambda count, part: part(slice(0, count)))
-    monkeypatch.setattr("sgla.http.openai.text.PART", 4 * PART)
-    site.ingress.jobs.clear()
-    status, plain = await site.post(route, body | lengths)
-    assert logprobs_of(whole) == logprobs_of(plain)
-    assert len(str(logprobs_of(whole))) > 20 * PART
-    assert [name[:7] for name in names] == ["answers"] * 2
-
-
-def logprobs_of(reply: dict[str, Any]) -> Any:
-    return (
-        reply["choices"][0]["logprobs"] if "choices" in reply else reply["meta_info"]["output_top_logprobs"]
-    )
 
 
 async def test_limit_of_logprobs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

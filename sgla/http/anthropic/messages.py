@@ -14,9 +14,10 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
+from sgla.http.answer.whole import answered
 from sgla.http.anthropic.input import COUNT_TOKENS, MESSAGES, CountTokensRequest, chat_request
 from sgla.http.errors import Aborted, error_headers
-from sgla.http.lanes import answered, beside
+from sgla.http.lanes import beside
 from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
@@ -56,7 +57,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     choices = await server.collect(work)
     raise_aborted(choices)
     size = answer_size(choices, work.jobs[0].sampling)
-    return await answered(size, lambda: answer.whole(choices[0]))
+    return await answered(request, size, lambda: answer.whole(choices[0]))
 
 
 def thinking_budget(fields: CountTokensRequest) -> int | None:

@@ -14,8 +14,9 @@ from sgla.errors import InvalidField, SglaError
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.reading import server_dialect, thinking_of
+from sgla.http.answer.whole import answered
 from sgla.http.errors import error_body
-from sgla.http.lanes import answered, beside
+from sgla.http.lanes import beside
 from sgla.http.native.session_store import Turn
 from sgla.http.native.tokens import MAX_CHARS, check_size
 from sgla.http.openai.common import MAX_LOGPROB_IDS, answer_size
@@ -83,7 +84,7 @@ async def answer(
         return results if many or work.n > 1 else results[0]
 
     size = sum(answer_size(choices[i : i + 1], work.jobs[i // work.n].sampling) for i in range(len(choices)))
-    return await answered(size, whole, choices)
+    return await answered(request, size, whole, choices)
 
 
 async def begin_turn(

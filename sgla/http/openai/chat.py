@@ -12,8 +12,8 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
+from sgla.http.answer.whole import answered, in_parts
 from sgla.http.errors import Aborted
-from sgla.http.lanes import answered, in_parts
 from sgla.http.openai.common import (
     ChunkStream,
     answer_size,
@@ -56,7 +56,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
     size = answer_size(choices, work.jobs[0].sampling)
-    return await answered(size, lambda: response(head, choices, work, shapes, reading), choices)
+    return await answered(request, size, lambda: response(head, choices, work, shapes, reading), choices)
 
 
 def chat_work(

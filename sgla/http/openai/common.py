@@ -9,8 +9,8 @@ from typing import Any
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.sse import Encoder
+from sgla.http.answer.whole import in_parts
 from sgla.http.errors import error_body
-from sgla.http.lanes import in_parts
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
 from sgla.http.wire import encode

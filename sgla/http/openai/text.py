@@ -13,8 +13,8 @@ from sgla.errors import InvalidField
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.reading import server_dialect, thinking_of
+from sgla.http.answer.whole import PART, Long, answered, slices
 from sgla.http.errors import Aborted
-from sgla.http.lanes import PART, answered, slices
 from sgla.http.openai.common import (
     ChunkStream,
     answer_size,
@@ -74,7 +74,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             choice["index"] = index
         return {**head, "choices": shown, "usage": usage_object(usage)}
 
-    return await answered(answer_size(choices, work.jobs[0].sampling), whole, choices)
+    return await answered(request, answer_size(choices, work.jobs[0].sampling), whole, choices)
 
 
 def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
@@ -229,7 +229,7 @@ class Shapes:
             )
             for name, column in columns.items():
                 written.setdefault(name, []).append(encode(column)[1:-1])
-        return {name: msgspec.Raw(b"[%b]" % b",".join(parts)) for name, parts in written.items()}
+        return {name: Long(parts) for name, parts in written.items()}
 
     def _output_offsets(self, choice: Choice | Event) -> TextOffsets:
         """Made with the first part of a choice."""

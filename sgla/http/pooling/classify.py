@@ -7,8 +7,9 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
-from sgla.http.pooling.common import PooledFields, head, inputs, pooling_of, run, usage, vector
-from sgla.http.pooling.embeddings import native_result, prompts
+from sgla.http.answer.whole import answered, each
+from sgla.http.pooling.common import ENTRY, PooledFields, head, inputs, pooling_of, run, usage, vector
+from sgla.http.pooling.embeddings import ROWS, native_result, prompts
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import RID, SERVER, UID
@@ -29,7 +30,7 @@ class ClassifyRequest(PooledFields, kw_only=True):
 SCHEMA = Schema(ClassifyRequest)
 
 
-async def classify(request: web.Request) -> web.Response:
+async def classify(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
@@ -38,15 +39,24 @@ async def classify(request: web.Request) -> web.Response:
         if fields.input is not None or fields.messages is not None:
             raise InvalidField("give either input or text", param="text")
         choices = await run(request, server, fields, inputs(fields.text, "text"))
-        results = [
-            native_result(request[RID], raw(vector(choice)), choice.usage.prompt_tokens) for choice in choices
-        ]
-        return json_response(results if isinstance(fields.text, list) else results[0])
+        size = len(choices) * (ENTRY + pooling.size)
+
+        def result(i: int) -> dict[str, Any]:
+            return native_result(request[RID], raw(vector(choices[i])), choices[i].usage.prompt_tokens)
+
+        if not isinstance(fields.text, list):
+            return json_response(result(0))
+        return await answered(request, size, lambda: each(len(choices), result, ROWS))
     choices = await run(request, server, fields, prompts(fields.input, fields.messages))
     activate = fields.use_activation is not False and fields.activation is not False
-    data = []
-    for i, choice in enumerate(choices):
-        probs = scores(vector(choice), pooling, activate).tolist()
+
+    def shown(i: int) -> dict[str, Any]:
+        probs = scores(vector(choices[i]), pooling, activate).tolist()
         label = pooling.labels[probs.index(max(probs))]
-        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return json_response({**head("classify", request[UID], model), "data": data, "usage": usage(choices)})
+        return {"index": i, "label": label, "probs": probs, "num_classes": len(probs)}
+
+    def whole() -> dict[str, Any]:
+        data = each(len(choices), shown, ROWS)
+        return {**head("classify", request[UID], model), "data": data, "usage": usage(choices)}
+
+    return await answered(request, len(choices) * (ENTRY + pooling.size), whole)

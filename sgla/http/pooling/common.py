@@ -17,6 +17,7 @@ from sgla.http.request.schema import MAX_CHOICES, RequestFields, check_count
 from sgla.http.server import Server, make_work, raise_aborted
 from sgla.messages import Pooling, SamplingParams
 
+ENTRY = 16  # values that an entry of an answer costs beside its own
 WINDOW = 256  # inputs of one request that are open at a time: a long list leaves room in the queue for others
 
 NEEDS = {

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from aiohttp import web
 
 from sgla.errors import InvalidField
-from sgla.http.lanes import answered, in_parts
-from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, usage, vector
+from sgla.http.answer.whole import answered, each
+from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, usage, vector
 from sgla.http.request.chat import checked_messages
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
@@ -40,7 +40,7 @@ EMBEDDINGS = Schema(EmbeddingRequest)
 ENCODE = Schema(EncodeRequest)
 
 
-async def embeddings(request: web.Request) -> web.Response:
+async def embeddings(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, EMBEDDINGS)
     model = server.model(fields.model)
@@ -57,10 +57,10 @@ async def embeddings(request: web.Request) -> web.Response:
         return {"object": "embedding", "index": i, "embedding": value}
 
     def whole() -> dict[str, Any]:
-        data = in_parts(len(choices), lambda part: [shown(i) for i in range(part.start, part.stop)], ROWS)
+        data = each(len(choices), shown, ROWS)
         return {"object": "list", "data": data, "model": model, "usage": usage(choices)}
 
-    return await answered(len(choices) * pooling.size, whole)
+    return await answered(request, len(choices) * (ENTRY + pooling.size), whole)
 
 
 def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str,
     return [{"messages": checked_messages(messages), "add_generation_prompt": False}]
 
 
-async def encode(request: web.Request) -> web.Response:
+async def encode(request: web.Request) -> web.StreamResponse:
     """Embeddings, or the logits of a classification or reward model."""
     server = request.app[SERVER]
     fields = await intake(request, ENCODE)
@@ -95,10 +95,8 @@ async def encode(request: web.Request) -> web.Response:
     many = isinstance(given, list) and not isinstance(given[0], int)
     if not many:
         return json_response(shown(0))
-    return await answered(
-        len(choices) * pooling.size,
-        lambda: in_parts(len(choices), lambda part: [shown(i) for i in range(part.start, part.stop)], ROWS),
-    )
+    size = len(choices) * (ENTRY + pooling.size)
+    return await answered(request, size, lambda: each(len(choices), shown, ROWS))
 
 
 def native_result(rid: str, values: Any, prompt_tokens: int) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField, UnsupportedTask
+from sgla.http.answer.whole import answered, each
 from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, vector
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import SERVER, UID
-from sgla.http.wire import json_response
 from sgla.text.vectors import scores
 
 CATEGORIES = (
@@ -60,15 +60,21 @@ class ModerationRequest(PooledFields, kw_only=True):
 SCHEMA = Schema(ModerationRequest)
 
 
-async def moderations(request: web.Request) -> web.Response:
+async def moderations(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     pooling = pooling_of(server, "classify")
     categories = label_map(pooling.labels, server.config.moderation_labels)
     choices = await run(request, server, fields, inputs(texts(fields.input), "input"))
-    results = [result(scores(vector(choice), pooling).tolist(), categories) for choice in choices]
-    return json_response({"id": f"modr-{request[UID]}", "model": model, "results": results})
+
+    def shown(i: int) -> dict[str, Any]:
+        return result(scores(vector(choices[i]), pooling).tolist(), categories)
+
+    def whole() -> dict[str, Any]:
+        return {"id": f"modr-{request[UID]}", "model": model, "results": each(len(choices), shown)}
+
+    return await answered(request, len(choices) * (3 * len(CATEGORIES) + pooling.size), whole)
 
 
 def texts(value: Any) -> Any:

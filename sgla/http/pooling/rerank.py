@@ -7,12 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
-from sgla.http.pooling.common import text_prompt, usage
+from sgla.http.answer.whole import answered
+from sgla.http.pooling.common import ENTRY, text_prompt, usage
 from sgla.http.pooling.score import PairFields, similarities
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import SERVER, UID
-from sgla.http.wire import json_response
 
 
 class RerankRequest(PairFields, kw_only=True):
@@ -23,9 +23,10 @@ class RerankRequest(PairFields, kw_only=True):
 
 
 SCHEMA = Schema(RerankRequest)
+CHARACTERS = 16  # of a document that cost as much as a value
 
 
-async def rerank(request: web.Request) -> web.Response:
+async def rerank(request: web.Request) -> web.StreamResponse:
     """The documents, the most relevant first."""
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
@@ -34,15 +35,21 @@ async def rerank(request: web.Request) -> web.Response:
     documents = [document_text(document) for document in fields.documents]
     if not documents:
         raise InvalidField("documents: the list is empty", param="documents")
-    values, choices = await similarities(request, server, fields, [fields.query], documents)
-    order = sorted(range(len(documents)), key=lambda i: -values[i])[: fields.top_n]
-    results: list[dict[str, Any]] = []
-    for i in order:
-        shown = {} if fields.return_documents is False else {"document": {"text": documents[i]}}
-        results.append({"index": i, "relevance_score": values[i], **shown})
-    return json_response(
-        {"id": f"rerank-{request[UID]}", "model": model, "usage": usage(choices), "results": results}
-    )
+    value, choices = await similarities(request, server, fields, [fields.query], documents)
+
+    def whole() -> dict[str, Any]:
+        values = [value(i) for i in range(len(documents))]
+        order = sorted(range(len(documents)), key=lambda i: -values[i])[: fields.top_n]
+
+        def result(i: int) -> dict[str, Any]:
+            shown = {} if fields.return_documents is False else {"document": {"text": documents[i]}}
+            return {"index": i, "relevance_score": values[i], **shown}
+
+        results = list(map(result, order))
+        return {"id": f"rerank-{request[UID]}", "model": model, "usage": usage(choices), "results": results}
+
+    size = ENTRY * len(documents) + sum(map(len, documents)) // CHARACTERS
+    return await answered(request, size, whole)
 
 
 def document_text(document: str | dict[str, Any]) -> str:

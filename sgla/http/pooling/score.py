@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,11 @@ from aiohttp import web
 
 from sgla.errors import InvalidField, TooLarge, UnsupportedTask
 from sgla.http.answer.collect import Choice
-from sgla.http.pooling.common import PooledFields, head, pooling_of, run, text_prompt, usage, vector
+from sgla.http.answer.whole import answered, each
+from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, text_prompt, usage, vector
 from sgla.http.request.intake import SHARE, intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, as_list, check_count
 from sgla.http.server import SERVER, UID, Server
-from sgla.http.wire import json_response
 from sgla.text import reranking
 from sgla.text.vectors import cosine, raw, scores, softmax
 
@@ -28,6 +28,7 @@ class PairFields(PooledFields, kw_only=True):
     instruct: str | None = None
 
 
+ROWS = 16  # lists of scores that are encoded in one go
 LABELS = 512  # of an item; a step's scores travel through a ring of 4 MiB (executor/child.py)
 
 
@@ -50,18 +51,28 @@ class ScoreRequest(PairFields, kw_only=True):
 SCHEMA = Schema(ScoreRequest)
 
 
-async def score(request: web.Request) -> web.Response:
+async def score(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     if fields.query is not None or (fields.items is not None and fields.queries is None):
-        values, choices = await item_scores(request, server, fields)
-        return json_response({"object": "scoring", "scores": values, "model": model, "usage": usage(choices)})
+        value, choices = await item_scores(request, server, fields)
+        count = len(as_list(fields.items))
+
+        def scored() -> dict[str, Any]:
+            found = each(count, value, ROWS)
+            return {"object": "scoring", "scores": found, "model": model, "usage": usage(choices)}
+
+        return await answered(request, count * (ENTRY + len(fields.label_token_ids or ())), scored)
     names = pair_names(fields)
     left, right = (texts(getattr(fields, name), name) for name in names)
-    found, choices = await similarities(request, server, fields, left, right, names)
-    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(found)]
-    return json_response({**head("score", request[UID], model), "data": data, "usage": usage(choices)})
+    value, choices = await similarities(request, server, fields, left, right, names)
+
+    def compared() -> dict[str, Any]:
+        data = each(len(right), lambda i: {"index": i, "object": "score", "score": value(i)})
+        return {**head("score", request[UID], model), "data": data, "usage": usage(choices)}
+
+    return await answered(request, ENTRY * len(right), compared)
 
 
 def pair_names(fields: ScoreRequest) -> tuple[str, str]:
@@ -104,8 +115,9 @@ async def similarities(
     left: list[str],
     right: list[str],
     names: tuple[str, str] = ("query", "items"),
-) -> tuple[list[float], list[Choice]]:
-    """A score for each pair: of one text with each of ``right``, or of texts at the same places. ``names``: of the fields.
+) -> tuple[Callable[[int], float], list[Choice]]:
+    """What gives the score of each pair: of one text with each of ``right``, or of texts at the same places. ``names``: of the
+    fields.
 
     A cross-encoder reads both texts, and so does a model of text that is served for reranking; of an embedding model it
     is the cosine of their embeddings.
@@ -123,13 +135,12 @@ async def similarities(
         make_room(request, server, ((a, b, instruct, reranking.PROMPT) for a, b in pairs))
         prompts = [{"text": reranking.prompt(a, b, instruct)} for a, b in pairs]
         choices = await run(request, server, fields, prompts, labels)
-        return [reranking.relevance(vector(choice)) for choice in choices], choices
+        return lambda i: reranking.relevance(vector(choices[i])), choices
     pooling = pooling_of(server, "classify", "embed")
     if pooling.task == "embed":
         choices = await run(request, server, fields, [{"text": text} for text in left + right])
-        vectors = [vector(choice) for choice in choices]
-        first, second = vectors[: len(left)] * (len(right) // len(left)), vectors[len(left) :]
-        return [cosine(a, b) for a, b in zip(first, second)], choices
+        first, second = choices[: len(left)], choices[len(left) :]
+        return lambda i: cosine(vector(first[i % len(first)]), vector(second[i])), choices
     if pooling.size != 1:
         raise UnsupportedTask(
             f"this server's model tells {pooling.size} classes apart; scores need a model with one label "
@@ -137,13 +148,13 @@ async def similarities(
             param="model",
         )
     choices = await run(request, server, fields, [{"text": a, "pair": b} for a, b in pairs])
-    return [float(scores(vector(choice), pooling)[0]) for choice in choices], choices
+    return lambda i: float(scores(vector(choices[i]), pooling)[0]), choices
 
 
 async def item_scores(
     request: web.Request, server: Server, fields: ScoreRequest
-) -> tuple[list[Any], list[Choice]]:
-    """For each item behind the query: probabilities of the labels as the next token; of a cross-encoder, its score."""
+) -> tuple[Callable[[int], Any], list[Choice]]:
+    """What gives for each item behind the query: probabilities of the labels as the next token; of a cross-encoder, its score."""
     if fields.query is None or fields.items is None:
         raise InvalidField("query and items are required", param="query" if fields.query is None else "items")
     query, items = fields.query, as_list(fields.items)
@@ -153,10 +164,7 @@ async def item_scores(
     if facts is not None and facts.pooling is not None:
         if fields.label_token_ids:
             raise InvalidField("label_token_ids needs a model that makes text", param="label_token_ids")
-        found, choices = await similarities(
-            request, server, fields, texts(query, "query"), texts(items, "items")
-        )
-        return found, choices
+        return await similarities(request, server, fields, texts(query, "query"), texts(items, "items"))
     labels = fields.label_token_ids
     if not labels:
         raise InvalidField(
@@ -170,9 +178,9 @@ async def item_scores(
     make_room(request, server, ((query, item) for item in items))
     prompts = [joined(query, item, bool(fields.item_first)) for item in items]
     choices = await run(request, server, fields, prompts, labels)
-    values = [raw(vector(choice)) for choice in choices]
     # log-probabilities: their softmax is that of the logits
-    return [(softmax(v) if fields.apply_softmax else np.exp(v)).tolist() for v in values], choices
+    chances = softmax if fields.apply_softmax else np.exp
+    return lambda i: chances(raw(vector(choices[i]))).tolist(), choices
 
 
 def make_room(request: web.Request, server: Server, prompts: Iterable[tuple[str | list[int], ...]]) -> None:
