@@ -447,9 +447,10 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """Executor -> main process during start-up. ``done``/``total`` are bytes (download) or values (load); total 0 = unknown."""
+    """Executor -> main process during start-up. ``done``/``total`` are bytes (download), files (compile) or values (load);
+    total 0 = unknown."""
 
-    phase: str  # download | spawn | load | warmup
+    phase: str  # download | spawn | compile | load | warmup
     message: str = ""
     done: int = 0
     total: int = 0

@@ -23,5 +23,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if "native" in item.keywords and isinstance(native._found(), build.BuildError):
+        if "native" in item.keywords and isinstance(native.prepare(), build.BuildError):
             item.add_marker(pytest.mark.skip(reason=native.note()))

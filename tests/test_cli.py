@@ -201,6 +201,17 @@ def test_ready_line_has_a_curl_command_that_parses() -> None:
     assert body["messages"][0]["role"] == "user"
 
 
+def test_ready_tells_which_files_are_served() -> None:
+    snapshot = Path("/c/models--Qwen--Qwen3-0.6B/snapshots/abc")
+
+    def lines(path: Path) -> list[str]:
+        return ready_text(Config(), FACTS, Defaults(), "http://h", 1.0, path).splitlines()
+
+    assert lines(snapshot)[1] == f"model: Qwen/Qwen3-0.6B, revision abc, in {snapshot}"
+    assert lines(snapshot / "x-Q4_0.gguf")[1].startswith("model: Qwen/Qwen3-0.6B, revision abc, in /c/")
+    assert lines(Path("/m/a.gguf"))[1] == "model: /m/a.gguf"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

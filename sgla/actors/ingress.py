@@ -56,7 +56,9 @@ class Ingress:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.phase = "starting"  # starting | download | spawn | load | warmup | ready | draining | dead
+        self.phase = (
+            "starting"  # starting | download | spawn | compile | load | warmup | ready | draining | dead
+        )
         self.progress = Progress(phase="starting")
         self._progressed = clock.now()  # when it was told
         self.started = clock.now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from sgla.cli.settings import load_config
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
+from sgla.hub.cache import origin
+from sgla.hub.fetch import find_local
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging
 from sgla.resolve import check, resolve
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     def ready(facts: Facts, defaults: Defaults, url: str, seconds: float) -> None:
         progress.close()
-        print(ready_text(config, facts, defaults, url, seconds), flush=True)
+        print(ready_text(config, facts, defaults, url, seconds, find_local(config)), flush=True)
 
     try:
         return serve(config, progress, ready)
@@ -38,7 +41,17 @@ def run(args: argparse.Namespace) -> int:
         progress.close()
 
 
-def ready_text(config: Config, facts: Facts, defaults: Defaults, url: str, seconds: float) -> str:
+def model_text(path: Path | None) -> str:
+    """The file or folder that is served; of one from the hub its name and revision, too."""
+    if path is None:  # removed since
+        return ""
+    found = origin(path)
+    return f"model: {found[0]}, revision {found[1]}, in {path}\n" if found else f"model: {path}\n"
+
+
+def ready_text(
+    config: Config, facts: Facts, defaults: Defaults, url: str, seconds: float, path: Path | None = None
+) -> str:
     """What is served, and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
     name = (config.served_model_name or [config.model])[0]
     route, fields = example(facts)
@@ -48,6 +61,7 @@ def ready_text(config: Config, facts: Facts, defaults: Defaults, url: str, secon
     return (
         f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens"
         + (f", KV cache {(facts.pages - 1) * facts.page_size} tokens\n" if facts.pages > 1 else "\n")
+        + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
         + "".join(f"note: {note}\n" for note in facts.notes)
         + f"try: curl {url}{route} {key}-H 'Content-Type: application/json' -d '{text}'"

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +68,9 @@ LEVELS = [  # best first
     _level("generic", []),
 ]
 ALIASES = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "x86-64": "generic"}
+
+
+OnFile = Callable[[int, int], None]  # told how many files of how many are compiled
 
 
 class BuildError(Exception):
@@ -150,7 +153,7 @@ def library_path(target: Level) -> Path:
     return shipped if shipped.exists() else cache_folder() / "sgla" / "kernels" / library_name(target)
 
 
-def build(target: Level, path: Path | None = None) -> Path:
+def build(target: Level, path: Path | None = None, on_file: OnFile = lambda done, of: None) -> Path:
     """Compile one level unless it is there; ``path``: into this file. Several processes may ask at once: one builds, the others wait."""
     path = path or library_path(target)
     if path.exists():
@@ -158,7 +161,8 @@ def build(target: Level, path: Path | None = None) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ found (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)")
-    make_once(path, lambda scratch: _compile(compiler, target, scratch))
+    on_file(0, len(_sources()))
+    make_once(path, lambda scratch: _compile(compiler, target, scratch, on_file))
     return path
 
 
@@ -183,15 +187,20 @@ def _remove_left(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _compile(compiler: str, target: Level, scratch: Path) -> Path:
+def _sources() -> list[Path]:
+    return sorted(source_folder("cpu").glob("*.cpp"))
+
+
+def _compile(compiler: str, target: Level, scratch: Path, on_file: OnFile) -> Path:
     flags = [*FLAGS, *target.machine]
-    objects = {source: scratch / f"{source.stem}.o" for source in source_folder("cpu").glob("*.cpp")}
+    objects = {source: scratch / f"{source.stem}.o" for source in _sources()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(_call, [compiler, *flags, "-c", str(s), "-o", str(o)]) for s, o in objects.items()
         ]
-        for job in jobs:
+        for done, job in enumerate(as_completed(jobs), 1):
             job.result()
+            on_file(done, len(jobs))
     library = scratch / "library.so"
     _call(
         [
@@ -214,7 +223,7 @@ def _call(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed on the CPU kernels: {done.stderr.strip()[-500:]}")
 
 
-def find() -> Built:
+def find(on_file: OnFile = lambda done, of: None) -> Built:
     """The best library for this CPU: one that can be built, else the best one that was built before.
 
     Raises BuildError with the reason when there is none.
@@ -224,7 +233,7 @@ def find() -> Built:
     for candidate in levels:
         try:
             known = library_path(candidate).exists()
-            path = build(candidate)
+            path = build(candidate, on_file=on_file)
         except (BuildError, OSError) as error:
             reason = reason or str(error)
             continue

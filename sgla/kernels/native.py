@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels.build import BuildError, Built, build, find, level
+from sgla.kernels.build import BuildError, Built, OnFile, build, find, level
 
 
 class Op(IntEnum):
@@ -108,12 +108,17 @@ class Team:
         weakref.finalize(self, lib.dll.sgla_team_free, self.handle)
 
 
-@functools.cache
-def _found() -> Built | BuildError:
-    try:
-        return find()
-    except BuildError as error:
-        return error
+_FOUND: list[Built | BuildError] = []
+
+
+def prepare(on_file: OnFile = lambda done, of: None) -> Built | BuildError:
+    """The best library for this CPU, compiled now unless it is there: ``on_file`` hears of it."""
+    if not _FOUND:
+        try:
+            _FOUND.append(find(on_file))
+        except BuildError as error:
+            _FOUND.append(error)
+    return _FOUND[0]
 
 
 @functools.cache
@@ -125,7 +130,7 @@ def library(isa: str | None = None) -> Library:
     """The best library for this CPU (or of the named level), built on first use. Raises BuildError."""
     if isa is not None:
         return _load(build(level(isa)))
-    found = _found()
+    found = prepare()
     if isinstance(found, BuildError):
         raise found
     return _load(found.path)
@@ -133,7 +138,7 @@ def library(isa: str | None = None) -> Library:
 
 def note() -> str:
     """What became of the native kernels on this machine, for the start-up report."""
-    found = _found()
+    found = prepare()
     return f"CPU kernels in torch (slow): {found}" if isinstance(found, BuildError) else found.note
 
 

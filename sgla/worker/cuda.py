@@ -92,7 +92,7 @@ class CudaRunner:
         self._load(config, source, report)
         self.notes += [ranks] if ranks else []
         loaded = clock.now()
-        report(Progress(phase="warmup", message="kernels"))
+        report(Progress(phase="compile", message="CUDA kernels"))
         if self._rehearsal is not None:
             with within_memory("rehearsing steps", lambda: FEWER_TOKENS):
                 self._rehearsal.result()

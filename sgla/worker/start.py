@@ -8,7 +8,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.build import BuildError
-from sgla.kernels.native import library
+from sgla.kernels.native import library, prepare
 from sgla.messages import Pooling, Progress
 from sgla.model.pooling import read_pooling
 from sgla.model.spec import ModelSpec
@@ -26,6 +26,10 @@ def cpu_runner(
     report: Callable[[Progress], None],
 ) -> Runner | EncoderRunner:
     """Raises ConfigError and its kin."""
+    if config.native_kernels:
+        prepare(
+            lambda done, of: report(Progress(phase="compile", message="CPU kernels", done=done, total=of))
+        )
     pooling = read_pooling(source, config.task)
     if config.deterministic:
         check_deterministic(source, pooling)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sgla.config import Config
 from sgla.kernels import build, native, ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.fuse import Buffer, Node, fuse, place
@@ -22,8 +23,10 @@ from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
 from sgla.kernels.program import Limits, Program
 from sgla.kernels.record import Recorder
+from sgla.messages import Progress
 from sgla.quant import Weight, pack
 from sgla.sampling.draw import Shape, draw, uniform
+from sgla.worker import start
 
 pytestmark = pytest.mark.native
 
@@ -330,3 +333,23 @@ def test_a_better_level_is_built_once(tmp_path: Path, monkeypatch: pytest.Monkey
     (source / "one.cpp").write_text("syntax error")
     with pytest.raises(build.BuildError, match="syntax"):
         build.build(build.level("generic"))
+
+
+def test_compilation_is_a_phase_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is counted in files, comes before the weights, and is left out where the library is there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.cpp").write_text(f'extern "C" int {name}() {{ return 1; }}\n')
+    monkeypatch.setattr(build, "source_folder", lambda device: tmp_path)
+    monkeypatch.setattr(build, "supported", lambda: [build.level("generic")])
+    monkeypatch.setattr(native, "_FOUND", [])
+    monkeypatch.setattr(start, "read_pooling", lambda source, task: None)
+    monkeypatch.setattr(start, "Runner", lambda *arguments: arguments[-1](Progress(phase="load")))
+    seen: list[Progress] = []
+    for _ in range(2):
+        start.cpu_runner(Config(), None, 0, 1, "", seen.append)  # type: ignore[arg-type]
+        native._FOUND.clear()
+    assert [(one.phase, one.done, one.total) for one in seen] == [
+        *[("compile", done, 2) for done in range(3)],
+        *[("load", 0, 0)] * 2,
+    ]
