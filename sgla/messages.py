@@ -123,6 +123,7 @@ class Job(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
     stream: bool = False
     client: str = ""  # who asks, for what is shared out fairly (http.clients)
+    size: int = 0  # bytes of the body that it came in
     priority: int = 0
     deadline: float | None = None  # absolute, on clock.now()
     namespace: str = ""  # prefix-cache isolation (cache_salt)

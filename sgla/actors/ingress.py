@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
+from sgla.actors.lanes import Lanes
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, Loading, Overloaded, SglaError, UnsupportedTask
@@ -69,6 +70,7 @@ class Ingress:
         self.architecture = ""  # config.json's, once the model is loaded
         self.default_sampling = Defaults()
         self.random = random.Random(config.random_seed)
+        self.lanes = Lanes()
         self._failure: SglaError | None = None
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}

@@ -123,7 +123,9 @@ class System:
         schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._fail, self._crashed)
         detokenize.schedule = schedule
         preparer = Preparer(tokenizer, template, facts, ingress.random, grammars=compiler is not None)
-        tokenize = Tokenize(preparer, detokenize, schedule, ingress.reject, self._crashed, compiler)
+        tokenize = Tokenize(
+            preparer, detokenize, schedule, ingress.reject, self._crashed, ingress.lanes, compiler
+        )
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.architecture = architecture_of(source.config)

@@ -1,5 +1,5 @@
-"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in threads that the clients use in turn; a
-job whose grammar is new waits for the compiler before that."""
+"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in lanes; a job whose grammar is new waits for
+the compiler before that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sgla.actors.base import Actor
 from sgla.actors.ingress import job_bytes
-from sgla.actors.turns import Turns
+from sgla.actors.lanes import INLINE_SIZE, Lanes
 from sgla.errors import SglaError
 from sgla.messages import Cancel, Grammar, Job, Opened, Rejected, Submit
 
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Up to this many bytes, encoding (~1 us per 10 bytes) is cheaper than a thread hop and does not delay a step. Token ids are
-# only looked at (~1 us per 100).
-INLINE_BYTES = 4096
-INLINE_IDS = 32768
-# Longer prompts have threads of their own, so that others do not wait for them.
-SMALL_BYTES = 65536
+INLINE_IDS = 32768  # they are only looked at: ~1 us per 100
 # What one turn of the loop prepares, in bytes of text (~1 us per 10): about 25 ms, so that a batch of ordinary size comes to the
 # scheduler whole. A job, a choice and an id cost as much as so many bytes.
 TURN = 1 << 18
@@ -48,8 +43,8 @@ class Tokenize(Actor[Job]):
         schedule: Schedule,
         reject: Callable[[Rejected], None],
         on_crash: Callable[[str, BaseException], None],
+        lanes: Lanes,
         compiler: Compiler | None = None,
-        threads: int = 2,
     ) -> None:
         super().__init__(on_crash)
         self._compiler = compiler
@@ -57,9 +52,7 @@ class Tokenize(Actor[Job]):
         self._detokenize = detokenize
         self._schedule = schedule
         self._reject = reject
-        self._small: Turns[Outcome] = Turns("tokenize", threads)
-        self._large: Turns[Outcome] = Turns("tokenize-large", threads)
-        self._chats: Turns[Outcome] = Turns("chats", threads)  # they wait for the template
+        self._lanes = lanes
         self._pending: dict[str, Job] = {}
         self._compiling: dict[str, asyncio.Task[str | Rejected]] = {}  # of jobs that wait for their grammars
 
@@ -77,8 +70,7 @@ class Tokenize(Actor[Job]):
             job = self._pending.pop(rid)
             if rid in self._compiling:
                 self._compiling.pop(rid).cancel()
-            for turns in (self._small, self._large, self._chats):
-                turns.drop(job.client, rid)
+            self._lanes.drop(job.client, rid)
         else:
             for index in range(n):
                 self._schedule.post(Cancel(child_rid(rid, index), reason))
@@ -132,30 +124,15 @@ class Tokenize(Actor[Job]):
         super().post(job)
 
     def _go_on(self, job: Job, grammar: str) -> None:
-        turns = self._place(job)
-        if turns is None:
+        size = size_beside(job)
+        if size is None:
             self._finish(job, self._run(job, grammar))
         else:
-            turns.put(
-                job.client,
-                job.rid,
-                partial(self._run, job, grammar),
-                partial(self.guard, self._finish, job),
-            )
-
-    def _place(self, job: Job) -> Turns[Outcome] | None:
-        """Where to prepare the job; None: here."""
-        added = added_bytes(job)
-        if job.token_ids is not None and added <= INLINE_BYTES:
-            return None if len(job.token_ids) <= INLINE_IDS else self._small
-        size = job_bytes(job) + added
-        if size > INLINE_BYTES:
-            return self._small if size <= SMALL_BYTES else self._large
-        return None if job.messages is None else self._chats
+            work = partial(self._run, job, grammar)
+            self._lanes.put(job.client, job.rid, size, work, partial(self.guard, self._finish, job))
 
     def close(self) -> None:
-        for turns in (self._small, self._large, self._chats):
-            turns.close()
+        self._lanes.close()
         for task in list(self._compiling.values()):
             task.cancel()
         if self._compiler is not None:
@@ -186,10 +163,21 @@ class Tokenize(Actor[Job]):
             self._schedule.post(submit)
 
 
+def size_beside(job: Job) -> int | None:
+    """Of the work in a lane; None: the job is prepared in the loop."""
+    added = added_bytes(job)
+    if job.token_ids is not None and added <= INLINE_SIZE:
+        return None if len(job.token_ids) <= INLINE_IDS else INLINE_SIZE
+    size = job_bytes(job) + added
+    if job.messages is not None:  # a template may take its time, and reads tools and other fields, too
+        return max(size, job.size)
+    return size if size > INLINE_SIZE else None
+
+
 def cost(job: Job) -> int:
     """Of preparing the job, in bytes of text. What has many is prepared in a thread, and costs the loop no more than a few."""
     text = job_bytes(job) if job.token_ids is None else len(job.token_ids) // IDS_A_BYTE
-    return JOB + CHOICE * job.sampling.n + min(INLINE_BYTES, text + added_bytes(job))
+    return JOB + CHOICE * job.sampling.n + min(INLINE_SIZE, text + added_bytes(job))
 
 
 def added_bytes(job: Job) -> int:

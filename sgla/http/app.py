@@ -14,7 +14,7 @@ from sgla.config import Config
 from sgla.errors import NotFound, SglaError
 from sgla.http import admin, control, ollama, openapi, page
 from sgla.http.anthropic import messages as anthropic
-from sgla.http.bodies import Share
+from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
 from sgla.http.connections import check_spare, is_spare
 from sgla.http.errors import MethodNotAllowed, error_response
@@ -25,7 +25,6 @@ from sgla.http.openai import chat as openai_chat
 from sgla.http.openai import text as openai_text
 from sgla.http.pooling import classify, embeddings, moderations, rerank, score
 from sgla.http.ports import Ingress
-from sgla.http.request.intake import SHARE
 from sgla.http.responses import routes as responses
 from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
 from sgla.observe.metrics import Metrics

@@ -65,6 +65,7 @@ class Share:
 
     def __init__(self, budget: Budget, client: str) -> None:
         self.size = 0
+        self.body = 0  # bytes of the request's body, inflated
         self.evicted = False
         self._budget = budget
         self._client = client
@@ -142,12 +143,16 @@ class Share:
             self._budget.arriving(self, None)
         if inflate is not None and body:
             inflate.check_end()
+        self.body = len(body)
         return bytes(body)
 
     def _add(self, body: bytearray, piece: bytes, limit: int) -> None:
         check_length(len(body) + len(piece), limit)
         self.take(len(piece))
         body += piece
+
+
+SHARE = web.RequestKey("share", Share)  # what the request holds of the memory for all
 
 
 def full(whose: str, used: int, most: int) -> Overloaded:

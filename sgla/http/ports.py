@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
 from sgla.messages import Control, Event, Facts, Job, Rejected
 
@@ -61,6 +62,10 @@ class Ingress(Protocol):
 
     @property
     def facts(self) -> Facts | None: ...
+
+    @property
+    def lanes(self) -> Lanes:
+        """For work on texts."""
 
     @property
     def tokenizer(self) -> Any: ...

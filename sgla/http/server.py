@@ -17,7 +17,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
-from sgla.http.bodies import Budget
+from sgla.http.bodies import SHARE, Budget
 from sgla.http.clients import CLIENT, Client, Proxies
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
@@ -44,7 +44,6 @@ class Work(msgspec.Struct, kw_only=True):
     client: Client
     jobs: list[Job]
     n: int
-    size: int  # bytes of the request body
     prompt_only: list[bool]
 
     @property
@@ -223,6 +222,7 @@ def make_work(
             priority=fields.priority or 0,
             index_base=i * n,
             client=client.name,
+            size=request[SHARE].body,
             **prompt,
             **common,
         )
@@ -236,7 +236,6 @@ def make_work(
         client=client,
         jobs=jobs,
         n=n,
-        size=request.content_length or 0,
         prompt_only=[params.max_tokens == 0 for params in each],
     )
 

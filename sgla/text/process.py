@@ -8,24 +8,21 @@ import select
 import struct
 import subprocess
 import sys
-import threading
 import time
 from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla.errors import BadRequest, ConfigError, InvalidField, Overloaded, UnsupportedField
+from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
 from sgla.processes import python_path
 from sgla.text.template import MAX_SOURCE, Message, is_source
 
 LENGTH = struct.Struct("<I")  # before each record on the pipes
 SECONDS = 5.0  # that one task may take
-QUEUE = 10.0  # seconds to wait for those before it
 START = 60.0
 MEMORY = 512 << 20  # bytes that the tasks of a process may need
 MOST = 64 << 20  # bytes of an answer
 KINDS = {kind.__name__: kind for kind in (BadRequest, InvalidField, UnsupportedField, ConfigError)}
-SMALL = 64 << 10  # bytes of a task that does not wait for larger ones
 
 
 class Render(NamedTuple):
@@ -64,39 +61,29 @@ class Died(Exception):
         self.late = late
 
 
-class Lane:
-    """A process, made when it is needed and again after its end, and whose turn it is. Safe in any thread; blocks."""
+class Processes:
+    """As many as there are threads that ask at a time; those that have nothing to do are kept. Safe in any thread; blocks."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Process | None = None
+        self.idle: list[Process] = []
 
     def ask(self, data: list[bytes]) -> Answer:
-        """Raises Overloaded, Died, and the errors that the answer tells of."""
-        if not self._lock.acquire(timeout=QUEUE):
-            raise Overloaded(
-                f"long texts of other requests have taken {QUEUE:.0f} s; please retry later", retry_after=5.0
-            )
+        """Raises Died, and the errors that the answer tells of."""
         try:
-            answer = self._ask(data)
-        finally:
-            self._lock.release()
+            process, fresh = self.idle.pop(), False
+        except IndexError:
+            process, fresh = Process(), True
+        try:
+            answer = process.ask(data)
+        except BaseException as error:
+            process.kill()
+            if fresh or not isinstance(error, Died) or error.late:
+                raise
+            return self.ask(data)  # it may have been killed while it had nothing to do
+        self.idle.append(process)
         if answer.kind:
             raise KINDS[answer.kind](answer.text, param=answer.param)
         return answer
-
-    def _ask(self, data: list[bytes]) -> Answer:
-        fresh = self._process is None
-        try:
-            process = self._process = self._process or Process()
-            return process.ask(data)
-        except Died as died:
-            if self._process is not None:
-                self._process.kill()
-                self._process = None
-            if fresh or died.late:
-                raise
-        return self._ask(data)  # the one before may have been killed while it had nothing to do
 
 
 class Process:
@@ -174,18 +161,17 @@ class _Parts(list[bytes]):
         self.append(bytes(part))
 
 
-_small, _large, _foreign = Lane(), Lane(), Lane()  # what requests bring to run has a process of its own
+_models, _foreign = Processes(), Processes()  # what requests bring to run has processes of its own
 
 
 def ask(task: Render | Parse, foreign: bool = False) -> Answer:
-    """Have ``task`` done within the limits, small ones beside large ones. Blocks. Raises SglaErrors; Died where the limits end it."""
+    """Have ``task`` done within the limits. Blocks. Raises SglaErrors; Died where the limits end it."""
     parts = _Parts()
     try:
         pickle.Pickler(parts, protocol=5).dump(task)
     except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
         raise BadRequest("the request has values that no template can be given") from error
-    lane = _foreign if foreign else _small if sum(map(len, parts)) <= SMALL else _large
-    return lane.ask(parts)
+    return (_foreign if foreign else _models).ask(parts)
 
 
 class BoundedTemplate:
@@ -219,7 +205,7 @@ class BoundedTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """As ``ChatTemplate.render``. Raises BadRequest where a limit ends it, too, and Overloaded."""
+        """As ``ChatTemplate.render``. Raises BadRequest where a limit ends it, too."""
         options = {
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -240,7 +226,7 @@ class BoundedTemplate:
 
 
 def parse(task: Parse) -> list[tuple[str, str, str | None]]:
-    """Blocks. Raises BadRequest for a text that takes too long, and Overloaded."""
+    """Blocks. Raises BadRequest for a text that takes too long."""
     try:
         return ask(task).pieces
     except Died as died:

@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
 from sgla.errors import ContextTooLong, Loading
 from sgla.messages import Control, Event, Facts, Job, Rejected, SamplingParams, TokenLogprob, Usage
@@ -89,6 +90,7 @@ class FakeIngress:
         )
         self.tokenizer: Any = FakeTokenizer()
         self.template: Any = FakeTemplate()
+        self.lanes = Lanes()
         self.architecture = ""
         file = "generation_config.json"
         self.default_sampling = Defaults(

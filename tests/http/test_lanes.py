@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from http_site import Site
 
-from sgla.errors import Overloaded
-from sgla.http import lanes
-from sgla.http.lanes import Lane, sliced
+from sgla.actors import lanes
+from sgla.actors.lanes import SMALL_SIZE, Lanes
+from sgla.http.lanes import sliced
 from sgla.http.native.tokens import MAX_CHARS, MAX_TEXTS
 
 
@@ -43,6 +43,7 @@ async def test_small_work_does_not_wait_for_large(site: Site, monkeypatch: pytes
         return encode(text, add_special_tokens)
 
     monkeypatch.setattr(site.ingress.tokenizer, "encode", slow)
+    monkeypatch.setattr(lanes, "HELD", 3)
     large = [
         asyncio.ensure_future(site.post("/tokenize", {"prompt": "x" * (lanes.SMALL_SIZE + 1)}))
         for _ in range(2)
@@ -51,22 +52,52 @@ async def test_small_work_does_not_wait_for_large(site: Site, monkeypatch: pytes
     try:
         status, reply = await site.post("/tokenize", {"prompt": "y" * (lanes.INLINE_SIZE + 1)})
         assert status == 200
+        large.append(asyncio.ensure_future(site.post("/tokenize", {"prompt": "x" * (lanes.SMALL_SIZE + 1)})))
+        await asyncio.sleep(0.2)
         status, reply = await site.post("/tokenize", {"prompt": "z" * (lanes.SMALL_SIZE + 1)})
         assert (status, reply["error"]["code"]) == (429, "overloaded")
     finally:
         release.set()
-    assert [status for status, _ in await asyncio.gather(*large)] == [200, 200]
+    assert [status for status, _ in await asyncio.gather(*large)] == [200, 200, 200]
 
 
-async def test_a_lane_shares_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, release = Lane("test", 1, 2, 3), threading.Event()
-    waiting = [asyncio.ensure_future(lane.run(client, release.wait)) for client in "aabcca"]
+async def test_a_client_leaves_a_thread_to_others() -> None:
+    lanes, release, begun = Lanes(3, 2), threading.Event(), []
+
+    def work(client: str) -> str:
+        begun.append(client)
+        release.wait(30)
+        return client
+
+    for size in (1, SMALL_SIZE + 1):
+        waiting = [asyncio.ensure_future(lanes.run("greedy", size, lambda: work("greedy"))) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert await lanes.run("modest", size, lambda: 7) == 7
+        assert begun == ["greedy"] * (2 if size == 1 else 1)
+        release.set()
+        assert await asyncio.gather(*waiting) == ["greedy"] * 9
+        release.clear()
+        begun.clear()
+    assert not lanes._held
+    for lane in (lanes.small, lanes.large):
+        assert not lane._running
+        assert not lane._waiting
+
+
+async def test_who_goes_away_is_not_worked_for() -> None:
+    lanes, release, begun = Lanes(1, 1), threading.Event(), []
+    waiting = [
+        asyncio.ensure_future(lanes.run("a", 1, lambda i=i: begun.append(i) or release.wait(30)))
+        for i in range(3)
+    ]  # type: ignore[misc]
     await asyncio.sleep(0)
+    waiting[1].cancel()
     await asyncio.sleep(0)
     release.set()
-    done = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [isinstance(result, Overloaded) for result in done] == [False, False, False, True, True, True]
-    assert await lane.run("a", lambda: 7) == 7
+    await asyncio.gather(waiting[0], waiting[2])
+    assert begun == [0, 2]
+    with pytest.raises(ZeroDivisionError):
+        await lanes.run("a", 1, lambda: 1 // 0)
 
 
 async def test_long_lists_are_encoded_in_slices() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from sgla.actors.ingress import job_bytes
-from sgla.actors.tokenize import INLINE_BYTES, SMALL_BYTES, TURN, Tokenize
+from sgla.actors.lanes import INLINE_SIZE, SMALL_SIZE, Lanes
+from sgla.actors.tokenize import TURN, Tokenize
 from sgla.errors import SglaError
 from sgla.messages import Grammar, Job, Rejected, SamplingParams, Submit
 
@@ -21,7 +22,7 @@ def actor(prepare: Callable[[Job, str], list[Submit]], reject: Callable[[Rejecte
     def crash(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} crashed") from error
 
-    return Tokenize(prepare, NOBODY, NOBODY, reject, crash, threads=1)
+    return Tokenize(prepare, NOBODY, NOBODY, reject, crash, Lanes(1, 1))
 
 
 def job(rid: str, size: int, client: str = "") -> Job:
@@ -44,18 +45,18 @@ async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
 
     tokenize = actor(prepare, lambda rejected: None)
     for rid in ("a", "b", "c"):
-        tokenize.post(job(rid, INLINE_BYTES + 1))
+        tokenize.post(job(rid, INLINE_SIZE + 1))
     await asyncio.sleep(0)  # its turn
     tokenize.cancel("b", 1, "client")
-    assert list(tokenize._small._waiting[""]) == ["c"]
+    assert list(tokenize._lanes.small._waiting[""]) == ["c"]
     go_on.set()
     await nothing_pends(tokenize)
     assert prepared == ["a", "c"]
-    assert not tokenize._small._waiting
+    assert not tokenize._lanes.small._waiting
     tokenize.close()
 
 
-@pytest.mark.parametrize("size", [INLINE_BYTES + 1, SMALL_BYTES + 1])
+@pytest.mark.parametrize("size", [INLINE_SIZE + 1, SMALL_SIZE + 1])
 async def test_clients_take_turns(size: int) -> None:
     """Who has queued a hundred prompts does not make another wait for more than the one that runs."""
     prepared, begun, go_on = [], threading.Event(), threading.Event()
@@ -95,8 +96,8 @@ async def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
 
     tokenize = actor(prepare, lambda rejected: None)
     for i in range(100):
-        tokenize.post(job(str(i), SMALL_BYTES + 1))
-    tokenize.post(job("small", SMALL_BYTES))
+        tokenize.post(job(str(i), SMALL_SIZE + 1))
+    tokenize.post(job("small", SMALL_SIZE))
     while tokenize._mailbox:
         await asyncio.sleep(0)
     assert await asyncio.to_thread(small.wait, 10)
@@ -116,7 +117,7 @@ async def test_an_id_used_again_is_a_new_request() -> None:
         return []
 
     tokenize = actor(prepare, lambda rejected: None)
-    first, second = job("a", INLINE_BYTES + 1), job("a", INLINE_BYTES + 2)
+    first, second = job("a", INLINE_SIZE + 1), job("a", INLINE_SIZE + 2)
     tokenize.post(first)
     await asyncio.sleep(0)
     assert await asyncio.to_thread(begun.wait, 10)
@@ -154,11 +155,11 @@ async def test_those_who_waited_for_a_grammar_take_several_turns() -> None:
         return []
 
     compiler: Any = Compiler()
-    tokenize = Tokenize(prepare, NOBODY, NOBODY, NOBODY, NOBODY, compiler)
-    count = 4 * TURN // INLINE_BYTES
+    tokenize = Tokenize(prepare, NOBODY, NOBODY, NOBODY, NOBODY, Lanes(), compiler)
+    count = 4 * TURN // INLINE_SIZE
     grammar = SamplingParams(grammar=Grammar(kind="regex", text="a", param="regex"))
     for i in range(count):
-        tokenize.post(Job(rid=str(i), sampling=grammar, text="x" * INLINE_BYTES))
+        tokenize.post(Job(rid=str(i), sampling=grammar, text="x" * INLINE_SIZE))
     while len(tokenize._compiling) < count:
         await asyncio.sleep(0)
     await asyncio.sleep(0)  # the last of them wait as well
@@ -170,21 +171,21 @@ async def test_those_who_waited_for_a_grammar_take_several_turns() -> None:
         await asyncio.sleep(0)
         turns.append(len(prepared) - before)
     assert prepared == [str(i) for i in range(count) if i != 1]
-    assert max(turns) <= 1 + TURN // INLINE_BYTES
+    assert max(turns) <= 1 + TURN // INLINE_SIZE
     tokenize.close()
 
 
 def test_a_message_is_more_than_its_text() -> None:
     """A chat of thousands of empty messages is not rendered in the loop."""
     messages = [{"role": "user", "content": ""}] * 1000
-    assert job_bytes(Job(rid="a", sampling=SamplingParams(), messages=messages)) > INLINE_BYTES
+    assert job_bytes(Job(rid="a", sampling=SamplingParams(), messages=messages)) > INLINE_SIZE
 
 
 class Panic(BaseException):
     """As what a panic of a library in Rust becomes."""
 
 
-@pytest.mark.parametrize("size", [1, INLINE_BYTES + 1])
+@pytest.mark.parametrize("size", [1, INLINE_SIZE + 1])
 async def test_a_panic_ends_its_request_only(size: int) -> None:
     def prepare(job: Job, grammar: str) -> list[Submit]:
         if job.rid == "bad":
@@ -207,9 +208,11 @@ async def test_a_panic_of_an_actor_is_told() -> None:
 
     crashed = asyncio.get_running_loop().create_future()
     refused = SglaError("no").rejected("bad")
-    tokenize = Tokenize(
-        lambda job, grammar: refused, NOBODY, NOBODY, panic, lambda *told: crashed.set_result(told)
-    )  # type: ignore[arg-type,return-value]
+
+    def prepare(job: Job, grammar: str) -> Any:
+        return refused
+
+    tokenize = Tokenize(prepare, NOBODY, NOBODY, panic, lambda *told: crashed.set_result(told), Lanes())
     tokenize.post(job("bad", 1))
     name, error = await asyncio.wait_for(crashed, 5)
     assert (name, type(error)) == ("Tokenize", Panic)
@@ -224,21 +227,22 @@ async def test_many_short_prompts_take_several_turns() -> None:
         return []
 
     tokenize = actor(prepare, lambda rejected: None)
-    count = 4 * TURN // INLINE_BYTES
+    count = 4 * TURN // INLINE_SIZE
     for i in range(count):
-        tokenize.post(job(str(i), INLINE_BYTES))
+        tokenize.post(job(str(i), INLINE_SIZE))
     turns = []
     while len(prepared) < count:
         before = len(prepared)
         await asyncio.sleep(0)
         turns.append(len(prepared) - before)
     assert prepared == [str(i) for i in range(count)]
-    assert max(turns) <= 1 + TURN // INLINE_BYTES
+    assert max(turns) <= 1 + TURN // INLINE_SIZE
     tokenize.close()
 
 
-async def test_chats_are_prepared_in_threads() -> None:
-    """Their template may take its time."""
+@pytest.mark.parametrize(("size", "lane"), [(0, "small"), (SMALL_SIZE + 1, "large")])
+async def test_chats_are_prepared_in_lanes(size: int, lane: str) -> None:
+    """Their template may take its time, for what is not in the messages, too."""
     names: list[str] = []
     done = threading.Event()
 
@@ -248,21 +252,22 @@ async def test_chats_are_prepared_in_threads() -> None:
         return []
 
     tokenize = actor(prepare, lambda rejected: None)
-    tokenize.post(Job(rid="a", sampling=SamplingParams(), messages=[{"role": "user", "content": "hi"}]))
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    tokenize.post(Job(rid="a", sampling=SamplingParams(), messages=chat, size=size))
     await asyncio.sleep(0)
     assert await asyncio.to_thread(done.wait, 10)
-    assert names[0].startswith("chats")
+    assert names[0].startswith(lane)
     tokenize.close()
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"suffix": "x" * (INLINE_BYTES + 1)},
+        {"suffix": "x" * (INLINE_SIZE + 1)},
         {"sampling": SamplingParams(bad_words=["x" * 1024] * 5)},
         {"sampling": SamplingParams(stop=["x" * 1024] * 5)},
-        {"sampling": SamplingParams(allowed_token_ids=[5, 6] * INLINE_BYTES)},
-        {"sampling": SamplingParams(logit_bias=dict.fromkeys(range(INLINE_BYTES + 1), 1.0))},
+        {"sampling": SamplingParams(allowed_token_ids=[5, 6] * INLINE_SIZE)},
+        {"sampling": SamplingParams(logit_bias=dict.fromkeys(range(INLINE_SIZE + 1), 1.0))},
     ],
 )
 @pytest.mark.parametrize("prompt", [{"text": "hi"}, {"token_ids": [1]}])
@@ -279,5 +284,5 @@ async def test_what_comes_beside_a_prompt_counts(prompt: dict[str, Any], more: d
     tokenize.post(Job(**{"rid": "a", "sampling": SamplingParams(), **prompt, **more}))
     await asyncio.sleep(0)
     assert await asyncio.to_thread(done.wait, 10)
-    assert names[0].startswith("tokenize")
+    assert names[0].startswith("small")
     tokenize.close()

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from sgla.actors.lanes import INLINE_SIZE
 from sgla.errors import ConfigError, InvalidField
 from sgla.http.answer.reading import server_dialect
-from sgla.http.lanes import INLINE_SIZE, beside
+from sgla.http.lanes import beside
 from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema

@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http.bodies import SHARE
 from sgla.http.lanes import beside, sliced, total
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
@@ -92,7 +93,7 @@ async def render(request: web.Request, server: Server, fields: ChatRequest | Tok
         )
         return text
 
-    return await beside(request, request.content_length or 0, rendered, inline=-1)
+    return await beside(request, request[SHARE].body, rendered, inline=-1)
 
 
 async def detokenize(request: web.Request) -> web.Response:

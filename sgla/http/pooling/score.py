@@ -11,8 +11,9 @@ from aiohttp import web
 from sgla.errors import InvalidField, TooLarge, UnsupportedTask
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.whole import answered, each
+from sgla.http.bodies import SHARE
 from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, text_prompt, usage, vector
-from sgla.http.request.intake import SHARE, intake
+from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, as_list, check_count
 from sgla.http.server import SERVER, UID, Server
 from sgla.text import reranking

@@ -9,12 +9,11 @@ import msgspec
 from aiohttp import web
 
 from sgla import census
-from sgla.http.bodies import Share
+from sgla.http.bodies import SHARE
 from sgla.http.request.schema import Schema
 from sgla.http.server import RID, SERVER
 
 IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
-SHARE = web.RequestKey("share", Share)  # what the request holds of the memory for all
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -17,9 +17,10 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, Collector
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
+from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT
 from sgla.http.openai.chat import chat_work
-from sgla.http.request.intake import SHARE, intake
+from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses.background import Recorder
 from sgla.http.responses.conversation import Slices, decoded, gather, to_keep
