@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from sgla.text.template import MAX_SOURCE, Message, is_source
 
 LENGTH = struct.Struct("<I")  # before each record on the pipes
 SECONDS = 5.0  # that one task may take
+FIRST = 0.5  # seconds until it stands back behind all others
 START = 60.0
 MEMORY = 512 << 20  # bytes that the tasks of a process may need
 MOST = 64 << 20  # bytes of an answer
@@ -62,7 +64,8 @@ class Died(Exception):
 
 
 class Processes:
-    """As many as there are threads that ask at a time; those that have nothing to do are kept. Safe in any thread; blocks."""
+    """As many as there are threads that ask at a time; those that have nothing to do are kept. Whose task ends or slows one waits for
+    the next to start, so that others need not. Safe in any thread; blocks."""
 
     def __init__(self) -> None:
         self.idle: list[Process] = []
@@ -75,19 +78,32 @@ class Processes:
             process, fresh = Process(), True
         try:
             answer = process.ask(data)
-        except BaseException as error:
+        except Died as died:
             process.kill()
-            if fresh or not isinstance(error, Died) or error.late:
-                raise
-            return self.ask(data)  # it may have been killed while it had nothing to do
-        self.idle.append(process)
+            if not fresh and not died.late:
+                return self.ask(data)  # it may have been killed while it had nothing to do
+            self._start()
+            raise
+        if process.stands_back:
+            process.kill()
+            self._start()
+        else:
+            self.idle.append(process)
         if answer.kind:
             raise KINDS[answer.kind](answer.text, param=answer.param)
         return answer
 
+    def _start(self) -> None:
+        process = Process()
+        process.ask(NOTHING)
+        self.idle.append(process)
+
 
 class Process:
+    """``stands_back``: it has the time that others leave, which cannot be taken back."""
+
     def __init__(self) -> None:
+        self.stands_back = False
         command = [sys.executable, "-P", "-m", "sgla.text.sandbox"]
         self._popen = subprocess.Popen(
             command,
@@ -116,6 +132,8 @@ class Process:
         self._write(LENGTH.pack(sum(map(len, data))), end)
         for part in data:
             self._write(part, end)
+        if not self._readable.poll((FIRST + self._patience) * 1000):
+            self._stand_back()
         size = LENGTH.unpack(self._read(LENGTH.size, end))[0]
         if size > MOST:
             raise Died(late=False)
@@ -146,6 +164,11 @@ class Process:
         if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
             raise Died(late=True)
 
+    def _stand_back(self) -> None:
+        self.stands_back = True
+        with suppress(OSError):  # it died
+            os.setpriority(os.PRIO_PROCESS, self._popen.pid, 10)
+
     def kill(self) -> None:
         self._popen.kill()
         self._popen.wait()
@@ -161,14 +184,20 @@ class _Parts(list[bytes]):
         self.append(bytes(part))
 
 
+def pickled(task: Render | Parse) -> list[bytes]:
+    parts = _Parts()
+    pickle.Pickler(parts, protocol=5).dump(task)
+    return parts
+
+
+NOTHING = pickled(Parse(""))
 _models, _foreign = Processes(), Processes()  # what requests bring to run has processes of its own
 
 
 def ask(task: Render | Parse, foreign: bool = False) -> Answer:
     """Have ``task`` done within the limits. Blocks. Raises SglaErrors; Died where the limits end it."""
-    parts = _Parts()
     try:
-        pickle.Pickler(parts, protocol=5).dump(task)
+        parts = pickled(task)
     except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
         raise BadRequest("the request has values that no template can be given") from error
     return (_foreign if foreign else _models).ask(parts)
