@@ -99,6 +99,28 @@ class DeletedResponse(msgspec.Struct):
     deleted: Literal[True]
 
 
+class InputTokens(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class Compaction(msgspec.Struct):
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[Object]
+    usage: Object
+
+
+class Rendered(msgspec.Struct):
+    request_id: str
+    token_ids: list[int]
+    sampling_params: Object
+    model: str
+    stream: bool
+    priority: int
+
+
 class MessageUsage(msgspec.Struct):
     input_tokens: int
     cache_creation_input_tokens: int
@@ -181,6 +203,28 @@ class Embeddings(msgspec.Struct):
     data: list[Embedding]
     model: str
     usage: PooledUsage
+
+
+class CohereEmbeddings(msgspec.Struct):
+    """``embeddings``: a list for each form."""
+
+    id: str
+    response_type: Literal["embeddings_by_type"]
+    embeddings: dict[str, list[list[float] | str]]
+    texts: list[str]
+    meta: Object
+
+
+class OllamaEmbeddings(msgspec.Struct):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(msgspec.Struct):
+    embedding: list[float]
 
 
 class Encoded(msgspec.Struct):

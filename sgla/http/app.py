@@ -12,7 +12,7 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
-from sgla.http import admin, control, ollama, openapi, page
+from sgla.http import admin, control, invocations, ollama, openapi, page
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
@@ -22,9 +22,12 @@ from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, Gate, add_headers, ide
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
 from sgla.http.openai import chat as openai_chat
+from sgla.http.openai import render
 from sgla.http.openai import text as openai_text
-from sgla.http.pooling import classify, embeddings, moderations, rerank, score
+from sgla.http.pooling import classify, cohere, embeddings, moderations, pooling, rerank, score
+from sgla.http.pooling import ollama as ollama_embed
 from sgla.http.ports import Ingress
+from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
 from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
 from sgla.observe.metrics import Metrics
@@ -39,18 +42,25 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS",
 ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/chat/completions": {"POST": openai_chat.chat_completions},
     "/v1/completions": {"POST": openai_text.completions},
+    "/v1/chat/completions/render": {"POST": render.chat},
+    "/v1/completions/render": {"POST": render.text},
     responses.PREFIX: {"POST": responses.create},
+    f"{responses.PREFIX}/input_tokens": {"POST": compact.input_tokens},
+    f"{responses.PREFIX}/compact": {"POST": compact.compact},
     f"{responses.PREFIX}/{{id}}": {"GET": responses.retrieve, "DELETE": responses.delete},
     f"{responses.PREFIX}/{{id}}/cancel": {"POST": responses.cancel},
     f"{responses.PREFIX}/{{id}}/input_items": {"GET": responses.input_list},
     anthropic.PREFIX: {"POST": anthropic.messages},
     f"{anthropic.PREFIX}/count_tokens": {"POST": anthropic.count_tokens},
     "/v1/embeddings": {"POST": embeddings.embeddings},
+    "/v2/embed": {"POST": cohere.embed},
+    "/pooling": {"POST": pooling.pooling},
     "/v1/rerank": {"POST": rerank.rerank},
     "/v2/rerank": {"POST": rerank.rerank},
     "/rerank": {"POST": rerank.rerank},
     "/v1/score": {"POST": score.score},
     "/score": {"POST": score.score},
+    "/generative_scoring": {"POST": score.generative_scoring},
     "/v1/classify": {"POST": classify.classify},
     "/classify": {"POST": classify.classify},
     "/v1/moderations": {"POST": moderations.moderations},
@@ -60,10 +70,13 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/generate": {"POST": native.generate, "PUT": native.generate},
     f"{ollama.PREFIX}/chat": {"POST": ollama.chat},
     f"{ollama.PREFIX}/generate": {"POST": ollama.generate},
+    f"{ollama.PREFIX}/embed": {"POST": ollama_embed.embed},
+    f"{ollama.PREFIX}/embeddings": {"POST": ollama_embed.embeddings},
     f"{ollama.PREFIX}/tags": {"GET": ollama.tags},
     f"{ollama.PREFIX}/ps": {"GET": ollama.tags},
     f"{ollama.PREFIX}/show": {"POST": ollama.show},
     f"{ollama.PREFIX}/version": {"GET": ollama.version},
+    "/invocations": {"POST": invocations.invocations},
     "/open_session": {"POST": sessions.open_session},
     "/close_session": {"POST": sessions.close_session},
     "/tokenize": {"POST": tokens.tokenize},

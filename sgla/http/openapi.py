@@ -9,10 +9,11 @@ import msgspec
 from aiohttp import web
 
 from sgla import __version__
-from sgla.http import admin, control, ollama, page
+from sgla.http import admin, control, invocations, ollama, page
 from sgla.http import answers as to
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.anthropic.input import CountTokensRequest, MessagesRequest
+from sgla.http.invocations import InvocationRequest
 from sgla.http.middleware import ADMIN, OPEN
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
@@ -20,13 +21,18 @@ from sgla.http.native.parsing import ParseCallRequest, SeparateRequest
 from sgla.http.native.session_store import CloseSessionRequest, OpenSessionRequest
 from sgla.http.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from sgla.http.openai import chat as openai_chat
+from sgla.http.openai import render
 from sgla.http.openai import text as openai_text
-from sgla.http.pooling import classify, embeddings, moderations, rerank, score
+from sgla.http.pooling import classify, cohere, embeddings, moderations, pooling, rerank, score
+from sgla.http.pooling import ollama as ollama_embed
 from sgla.http.pooling.classify import ClassifyRequest
+from sgla.http.pooling.cohere import CohereEmbedRequest
 from sgla.http.pooling.embeddings import EmbeddingRequest, EncodeRequest
 from sgla.http.pooling.moderations import ModerationRequest
+from sgla.http.pooling.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from sgla.http.pooling.pooling import PoolingRequest
 from sgla.http.pooling.rerank import RerankRequest
-from sgla.http.pooling.score import ScoreRequest
+from sgla.http.pooling.score import GenerativeScoringRequest, ScoreRequest
 from sgla.http.request.chat import ROLES
 from sgla.http.request.schema import (
     RANGES,
@@ -39,7 +45,9 @@ from sgla.http.request.schema import (
     ProfileRequest,
     TokenizeRequest,
 )
+from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
+from sgla.http.responses.compact import ConversationRequest
 from sgla.http.responses.input import ResponsesRequest
 from sgla.http.server import SERVER
 from sgla.http.wire import encode
@@ -58,6 +66,8 @@ ANY_MODEL = frozenset(
         OllamaChatRequest,
         OllamaGenerateRequest,
         OllamaShowRequest,
+        OllamaEmbedRequest,
+        OllamaEmbeddingsRequest,
     )
 )
 OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
@@ -81,6 +91,14 @@ OPERATIONS: dict[Any, Operation] = {
     ),
     openai_text.completions: Operation(
         "OpenAI: continue a text", CompletionRequest, to.TextCompletion, stream=EVENTS
+    ),
+    render.chat: Operation("vLLM: a chat's prompt in token ids", ChatRequest, to.Rendered),
+    render.text: Operation("vLLM: prompts in token ids", CompletionRequest, list[to.Rendered]),
+    compact.input_tokens: Operation(
+        "OpenAI: the size of a response's prompt", ConversationRequest, to.InputTokens
+    ),
+    compact.compact: Operation(
+        "OpenAI: a summary in place of a conversation", ConversationRequest, to.Compaction
     ),
     responses.create: Operation(
         "OpenAI: answer items, and keep the response", ResponsesRequest, to.Response, stream=EVENTS
@@ -114,6 +132,16 @@ OPERATIONS: dict[Any, Operation] = {
     embeddings.encode: Operation(
         "SGLang: vectors of texts or token ids", EncodeRequest, to.Encoded | list[to.Encoded]
     ),
+    cohere.embed: Operation(
+        "Cohere: vectors of texts in several forms", CohereEmbedRequest, to.CohereEmbeddings
+    ),
+    pooling.pooling: Operation("vLLM: vectors of texts, or their classes", PoolingRequest, to.Classes),
+    score.generative_scoring: Operation(
+        "vLLM: how probable a label is behind items", GenerativeScoringRequest, to.Classes
+    ),
+    invocations.invocations: Operation(
+        "SageMaker: what the fields of the body ask for", InvocationRequest, stream=EVENTS
+    ),
     rerank.rerank: Operation("Cohere, Jina: documents by relevance", RerankRequest, to.Ranking),
     score.score: Operation(
         "vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest, to.Scores
@@ -127,6 +155,10 @@ OPERATIONS: dict[Any, Operation] = {
     ollama.chat: Operation("Ollama: answer a chat", OllamaChatRequest, to.OllamaAnswer, stream=LINES),
     ollama.generate: Operation(
         "Ollama: answer or continue a text", OllamaGenerateRequest, to.OllamaAnswer, stream=LINES
+    ),
+    ollama_embed.embed: Operation("Ollama: vectors of texts", OllamaEmbedRequest, to.OllamaEmbeddings),
+    ollama_embed.embeddings: Operation(
+        "Ollama: the vector of a text", OllamaEmbeddingsRequest, to.OllamaEmbedding
     ),
     ollama.tags: Operation("Ollama: the names of the model", answer=to.OllamaModels),
     ollama.show: Operation("Ollama: facts of the model", OllamaShowRequest, to.OllamaModel),

@@ -37,6 +37,8 @@ class FakeTokenizer:
     chat_template = "{{ messages }}"
     adds_bos = True
     special_ids = frozenset({BOS, EOS})
+    eos_ids = frozenset({EOS})
+    longest_token = 8
     decoding = SimpleNamespace(kind="bytes", trims_start=False)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

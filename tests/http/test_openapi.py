@@ -77,6 +77,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
     "ChatRequest": CHAT,
     "CompletionRequest": {"prompt": "x"},
+    "InvocationRequest": CHAT,
+    "ConversationRequest": {"input": "x"},
     "ResponsesRequest": {"input": "x"},
     "MessagesRequest": CHAT,
     "CountTokensRequest": CHAT,

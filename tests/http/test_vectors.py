@@ -136,11 +136,21 @@ async def test_answers_are_as_described(
             {"/v1/embeddings": {"input": "w1", "encoding_format": "base64"}, "/encode": {"text": "w1"}},
         ),
         (embedder[0], {"/v1/score": {"text_1": "w1", "text_2": ["w2"]}}),
+        (embedder[0], {"/pooling": {"input": ["w1"]}, "/v2/embed": {"texts": ["w1"]}}),
+        (embedder[0], {"/v2/embed": {"texts": ["w1"], "embedding_types": ["base64", "binary"]}}),
+        (
+            embedder[0],
+            {
+                "/api/embed": {"model": "tiny", "input": "w1"},
+                "/api/embeddings": {"model": "tiny", "prompt": "w1"},
+            },
+        ),
         (embedder[0], {"/v1/rerank": {"query": "w1", "documents": ["w2", "w3"]}}),
         (classifier[0], {"/v1/classify": {"input": "w1"}, "/v1/moderations": {"input": ["w1", "w2"]}}),
         (classifier[0], {"/classify": {"text": "w1"}}),
         (classifier[0], {"/classify": {"text": ["w1", "w2"]}}),
         (generator[0], {"/v1/score": {"query": "w1", "items": ["w2"], "label_token_ids": [3, 4]}}),
+        (generator[0], {"/generative_scoring": {"query": "w1", "items": ["w2"], "label_token_ids": [3, 4]}}),
     ]
     for folder, bodies in asked:
         async with serving(folder, moderation_labels=["toxic=harassment"]) as (site, _):
@@ -149,6 +159,78 @@ async def test_answers_are_as_described(
                 assert status == 200, answer
                 content = described["paths"][path]["post"]["responses"]["200"]["content"]
                 fits(described, content["application/json"]["schema"], answer)
+
+
+async def test_embeddings_by_other_names(embedder: tuple[Path, Any]) -> None:
+    folder, hf = embedder
+    async with serving(folder) as (site, _):
+        expected = [embedding(hf, text) for text in TEXTS]
+        for path, body in (
+            ("/pooling", {"input": TEXTS}),
+            ("/pooling", {"input": TEXTS, "task": "embed", "encoding_format": "base64"}),
+            ("/invocations", {"input": TEXTS}),
+        ):
+            _, reply = await site.post(path, body)
+            for item, row in zip(reply["data"], expected, strict=True):
+                found = item.get("data") or item["embedding"]
+                if isinstance(found, str):
+                    found = np.frombuffer(base64.b64decode(found), "<f4")
+                np.testing.assert_allclose(found, row, atol=1e-5)
+        _, raw = await site.post("/pooling", {"input": TEXTS[0], "use_activation": False})
+        length = np.linalg.norm(raw["data"][0]["data"])
+        assert abs(length - 1) > 0.1
+        _, ollama = await site.post("/api/embed", {"model": "tiny:latest", "input": TEXTS})
+        np.testing.assert_allclose(ollama["embeddings"], expected, atol=1e-5)
+        assert ollama["prompt_eval_count"] == sum(len(tokenizer().encode(text).ids) for text in TEXTS)
+        _, old = await site.post("/api/embeddings", {"model": "tiny", "prompt": TEXTS[0]})
+        np.testing.assert_allclose(old["embedding"], raw["data"][0]["data"], atol=1e-5)
+        status, wrong = await site.post("/api/embed", {"model": "other", "input": "w1"})
+        assert (status, list(wrong)) == (404, ["error"])
+        long = " ".join(["w1"] * 60)
+        assert (await site.post("/api/embed", {"model": "tiny", "input": long}))[0] == 200
+        asked = {"model": "tiny", "input": long, "truncate": False}
+        assert (await site.post("/api/embed", asked))[0] == 400
+
+
+async def test_embeddings_of_cohere(embedder: tuple[Path, Any]) -> None:
+    folder, hf = embedder
+    forms = ["float", "base64", "binary", "ubinary"]
+    async with serving(folder) as (site, _):
+        body = {"model": "tiny", "input_type": "search_query", "embedding_types": forms, "texts": TEXTS}
+        async with site.http.post("/v2/embed", json=body) as response:
+            assert response.headers["x-ignored-fields"] == "input_type"
+            found = await response.json()
+        assert (found["texts"], found["embeddings"].keys()) == (TEXTS, set(forms))
+        assert found["meta"]["billed_units"]["input_tokens"] == sum(
+            len(tokenizer().encode(text).ids) for text in TEXTS
+        )
+        for i, text in enumerate(TEXTS):
+            row = embedding(hf, text)
+            floats, packed, bits, unsigned = (found["embeddings"][form][i] for form in forms)
+            np.testing.assert_allclose(floats, row, atol=1e-5)
+            np.testing.assert_allclose(np.frombuffer(base64.b64decode(packed), "<f4"), row, atol=1e-5)
+            assert np.unpackbits(np.array(unsigned, np.uint8)).tolist() == [int(v >= 0) for v in floats]
+            assert [value + 128 for value in bits] == unsigned
+        parts = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+        _, same = await site.post("/v2/embed", {"inputs": parts})
+        assert same["embeddings"] == {"float": found["embeddings"]["float"]}
+        long = " ".join(["w1"] * 60)
+        _, cut = await site.post("/v2/embed", {"texts": [long], "max_tokens": 5})
+        assert cut["meta"]["billed_units"]["input_tokens"] == 5
+        for wrong, param in (
+            ({}, "texts"),
+            ({"texts": []}, "texts"),
+            ({"texts": ["w1"], "inputs": parts}, "texts"),
+            ({"texts": ["w1"], "images": ["x"]}, "images"),
+            ({"texts": ["w1"], "truncate": "START"}, "truncate"),
+            ({"texts": [long], "truncate": "NONE"}, "input"),
+            ({"texts": ["w1"], "truncate": "NONE", "max_tokens": 3}, "max_tokens"),
+            ({"texts": ["w1"], "embedding_types": ["int8"]}, "embedding_types"),
+            ({"texts": ["w1"], "output_dimension": 8}, "dimensions"),
+            ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs"),
+        ):
+            status, reply = await site.post("/v2/embed", wrong)
+            assert (status, reply["error"]["param"]) == (400, param), wrong
 
 
 async def test_bad_inputs_are_refused_by_name(embedder: tuple[Path, Any]) -> None:
@@ -357,6 +439,12 @@ async def test_labels_behind_items_and_reranking_by_a_model_of_text(generator: t
         first = {**asked, "query": " w1 w2", "item_first": True}
         _, body = await site.post("/v1/score", first)
         assert body["scores"][0] == pytest.approx(logprobs("w3 w1 w2")[[4, 5, 9]].exp().tolist(), abs=1e-5)
+        _, generative = await site.post("/generative_scoring", {**asked, "items": ["w3", "w4 w5"]})
+        for item, text in zip(generative["data"], ("w1 w2 w3", "w1 w2 w4 w5")):
+            labels = logprobs(text)[[4, 5, 9]].softmax(-1)
+            assert item["score"] == pytest.approx(float(labels[0]), abs=1e-5)
+        _, whole = await site.post("/generative_scoring", {**asked, "apply_softmax": False})
+        assert whole["data"][0]["score"] == pytest.approx(float(logprobs("w1 w2 w3")[4].exp()), abs=1e-5)
         for labels in ([10_000], [4] * 513):
             wrong = {**asked, "label_token_ids": labels}
             assert error(await site.post("/v1/score", wrong)) == (400, "invalid_value", "label_token_ids")

@@ -47,17 +47,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
-    work = make_work(
-        request,
-        fields,
-        prompts(fields.prompt),
-        text_sampling(fields, server),
-        first(fields.rid, fields.request_id),
-        add_special_tokens=fields.add_special_tokens is not False,
-        suffix=fields.suffix or None,
-        clip=fields.max_tokens is None,
-        **cut(fields),
-    )
+    work = text_work(request, server, fields)
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
     if fields.stream:
         return await sse.stream(
@@ -75,6 +65,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return {**head, "choices": shown, "usage": usage_object(usage)}
 
     return await answered(request, answer_size(choices, work.jobs[0].sampling), whole, choices)
+
+
+def text_work(request: web.Request, server: Server, fields: CompletionRequest) -> Work:
+    """The engine's share of a completion. Raises BadRequest kinds."""
+    return make_work(
+        request,
+        fields,
+        prompts(fields.prompt),
+        text_sampling(fields, server),
+        first(fields.rid, fields.request_id),
+        add_special_tokens=fields.add_special_tokens is not False,
+        suffix=fields.suffix or None,
+        clip=fields.max_tokens is None,
+        **cut(fields),
+    )
 
 
 def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:

@@ -49,7 +49,18 @@ class ScoreRequest(PairFields, kw_only=True):
     item_first: bool | None = None
 
 
+class GenerativeScoringRequest(PooledFields, kw_only=True):
+    """``apply_softmax`` (the default): the labels' probabilities add up to 1."""
+
+    query: str | list[int]
+    items: list[str | list[int]]
+    label_token_ids: list[int]
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+
+
 SCHEMA = Schema(ScoreRequest)
+GENERATIVE = Schema(GenerativeScoringRequest)
 
 
 async def score(request: web.Request) -> web.StreamResponse:
@@ -74,6 +85,29 @@ async def score(request: web.Request) -> web.StreamResponse:
         return {**head("score", request[UID], model), "data": data, "usage": usage(choices)}
 
     return await answered(request, ENTRY * len(right), compared)
+
+
+async def generative_scoring(request: web.Request) -> web.StreamResponse:
+    """For each item the probability of the first label as the token behind it."""
+    server = request.app[SERVER]
+    fields = await intake(request, GENERATIVE)
+    model = server.model(fields.model)
+    pooled = {name: getattr(fields, name) for name in PooledFields.__struct_fields__}
+    asked = ScoreRequest(
+        **pooled,
+        query=fields.query,
+        items=fields.items,
+        label_token_ids=fields.label_token_ids,
+        apply_softmax=fields.apply_softmax is not False,
+        item_first=fields.item_first,
+    )
+    value, choices = await item_scores(request, server, asked)
+
+    def scored() -> dict[str, Any]:
+        data = each(len(choices), lambda i: {"index": i, "object": "score", "score": value(i)[0]}, ROWS)
+        return {**head("generative-scoring", request[UID], model), "data": data, "usage": usage(choices)}
+
+    return await answered(request, len(choices) * (ENTRY + len(fields.label_token_ids)), scored)
 
 
 def pair_names(fields: ScoreRequest) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from sgla.http.request.schema import Schema
 from sgla.http.server import RID, SERVER
 
 IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
+BODY = web.RequestKey("body", bytes)  # of a request that somebody has read already
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -21,7 +22,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 async def intake(request: web.Request, schema: Schema[R]) -> R:
     """The typed body. Raises NotReady while the model loads, TooLarge, Overloaded, or a BadRequest that names the field."""
     request.app[SERVER].ingress.require_ready()
-    return await _decoded(request, schema, await request[SHARE].read(request))
+    body = request[BODY] if BODY in request else await request[SHARE].read(request)
+    return await _decoded(request, schema, body)
 
 
 async def optional_intake(request: web.Request, schema: Schema[R]) -> R:

@@ -52,7 +52,7 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), reasoning and
+    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), reasoning, compaction and
     item_reference; an item without a type is a message."""
 
     input: str | list[dict[str, Any]]
@@ -255,6 +255,9 @@ class Turns:
             self._message(item, path)
         elif kind == "reasoning":
             self._turn(fresh=True)["reasoning_content"] = reasoning_text(item)
+        elif kind in COMPACTIONS:
+            self._assistant = None
+            self.messages.append({"role": "user", "content": SUMMARY + unsealed(item, path)})
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, path, custom=kind == "custom_tool_call")
         elif kind in ("function_call_output", "custom_tool_call_output"):
@@ -333,24 +336,45 @@ def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:
     return output if isinstance(output, str) else encode(output).decode()
 
 
-# reasoning that clients keep -------------------------------------------------------------------------------------------
+# what clients keep without reading it ----------------------------------------------------------------------------------
+
+COMPACTIONS = ("compaction", "compaction_summary")
+SUMMARY = "This is a summary of the conversation so far:\n\n"
 
 SEAL = "sgla1:"  # says whose reasoning it is
 
 
-def sealed(reasoning: str) -> str:
-    """Reasoning as ``encrypted_content``, for clients that send back nothing else of it. Opaque, not secret."""
-    return SEAL + base64.b64encode(reasoning.encode("utf-8", "surrogatepass")).decode()
+def sealed(text: str) -> str:
+    """Reasoning or a summary as ``encrypted_content``, for clients that send back nothing else of it. Opaque, not secret."""
+    return SEAL + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def opened(item: Item) -> str | None:
+    """What ``sealed`` made the item's ``encrypted_content`` of; None if it is of another make."""
+    secret = item.get("encrypted_content")
+    if not isinstance(secret, str) or not secret.startswith(SEAL):
+        return None
+    try:
+        return base64.b64decode(secret[len(SEAL) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+def unsealed(item: Item, path: str) -> str:
+    """The summary in place of a conversation's earlier part. Raises InvalidField."""
+    summary = opened(item)
+    if summary is None:
+        raise InvalidField(
+            f"{path}.encrypted_content was not made by /v1/responses/compact of this server", param="input"
+        )
+    return summary
 
 
 def reasoning_text(item: Item) -> str:
     """The reasoning of an item: its content, else what ``sealed`` made, else its summary."""
     texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
-    if not texts and isinstance(secret := item.get("encrypted_content"), str) and secret.startswith(SEAL):
-        try:
-            return base64.b64decode(secret[len(SEAL) :], validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            pass
+    if not texts and (reasoning := opened(item)) is not None:
+        return reasoning
     if not texts:
         texts = [part.get("text") for part in item.get("summary") or [] if isinstance(part, dict)]
     return "\n".join(text for text in texts if isinstance(text, str))

@@ -1,0 +1,73 @@
+"""POST /v1/chat/completions/render and /v1/completions/render: the prompts in token ids, in vLLM's shape. Nothing is generated."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sgla.http.answer.reading import Reading
+from sgla.http.answer.whole import answered
+from sgla.http.lanes import beside
+from sgla.http.native.tokens import MAX_CHARS, check_size
+from sgla.http.openai.chat import SCHEMA as CHAT
+from sgla.http.openai.chat import chat_work
+from sgla.http.openai.functions import as_tools
+from sgla.http.openai.text import SCHEMA as TEXT
+from sgla.http.openai.text import text_work
+from sgla.http.request.intake import intake
+from sgla.http.request.schema import OpenAIFields
+from sgla.http.server import SERVER, Server
+from sgla.messages import Job, Submit
+from sgla.text.prepare import Preparer
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    fields = await intake(request, CHAT)
+    fields.model = server.model(fields.model)
+    as_tools(fields)
+    (job,) = chat_work(request, server, fields, Reading(server, fields)).jobs
+    whole = rendered(job, await submitted(request, server, job), fields)
+    return await answered(request, len(whole["token_ids"]), lambda: whole)
+
+
+async def text(request: web.Request) -> web.StreamResponse:
+    server = request.app[SERVER]
+    fields = await intake(request, TEXT)
+    fields.model = server.model(fields.model)
+    jobs = text_work(request, server, fields).jobs
+    check_size("prompt", [job.text or job.token_ids or "" for job in jobs], MAX_CHARS, "characters and ids")
+    whole = [rendered(job, await submitted(request, server, job), fields) for job in jobs]
+    return await answered(request, sum(len(each["token_ids"]) for each in whole), lambda: whole)
+
+
+async def submitted(request: web.Request, server: Server, job: Job) -> Submit:
+    """What the scheduler would get for the job's first choice. Raises what would refuse the job."""
+    prepare = preparer(server)
+    size = len(job.text or job.token_ids or ()) if job.messages is None else request.content_length or 0
+    return (await beside(request, size, lambda: prepare(job), inline=-1))[0]
+
+
+def preparer(server: Server) -> Preparer:
+    facts, ingress = server.ingress.facts, server.ingress
+    assert facts is not None
+    return Preparer(ingress.tokenizer, ingress.template, facts, random.Random(), facts.grammars)
+
+
+def rendered(job: Job, submit: Submit, fields: OpenAIFields) -> dict[str, Any]:
+    sampling = msgspec.structs.replace(job.sampling, max_tokens=submit.max_new)
+    return {
+        "request_id": job.rid,
+        "token_ids": submit.tokens,
+        "features": None,
+        "sampling_params": sampling,
+        "model": fields.model,
+        "stream": bool(fields.stream),
+        "stream_options": fields.stream_options,
+        "cache_salt": fields.cache_salt,
+        "priority": job.priority,
+        "kv_transfer_params": None,
+    }

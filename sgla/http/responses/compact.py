@@ -1,0 +1,103 @@
+"""POST /v1/responses/input_tokens and /v1/responses/compact: how long a conversation is, and a shorter one in its place."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+from sgla.http.answer.reading import Reading
+from sgla.http.answer.whole import answered
+from sgla.http.bodies import SHARE
+from sgla.http.clients import CLIENT
+from sgla.http.lanes import beside
+from sgla.http.openai.chat import chat_work
+from sgla.http.openai.common import answer_size
+from sgla.http.openai.render import preparer
+from sgla.http.request.intake import intake
+from sgla.http.request.schema import ChatRequest, Schema
+from sgla.http.responses.conversation import gather
+from sgla.http.responses.input import (
+    Item,
+    ResponsesRequest,
+    chat_request,
+    check_fields,
+    sealed,
+)
+from sgla.http.responses.output import new_id
+from sgla.http.responses.routes import listed, usage_object
+from sgla.http.server import SERVER, raise_aborted
+from sgla.http.wire import json_response
+from sgla.text.tools.cursor import CONTENT
+
+LONGEST = 4096  # tokens of a summary, which is a fourth of the context at most
+TASK = (
+    "Summarize the conversation so far for somebody who is to continue it and will see nothing else of what the assistant said and did. Keep "
+    "what was asked, what was decided and done and why, names and numbers, and what is still to do. Answer with the summary alone."
+)
+
+
+class ConversationRequest(ResponsesRequest, kw_only=True):
+    """A response's body, which needs no input where it goes on from another response."""
+
+    input: str | list[dict[str, Any]] | None = None  # type: ignore[assignment]
+
+
+SCHEMA = Schema(ConversationRequest)
+
+
+async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
+    """The items of the whole conversation, and the chat that they are."""
+    server = request.app[SERVER]
+    fields = await intake(request, SCHEMA)
+    fields.model = server.model(fields.model)
+    if fields.input is None:
+        fields.input = []
+    check_fields(fields)
+    limit = server.config.max_body_bytes
+    _, _, items = await gather(fields, server.responses, request[CLIENT], limit, request[SHARE])
+    return items, chat_request(fields, items)
+
+
+async def input_tokens(request: web.Request) -> web.Response:
+    """What the request would have as its prompt, in tokens; nothing is computed."""
+    server = request.app[SERVER]
+    _, chat = await asked(request)
+    (job,) = chat_work(request, server, chat, Reading(server, chat)).jobs
+    prepare = preparer(server)
+    count = await beside(request, request.content_length or 0, lambda: len(prepare.tokens(job)), inline=-1)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def compact(request: web.Request) -> web.StreamResponse:
+    """The messages of the user, and in place of the rest one item with the model's summary. A conversation that is too long for the model is
+    summarized without its oldest turns."""
+    server = request.app[SERVER]
+    items, chat = await asked(request)
+    facts = server.ingress.facts
+    assert facts is not None
+    chat.messages = [*chat.messages, {"role": "user", "content": TASK}]
+    chat.tool_choice = "none" if chat.tools else None
+    longest = min(LONGEST, facts.context_len // 4)
+    chat.max_completion_tokens = min(longest, chat.max_completion_tokens or longest)
+    reading = Reading(server, chat)
+    work = chat_work(request, server, chat, reading, clip=True)
+    work.jobs[0].drop_turns = True
+    (choice,) = choices = await server.collect(work)
+    raise_aborted(choices)
+    reader = reading.reader()
+
+    def whole() -> dict[str, Any]:
+        summary = "".join(piece.text for piece in reader.read(choice) if piece.kind == CONTENT)
+        kept = [listed(item) for item in items if item.get("role") == "user"]
+        item = {"id": new_id("cmp"), "type": "compaction", "encrypted_content": sealed(summary)}
+        return {
+            "id": new_id("resp"),
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [*kept, item],
+            "usage": usage_object(choice.usage, reader.reasoning_tokens),
+        }
+
+    return await answered(request, answer_size(choices, work.jobs[0].sampling), whole)
