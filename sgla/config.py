@@ -63,8 +63,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     quantization: Annotated[
         Literal["int8", "int4", "fp8"] | None,
         Doc(
-            description="quantization of the weights at load: on a CPU int8 (answers as bfloat16 does) and int4 (worse, but without"
-            " loss for GGUF Q4_0 and Q4_1), fp8 on a GPU"
+            description="quantization of the weights at load: on a CPU int8 (KL of 0.0001 nats a token on Gemma 3"
+            " 270M, as bfloat16) and int4 (0.024, the most probable token is another one at 8 % of places; no loss for GGUF Q4_0 and"
+            " Q4_1), fp8 on a GPU"
         ),
     ] = None
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None

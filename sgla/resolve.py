@@ -239,6 +239,11 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
         )
     if device == "cpu" and machine.gpus and not machine.torch_cuda:
         found.append("a GPU is there but torch is a CPU build: install a CUDA build of torch to use it")
+    if device == "cpu" and config.quantization == "int4":
+        found.append(
+            "int4 changes answers, unless the file is GGUF Q4_0 or Q4_1: measured on Gemma 3 270M, a KL of 0.024 nats a token and "
+            "another most probable token at 8 % of places; --quantization int8 has 0.0001 and 1 %, as bfloat16 has"
+        )
     if config.threads and config.threads * config.tp > machine.cores:
         found.append(
             f"{config.threads * config.tp} threads on {machine.cores} cores: they will wait for each other"

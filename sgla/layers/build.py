@@ -77,7 +77,7 @@ class Build:
     """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer.
 
     ``plain`` is the format of weights that are never quantized. ``stacks`` names tensors that a checkpoint may have
-    instead of several declared ones: name -> shape and parts.
+    instead of several declared ones: name -> shape and parts. ``wide``: tensors that are int8 where ``kind`` is int4.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -86,6 +86,11 @@ class Build:
     plain: Kind = "f32"
     table: dict[str, Slot] = field(default_factory=dict)
     stacks: dict[str, tuple[tuple[int, ...], list[Part]]] = field(default_factory=dict)
+    wide: frozenset[str] = frozenset()
+
+    def kind_of(self, name: str) -> Kind:
+        """The format of the linear layer that has the tensor ``name``."""
+        return "int8" if name in self.wide else self.kind
 
     def declare(self, name: str, shape: tuple[int, ...], take: Callable[[SourceTensor], None]) -> None:
         assert name not in self.table, name

@@ -20,7 +20,7 @@ class MergedColumnLinear:
 
     def __init__(self, build: Build, k: int, parts: list[tuple[str, int, range]], bias: bool = False) -> None:
         n = sum(len(rows) for _, _, rows in parts)
-        self.weight = empty_weight(n, k, build.kind)
+        self.weight = empty_weight(n, k, build.kind_of(f"{parts[0][0]}.weight"))
         self.bias = torch.zeros(n) if bias else None
         at = 0
         for name, size, rows in parts:
@@ -78,7 +78,7 @@ class RowLinear:
 
     def __init__(self, build: Build, name: str, n: int, k: int, columns: range, bias: bool = False) -> None:
         self.shard = build.shard
-        self.weight = empty_weight(n, len(columns), build.kind)
+        self.weight = empty_weight(n, len(columns), build.kind_of(f"{name}.weight"))
         build.declare(
             f"{name}.weight", (n, k), lambda source: fill(self.weight, 0, source, range(n), columns)
         )

@@ -23,6 +23,7 @@ from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.fp8 import join_scales
 from sgla.model.registry import model_class
+from sgla.model.sizes import wide_matrices
 from sgla.model.spec import ModelSpec, scale_block
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
 from sgla.quant import Kind, Weight, pack
@@ -56,7 +57,7 @@ def load_model(
     """Build the model and load this rank's weights.
 
     ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8; with
-    int4 the embedding and the output layer are int8, with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU.
+    int4 the embedding and the output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU.
     ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights. ``on_model`` gets the model before
     its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
@@ -65,8 +66,7 @@ def load_model(
         spec = replace(spec, tied=False)
     if _device().type == "cuda":
         quantization = quantization or spec.quantization
-    kind, vocab_kind, plain = kinds_of(dtype, quantization)
-    build = Build(shard or Shard(), kind, vocab_kind, plain)
+    build = decoder_build(source, spec, dtype, quantization, shard or Shard())
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
@@ -133,6 +133,17 @@ def kinds_of(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
         return "fp8", plain, plain
     assert quantization is None, quantization
     return plain, plain, plain
+
+
+def decoder_build(
+    source: ModelSource, spec: ModelSpec, dtype: str, quantization: str | None, shard: Shard
+) -> Build:
+    """What the layers of a decoder are built with."""
+    build = Build(shard, *kinds_of(dtype, quantization))
+    if quantization == "int4":
+        bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
+        build.wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
+    return build
 
 
 def _fill(

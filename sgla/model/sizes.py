@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import architecture_of, check_architecture, is_encoder
 from sgla.model.spec import ModelSpec
 
+WIDER = 0.1  # of an int4 model's bytes, what may be added by keeping layers in int8
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.125, "int4": 0.625, "fp8": 1.0}  # of one weight
+
+
+class Wide(NamedTuple):
+    """Names of matrices that are int8 in an int4 model, and the bytes that this adds to it."""
+
+    names: frozenset[str]
+    nbytes: float
 
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec | EncoderSpec:
@@ -20,9 +28,15 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec | EncoderSpec:
 
 
 def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> int:
-    """Bytes of one rank's matrices; norms and scales are left out."""
+    """Bytes of one rank's matrices; norms are left out, and whether the file has 4 bits itself."""
+    whole = _matrix_bytes(spec, dtype, quantization, ranks)
+    more = wide_matrices(spec).nbytes / ranks if quantization == "int4" and isinstance(spec, ModelSpec) else 0
+    return int(whole + more)
+
+
+def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> float:
     if isinstance(spec, EncoderSpec):
-        return int(spec.values * BYTES[quantization or dtype])
+        return spec.values * BYTES[quantization or dtype]
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     mixed = len(spec.moe.layers) if spec.moe else 0
     mlps = (spec.layers - mixed) * spec.intermediate
@@ -31,7 +45,33 @@ def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | 
     table = spec.vocab * spec.hidden * BYTES["int8" if quantization in ("int8", "int4") else dtype]
     head = 0.0 if spec.tied else table / ranks
     layers = spec.layers * attention + 3 * spec.hidden * mlps
-    return int(layers * BYTES[quantization or dtype] / ranks + table + head)
+    return layers * BYTES[quantization or dtype] / ranks + table + head
+
+
+def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:
+    """What an int4 model keeps in int8, where rounding does most harm for its bytes (docs/performance-cpu.md): q, k and v of
+    all layers, then down, gate and up of the first and the last eighth and of every third between, as long as they add no more than
+    ``WIDER`` to the weights. ``exact``: whether the file has a tensor in 4 bits, which int4 keeps as it is."""
+    eighth = spec.layers // 8
+    ends = [i for i in range(spec.layers) if i < eighth or i >= spec.layers - eighth]
+    some = ends + [i for i in range(eighth, spec.layers - eighth) if (i - eighth) % 3 == 2]
+    dense = [i for i in some if spec.moe is None or i not in spec.moe.layers]
+    qkv = spec.hidden * spec.head_dim * (spec.heads + 2 * spec.kv_heads)
+    inner = spec.hidden * spec.intermediate
+    wanted: list[tuple[int, str, tuple[str, ...], int]] = [
+        *((i, "self_attn", ("q", "k", "v"), qkv) for i in range(spec.layers)),
+        *((i, "mlp", ("down",), inner) for i in dense),
+        *((i, "mlp", ("gate", "up"), 2 * inner) for i in dense),
+    ]
+    room, added = WIDER * _matrix_bytes(spec, "int4", "int4", 1), 0.0
+    found: set[str] = set()
+    for i, module, parts, values in wanted:
+        names = [f"model.layers.{i}.{module}.{part}_proj.weight" for part in parts]
+        cost = values * (BYTES["int8"] - BYTES["int4"])
+        if added + cost <= room and not all(map(exact, names)):
+            found.update(names)
+            added += cost
+    return Wide(frozenset(found), added)
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str, kv_cache_dtype: str = "auto") -> int:

@@ -1,7 +1,7 @@
 """Weights of linear layers in the formats the kernels read.
 
 ``f32`` and ``bf16`` are plain. ``int8`` and ``int4``: groups of 32 along k, ``w = q * scale + minimum`` with q in 0..255 or 0..15 and
-both constants float16. So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``fp8``: e4m3
+both constants float16; int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``fp8``: e4m3
 (arXiv 2209.05433), one float32 scale per output channel.
 """
 
@@ -17,6 +17,8 @@ from sgla.kernels.panels import GROUP, Kind, Panels
 
 LEVELS = {"int8": 255, "int4": 15}  # the largest q
 E4M3_MAX = 448.0
+STEPS = (14.0, 14.5, 15.0, 15.5, 16.0)  # into which int4 may cut the span of a group, which has 15
+TOGETHER = 1 << 13  # groups that are fitted at a time: they stay in a core's cache
 
 
 @dataclass(slots=True)
@@ -129,9 +131,39 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
     scale = (high - low.float()) / LEVELS[kind]
     # Up, where float16 has few bits left or none, or the top of a group of tiny weights would be cut off.
     scale = torch.where(scale < 2.0**-14, (scale * 2.0**24).ceil() * 2.0**-24, scale).half()
+    if kind == "int4":
+        for x, s, m in zip(
+            *(t.reshape(-1, size).split(TOGETHER) for t, size in ((groups, GROUP), (scale, 1), (low, 1)))
+        ):
+            _fit(x.T.contiguous(), s[:, 0], m[:, 0])
     divisor = scale.float().masked_fill(scale == 0, 1.0)
     q = ((groups - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, LEVELS[kind])
     return Weight.of_groups(kind, q.view(n, -1)[:, :k], scale, low)
+
+
+def _fit(x: Tensor, scale: Tensor, low: Tensor) -> None:
+    """Move int4's constants, float16 ``[groups]``, to those with the smallest squared error of ``x``, float32 ``[32, groups]``: for each
+    number of ``STEPS`` the straight line that fits best to the quants of these steps, or the given one. (After llama.cpp's
+    make_qkx2_quants.)"""
+    bottom, mean = x.amin(0), x.mean(0)
+    span = (x.amax(0) - bottom).clamp_min_(1e-30)
+
+    def error(scale: Tensor, low: Tensor) -> Tensor:
+        q = (x - low).div_(scale.masked_fill(scale == 0, 1.0)).round_().clamp_(0, 15)
+        return q.mul_(scale).add_(low).sub_(x).square_().sum(0)
+
+    best = error(scale.float(), low.float())
+    for steps in STEPS:
+        q = (x - bottom).mul_(steps / span).round_().clamp_(0, 15)
+        middle = q.mean(0)
+        q -= middle
+        slope = (q * x).sum(0) / q.square_().sum(0)
+        tried, start = slope.half().float(), (mean - slope * middle).half().float()
+        found = error(tried, start)
+        better = (found < best) & (tried > 0)
+        best = torch.where(better, found, best)
+        scale.copy_(torch.where(better, tried, scale))
+        low.copy_(torch.where(better, start, low))
 
 
 def concat(weights: list[Weight]) -> Weight:

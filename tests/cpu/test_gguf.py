@@ -415,6 +415,13 @@ def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) ->
     )
 
 
+@pytest.mark.parametrize(("kind", "wide"), [(Type.Q4_1, False), (Type.Q5_0, True)])
+def test_int4_is_wide_only_where_the_file_is(kind: Type, wide: bool, tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama", hidden_size=96, head_dim=32, num_attention_heads=6)
+    model = load_model(open_source(convert(hf, tmp_path / "model.gguf", quantized=kind)), quantization="int4")
+    assert model.blocks[0].attention.qkv.weight.kind == ("int8" if wide else "int4")
+
+
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     hf = save_checkpoint(tmp_path, "llama")
     path = convert(hf, tmp_path / "model.gguf")

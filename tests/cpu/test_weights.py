@@ -20,6 +20,7 @@ from sgla.layers.linear import split_heads
 from sgla.messages import Progress
 from sgla.model.load import load_model
 from sgla.model.registry import check_architecture
+from sgla.model.sizes import weight_bytes, wide_matrices
 from sgla.model.spec import ModelSpec
 from sgla.model.upload import places, read
 
@@ -188,6 +189,34 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first.exp().max() < 0.9
+
+
+def test_int4_keeps_in_int8_what_rounding_harms_most_for_its_bytes() -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_attention_heads": 4}
+    source = dummy(**sizes, num_hidden_layers=16, vocab_size=3300)
+    model = load_model(source, "float32", "int4")
+    kinds = {
+        name: [getattr(getattr(block, module), name).weight.kind for block in model.blocks]
+        for module, name in (("attention", "qkv"), ("attention", "out"), ("mlp", "down"), ("mlp", "gate_up"))
+    }
+    assert kinds["qkv"] == ["int8"] * 16
+    assert [i for i, kind in enumerate(kinds["down"]) if kind == "int8"] == [0, 1, 14, 15]
+    assert kinds["out"] == kinds["gate_up"] == ["int4"] * 16
+    layers = [
+        x.weight for b in model.blocks for x in (b.attention.qkv, b.attention.out, b.mlp.down, b.mlp.gate_up)
+    ]
+    held = sum(weight.nbytes for weight in [*layers, model.embed.weight, model.lm_head.weight])
+    assert held == weight_bytes(model.spec, "float32", "int4", 1)
+    every = sum(weight.n * weight.k * 5 // 8 for weight in layers) + 2 * model.embed.weight.nbytes
+    assert 1.08 < held / every <= 1.1
+
+
+def test_int4_spends_nothing_on_matrices_that_have_four_bits() -> None:
+    spec = ModelSpec.from_config(LLAMA | {"num_hidden_layers": 8})
+    assert wide_matrices(spec, lambda name: True) == (frozenset(), 0.0)
+    some = wide_matrices(spec, lambda name: "self_attn" in name).names
+    assert some
+    assert all("mlp.down_proj" in name for name in some)
 
 
 def test_progress_counts_every_value() -> None:
