@@ -41,6 +41,17 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning_parser: Annotated[
         str | None, Doc(description="format of the model's reasoning, if its template does not tell; or none")
     ] = None
+    json_whitespace: Annotated[
+        str,
+        Doc(
+            description='space in constrained JSON: compact (one behind each comma and colon: {"a": 1, "b": 2}), free, or a '
+            "regular expression for what may stand between its parts; requests may ask for another"
+        ),
+    ] = "compact"
+    json_additional_properties: Annotated[
+        bool,
+        Doc(description="let constrained JSON objects have properties that their schema does not declare"),
+    ] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         Doc(description="where weights come from; dummy = random"),

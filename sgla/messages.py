@@ -28,7 +28,8 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
     a JSON list of strings; ``ebnf`` GBNF (``root ::= ...``) or Lark (``start: ...``); ``structural_tag`` the JSON object of
     that ``type``. ``after``: the output is free until one of these texts has been generated; with ``opener``, only if the
     prompt ends with that, or the output begins with it. ``whitespace``: a regular expression for the space between JSON
-    tokens ("" for none; None: ``grammar.source.SPACE``). ``param`` is the request field that errors name.
+    tokens ("" for none), ``compact`` or ``free``; ``additional``: objects may have properties that their schema does not declare; None: as the
+    server is set. ``param`` is the request field that errors name.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
     after: tuple[str, ...] = ()
     opener: str = ""
     whitespace: str | None = None
+    additional: bool | None = None
     param: str = "response_format"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -297,6 +298,12 @@ def check(config: Config) -> None:
         )
     if config.ssl_certfile is None and (config.ssl_keyfile or config.ssl_ca_certs):
         raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile", param="ssl_certfile")
+    try:
+        re.compile(config.json_whitespace)
+    except re.error as error:
+        raise ConfigError(
+            f"--json-whitespace is compact, free or a regular expression; {error}", param="json_whitespace"
+        ) from error
     for entry in config.moderation_labels:
         if "=" not in entry:
             raise ConfigError(

@@ -146,7 +146,13 @@ class System:
         async def tell(command: Control) -> dict[str, Any]:
             return (await self._control(command, COMMANDS))["ranks"][0]
 
-        self.metrics.compiler = Compiler(lambda: vocabulary(tokenizer, facts.vocab_size), tell)
+        config = self.config
+        self.metrics.compiler = Compiler(
+            lambda: vocabulary(tokenizer, facts.vocab_size),
+            tell,
+            config.json_whitespace,
+            config.json_additional_properties,
+        )
         return self.metrics.compiler
 
     async def _control(self, command: Control, limit: int = ASKED) -> dict[str, Any]:

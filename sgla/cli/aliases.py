@@ -102,6 +102,8 @@ ALIASES: dict[str, Alias | Switch | Always] = {
     "enable-priority-scheduling": Switch("policy", "priority"),
     "radix-eviction-policy": Alias("eviction"),
     "seed": Alias("random_seed"),
+    "constrained-json-whitespace-pattern": Alias("json_whitespace"),
+    "constrained-json-disable-any-whitespace": Always("constrained JSON has one form"),
     "enable-prefix-caching": Switch("prefix_cache", True),
     "no-enable-prefix-caching": OFF,
     "disable-radix-cache": OFF,

@@ -62,14 +62,20 @@ class Compiler:
     A grammar has a first try of ``FIRST`` seconds. One that takes longer goes on beside the first tries of others, up to ``TIMEOUT``;
     there is one such at a time. Clients take turns at both.
 
-    ``vocabulary`` makes the model's, in a thread; ``tell`` sends the workers a command and waits for rank 0's answer.
+    ``vocabulary`` makes the model's, in a thread; ``tell`` sends the workers a command and waits for rank 0's answer. ``whitespace``
+    and ``additional`` are for grammars that do not say.
     """
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], tell: Callable[[Control], Awaitable[dict[str, Any]]]
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        tell: Callable[[Control], Awaitable[dict[str, Any]]],
+        whitespace: str = "compact",
+        additional: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._tell = tell
+        self._whitespace, self._additional = whitespace, additional
         self._cache: OrderedDict[bytes, str] = OrderedDict()
         self._cache_bytes = 0
         self._refusals: OrderedDict[bytes, SglaError] = OrderedDict()
@@ -246,7 +252,7 @@ class Compiler:
             async with turn(mine.first, self._first):
                 if (known := self._known(grammar)) is not None:
                     return known
-                child, answer = await self._first_try(Ask(grammar))
+                child, answer = await self._first_try(Ask(self._settled(grammar)))
                 if answer is not None:
                     self._spare, child = child, None
                     return answer
@@ -260,7 +266,7 @@ class Compiler:
                     if (known := self._known(grammar)) is not None:
                         return known
                     child = await self._child()
-                    child.ask(Ask(grammar))
+                    child.ask(Ask(self._settled(grammar)))
                 child.stand_back()
                 begun = child.cpu_seconds()
                 if (answer := await child.answer(TIMEOUT)) is not None:
@@ -275,6 +281,13 @@ class Compiler:
             self._longer -= longer
             if child is not None:
                 child.close()
+
+    def _settled(self, grammar: Grammar) -> Grammar:
+        return msgspec.structs.replace(
+            grammar,
+            whitespace=self._whitespace if grammar.whitespace is None else grammar.whitespace,
+            additional=self._additional if grammar.additional is None else grammar.additional,
+        )
 
     def _known(self, grammar: Grammar) -> str | SglaError | None:
         return self._cache.get(_key(grammar)) or self._refusals.get(_key(grammar))
@@ -361,7 +374,7 @@ def answer_of(grammar: Grammar, output: str) -> str:
 
 
 def _key(grammar: Grammar) -> bytes:
-    parts = (grammar.kind, grammar.text, grammar.whitespace)
+    parts = (grammar.kind, grammar.text, grammar.whitespace, grammar.additional)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()
 
 

@@ -9,6 +9,7 @@ the process PARENT.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import resource
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -29,6 +31,7 @@ from sgla.grammar.errors import GrammarError
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.grammar.source import explain, source_of
+from sgla.grammar.tags import schemas_of
 from sgla.messages import Grammar
 from sgla.processes import die_with
 
@@ -37,6 +40,7 @@ MEMORY = 512 << 20  # bytes that compiling may need
 SECONDS = 3.0  # of CPU time for a grammar
 STEP_SECONDS = 0.1  # of CPU time for one token of it
 WALK = 32  # tokens tried
+CLOSED = ("json_schema", "structural_tag")  # kinds that have objects with declared properties
 
 
 def main() -> None:
@@ -102,12 +106,24 @@ def serve(tokenizer: LLTokenizer, special: dict[str, int], stream: BinaryIO) -> 
 
 
 def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:
+    """What no document fits, or cannot be compiled, once objects are closed is compiled with open ones."""
+    answer = compile_as_it_is(tokenizer, special, grammar)
+    if answer.error is None or grammar.additional or grammar.kind not in CLOSED:
+        return answer
+    opened = msgspec.structs.replace(grammar, additional=True)
+    with suppress(GrammarError):
+        if source_of(opened, special) == source_of(grammar, special):
+            return answer
+    return compile_as_it_is(tokenizer, special, opened)
+
+
+def compile_as_it_is(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:
     try:
         source = source_of(grammar, special)
         begun = time.thread_time()
         matcher = make_matcher(tokenizer, source)
         if matcher.is_error():
-            raise explain(grammar, first_lines(matcher.get_error()))
+            raise blame(tokenizer, grammar, first_lines(matcher.get_error()))
         mask = matcher.compute_bitmask()
         seconds = time.thread_time() - begun
         if matcher.is_error():
@@ -122,6 +138,18 @@ def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Gr
     except (ValueError, MemoryError) as error:
         return Answer(error=str(error) or "the grammar is too large")
     return Answer(source=source, seconds=seconds)
+
+
+def blame(tokenizer: LLTokenizer, grammar: Grammar, message: str) -> GrammarError:
+    """The compiler's error for the user. Of the schemas of a structural tag, the one that does not compile alone is named."""
+    schemas = schemas_of(json.loads(grammar.text)) if grammar.kind == "structural_tag" else ()
+    for name, schema in schemas:
+        alone = msgspec.structs.replace(grammar, kind="json_schema", text=json.dumps(schema))
+        matcher = make_matcher(tokenizer, source_of(alone, {}))
+        if matcher.is_error():
+            error = explain(alone, first_lines(matcher.get_error()))
+            return GrammarError(f"{name}: {error}" if name else str(error), error.unsupported)
+    return explain(grammar, message)
 
 
 def walk(matcher: LLMatcher) -> None:

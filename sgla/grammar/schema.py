@@ -6,15 +6,14 @@ What remains is refused by name. (The other common matcher, xgrammar, is no way 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from sgla.grammar.errors import GrammarError
-
-Json = Any
-Object = dict[str, Any]
+from sgla.grammar.logic import ASSERTIONS, Find, Json, Object, apart, opposite
 
 ONE = (
     "additionalItems",
@@ -66,6 +65,10 @@ MEANINGS = frozenset(
     ]
 )
 BITS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
+BOUNDS = {name: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for name, bits in BITS.items()} | {
+    f"u{name}": (0, 2**bits - 1) for name, bits in BITS.items()
+}
+LARGEST = 2**63 - 1024  # integer that the matcher takes as a bound; it computes them as float64
 # A narrower format that exists, for one that does not.
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
 _CHAR = r"([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
@@ -93,17 +96,32 @@ PATTERNS: dict[str, Json] = {
     "uri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
     "iri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
 }
+# Formats that the matcher has itself.
+OWN = frozenset(
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
+)
+FORMATS = MEANINGS | OWN | BOUNDS.keys() | NARROWER.keys() | PATTERNS.keys()
+LISTED = 10  # values of a set
+SETS = 1024  # arrays that a set of listed values may be
+BRANCHES = 32  # of a oneOf
+WAYS = 64  # in which a branch of a oneOf may differ from the others
 
 
-def adapt(schema: Json) -> Json:
-    """An equivalent schema that the matcher can honour, as far as there is one. Raises GrammarError."""
+def adapt(schema: Json, find: Find | None = None) -> Json:
+    """An equivalent schema that the matcher can honour, as far as there is one. Raises GrammarError.
+
+    ``find`` resolves references; None: ``schema`` is the whole document.
+    """
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema is an object or a boolean, got {json.dumps(schema)[:40]}")
-    out = {key: _inside(key, value) for key, value in schema.items()}
+    find = find or Find(schema)
+    out = {key: _inside(key, value, find) for key, value in schema.items()}
     for rule in RULES:
         rule(out)
+    for exact in EXACT:
+        exact(out, schema, find)
     return out
 
 
@@ -114,26 +132,28 @@ def object_schema(schema: Json) -> Object:
     return {} if schema is True else schema
 
 
-def _inside(key: str, value: Json) -> Json:
+def _inside(key: str, value: Json, find: Find) -> Json:
+    if key == "propertyNames" and isinstance(value, dict) and set(value) == {"$ref"}:
+        value = find(value["$ref"]) or value
     if key in ONE:
-        return [adapt(item) for item in value] if isinstance(value, list) else adapt(value)
+        return [adapt(item, find) for item in value] if isinstance(value, list) else adapt(value, find)
     if key in MAPS and isinstance(value, dict):
-        return {name: adapt(item) for name, item in value.items()}
+        return {name: adapt(item, find) for name, item in value.items()}
     if key in LISTS and isinstance(value, list):
-        return [adapt(item) for item in value]
+        return [adapt(item, find) for item in value]
     if key in COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
 
-def where(schema: Json, keyword: str, path: str = "") -> str | None:
-    """JSON pointer of the first schema that has ``keyword``; None if none has."""
+def where(schema: Json, keyword: str, path: str = "", value: Json = None) -> str | None:
+    """JSON pointer of the first schema that has ``keyword``, with ``value`` if that is given; None if none has."""
     if not isinstance(schema, dict):
         return None
-    if keyword in schema:
+    if keyword in schema and value in (None, schema[keyword]):
         return path or "/"
     for step, item in _children(schema):
-        found = where(item, keyword, f"{path}/{step}")
+        found = where(item, keyword, f"{path}/{step}", value)
         if found is not None:
             return found
     return None
@@ -362,19 +382,52 @@ def _choose_one(schema: Object) -> None:
 
 
 def _know_formats(schema: Object) -> None:
+    """A format that nobody knows is an annotation (JSON Schema 2020-12 Validation, 7.2.1)."""
     name = schema.get("format")
     if not isinstance(name, str):
         return
-    if name in MEANINGS or name in BITS:
-        del schema["format"]
-    if name in BITS:
-        bound = 2 ** (BITS[name] - 1)
-        _also(schema, {"minimum": -bound, "maximum": bound - 1})
-    elif name in NARROWER:
+    if name in NARROWER:
         schema["format"] = NARROWER[name]
-    elif name in PATTERNS:
+    elif name not in OWN:
         del schema["format"]
+    if name in BOUNDS:
+        low, high = BOUNDS[name]
+        bounds = {"minimum": low, "maximum": high}
+        _limit(bounds)
+        _also(schema, bounds)
+    elif name in PATTERNS:
         _also(schema, PATTERNS[name])
+
+
+def _limit(schema: Object) -> None:
+    """Bounds that the matcher cannot compute move inwards."""
+    for key, up in (
+        ("minimum", True),
+        ("exclusiveMinimum", True),
+        ("maximum", False),
+        ("exclusiveMaximum", False),
+    ):
+        value = schema.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if isinstance(value, int) and (near := float(value)) != value and (near < value) == up:
+            value = int(math.nextafter(near, math.inf if up else -math.inf))
+        schema[key] = max(value, -LARGEST) if up else min(value, LARGEST)
+
+
+def _count(schema: Object) -> None:
+    """Numbers of properties where these are all declared."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not properties or not isinstance(required, list):
+        return
+    most, least = schema.get("maxProperties"), schema.get("minProperties")
+    if isinstance(most, int) and most >= len(properties) and schema.get("additionalProperties") is False:
+        _drop(schema, *(() if "patternProperties" in schema else ("maxProperties",)))
+    if isinstance(least, int) and least <= len(required):
+        del schema["minProperties"]
+    elif least == 1 and "maxProperties" not in schema:
+        del schema["minProperties"]
+        _also(schema, {"anyOf": [{"required": [name]} for name in properties]})
 
 
 RULES: tuple[Callable[[Object], None], ...] = (
@@ -387,4 +440,102 @@ RULES: tuple[Callable[[Object], None], ...] = (
     _name_properties,
     _choose_one,
     _know_formats,
+    _limit,
+    _count,
+)
+
+
+# The same by logic: these see the schema as it was, too, and find what it refers to. -----------------------------------
+
+
+def _negate_exactly(schema: Object, given: Object, find: Find) -> None:
+    if "not" not in schema:
+        return
+    wrongs = opposite(given["not"], find)
+    if wrongs is not None:
+        del schema["not"]
+        _also(schema, _one_of_these([adapt(wrong, find) for wrong in wrongs]))
+
+
+def _one_of_these(schemas: list[Json]) -> Json:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas or [False]}
+
+
+def _decide_exactly(schema: Object, given: Object, find: Find) -> None:
+    """Either the condition and ``then``, or the opposite of the condition and ``else``."""
+    if "if" not in schema:
+        return
+    wrongs = opposite(given["if"], find)
+    if wrongs is None:
+        return
+    around = {key: value for key, value in given.items() if key not in ("if", "then", "else")}
+    others = [adapt(wrong, find) for wrong in wrongs if not apart(wrong, around, find)]
+    condition, then, other = schema.pop("if"), schema.pop("then", True), schema.pop("else", True)
+    branches = [] if then is False else [{"allOf": [condition, then]}]
+    branches += [{"allOf": [wrong, other]} for wrong in others if other is not False]
+    _also(schema, _one_of_these(branches))
+
+
+def _choose_exactly(schema: Object, given: Object, find: Find) -> None:
+    """One branch and the opposites of those that it is not apart from."""
+    branches = schema.get("oneOf")
+    if not isinstance(branches, list) or len(branches) > BRANCHES:
+        return
+    around = {key: value for key, value in given.items() if key != "oneOf"}
+    found: list[Json] = []
+    for i, branch in enumerate(branches):
+        own = {"allOf": [given["oneOf"][i], around]}
+        others = [other for j, other in enumerate(given["oneOf"]) if j != i and not apart(own, other, find)]
+        ways = [_differing(own, other, find) for other in others]
+        if None in ways or math.prod(map(len, filter(None, ways))) > WAYS:
+            return
+        if all(ways):
+            needs = [_one_of_these([adapt(way, find) for way in some or ()]) for some in ways]
+            found.append({"allOf": [branch, *needs]} if needs else branch)
+    del schema["oneOf"]
+    if "anyOf" in schema:
+        _also(schema, {"anyOf": found or [False]})
+    else:
+        schema["anyOf"] = found or [False]
+
+
+def _differing(own: Object, other: Json, find: Find) -> list[Json] | None:
+    """Opposites of ``other`` for documents of ``own``; some of them, if not all can be said; None for none of these."""
+    exact = opposite(other, find)
+    wrongs = opposite(other, find, partly=True) if exact is None else exact
+    found = [wrong for wrong in wrongs or () if not apart(own, wrong, find)]
+    return None if exact is None and not found else found
+
+
+def _list_sets(schema: Object, given: Object, find: Find) -> None:
+    """``uniqueItems`` of few listed values: all arrays that there may be, in any order if these are not too many, else each set at
+    least in the order of the list."""
+    items = schema.get("items")
+    if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "prefixItems" in schema:
+        return
+    if "contains" in schema or not isinstance(items, dict):
+        return
+    target = find(items["$ref"]) if set(items) == {"$ref"} else items
+    values = _values(target) if isinstance(target, dict) else None
+    if values is None or set(target) & ASSERTIONS or len(values) > LISTED:
+        return
+    values = [value for value in values if not apart({"const": value}, target, find)]
+    lengths = range(schema.get("minItems", 0), min(schema.get("maxItems", LISTED), len(values)) + 1)
+    ordered = {size: math.comb(len(values), size) for size in lengths}
+    total = sum(ordered.values())
+    arrays: list[Json] = []
+    for size in lengths:
+        more = math.perm(len(values), size) - ordered[size]
+        any_order = total + more <= SETS
+        total += more if any_order else 0
+        arrays += map(list, (itertools.permutations if any_order else itertools.combinations)(values, size))
+    _drop(schema, "uniqueItems", "items", "minItems", "maxItems")
+    schema["enum"] = arrays
+
+
+EXACT: tuple[Callable[[Object, Object, Find], None], ...] = (
+    _negate_exactly,
+    _decide_exactly,
+    _choose_exactly,
+    _list_sets,
 )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
 
+from sgla.grammar.closing import close
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
 from sgla.grammar.schema import adapt, object_schema, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import MAX_GRAMMAR, Grammar
 
-SPACE = r"[ \n\r\t]{1,32}"  # between JSON tokens: room for indentation, but no end of it for a model that has lost its way
+SPACE = r"[ \n\r\t]{1,32}"  # where it is free: room for indentation, but no end of it for a model that has lost its way
 
 _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 
@@ -40,7 +42,7 @@ def source_of(grammar: Grammar, special: dict[str, int]) -> str:
 def _make(grammar: Grammar, special: dict[str, int]) -> str:
     match grammar.kind:
         case "json_schema":
-            schema = object_schema(adapt(parse(grammar.text)))
+            schema = object_schema(json_schema(parse(grammar.text), bool(grammar.additional)))
             return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(grammar.whitespace))
         case "json_object":
             return LLMatcher.grammar_from_json_schema(
@@ -53,7 +55,8 @@ def _make(grammar: Grammar, special: dict[str, int]) -> str:
         case "ebnf":
             return LLMatcher.grammar_from_lark(ebnf_lark(grammar.text))
         case "structural_tag":
-            return tags_source(parse(grammar.text), special, json_options(grammar.whitespace))
+            write = partial(json_schema, additional=bool(grammar.additional))
+            return tags_source(parse(grammar.text), special, json_options(grammar.whitespace), write)
     raise AssertionError(f"grammar kind {grammar.kind}")
 
 
@@ -64,30 +67,75 @@ def parse(text: str) -> Any:
         raise GrammarError(f"it is not valid JSON: {error}") from error
 
 
+def json_schema(schema: Any, additional: bool) -> Any:
+    """In the matcher's dialect; see ``Grammar.additional``. Raises GrammarError, also for what is no schema."""
+    try:
+        return adapt(schema) if additional else close(adapt(schema))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise GrammarError(flaw(schema) or "it is not a JSON Schema of a draft that is supported") from error
+
+
+def flaw(schema: Any) -> str:
+    """Why it is no JSON Schema; "" if it is one."""
+    import jsonschema_rs
+
+    try:
+        jsonschema_rs.meta.validate(schema)
+    except jsonschema_rs.ValidationError as error:
+        place = "/".join(["", *map(str, error.instance_path)]) or "/"
+        return f"it is not a JSON Schema: {error.message} (at {place})"
+    except ValueError:  # a draft that it does not know
+        pass
+    return ""
+
+
 def json_options(whitespace: str | None) -> Any:
     """The matcher's ``JsonCompileOptions``; see ``Grammar.whitespace``."""
-    if whitespace == "":
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": SPACE if whitespace is None else whitespace}
+    match whitespace:
+        case None | "compact":
+            return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        case "":
+            return {"whitespace_flexible": False}
+        case "free":
+            return {"whitespace_pattern": SPACE}
+    return {"whitespace_pattern": whitespace}
 
 
-# What the compiler's message begins with -> the keyword that it is about.
-KEYWORDS = (("Unknown format", "format"), ("patternProperty", "patternProperties"), ("Resource", "$ref"))
+# What the compiler says -> the keyword that it is about.
+KEYWORDS = (
+    ("Unimplemented keys", ""),
+    ("coerce_one_of", "oneOf"),
+    ("patternProperty", "patternProperties"),
+    ("Resource", "$ref"),
+    ("circular references with sibling keys", "$ref"),
+    ("Anchor", "$ref"),
+    ("URI reference", "$ref"),
+    ("look-around", "pattern"),
+    ("regex parse error", "pattern"),
+    ("maxProperties only", "minProperties"),
+    ("integer range", "minimum"),
+    ("float range", "minimum"),
+)
+_PATTERN = re.compile(r"regex parse error:\s+(\S.*?)\s+\^")
 
 
 def explain(grammar: Grammar, message: str) -> GrammarError:
     """The compiler's error for the user: a keyword that is not supported is named, with its place."""
     if grammar.kind == "regex":
         return GrammarError(f"the regular expression is not supported or wrong: {message}")
-    found = _UNKNOWN.search(message)
-    if found and grammar.kind == "json_schema":
-        schema = adapt(parse(grammar.text))
+    keyword = next((keyword for sign, keyword in KEYWORDS if sign in message), None)
+    if grammar.kind != "json_schema":
+        return GrammarError(message)
+    if keyword is None:
+        return GrammarError(flaw(parse(grammar.text)) or message)
+    schema = adapt(parse(grammar.text))
+    if found := _UNKNOWN.search(message):
         places = [f"'{key}' (at {where(schema, key) or '/'})" for key in json.loads(found[1])]
         return GrammarError(f"JSON Schema keyword {', '.join(places)} is not supported", unsupported=True)
-    if "coerce_one_of" in message:
-        told = "JSON Schema keyword 'oneOf' is not supported where its branches may overlap; use anyOf"
-        return GrammarError(told, unsupported=True)
-    for beginning, keyword in KEYWORDS:
-        if message.startswith(beginning):
-            return GrammarError(f"JSON Schema keyword '{keyword}': {message}", unsupported=True)
-    return GrammarError(message)
+    value = found[1] if (found := _PATTERN.search(message)) else None
+    place = where(schema, keyword, value=value) or where(schema, keyword)
+    told = f"JSON Schema keyword '{keyword}'" + (f" (at {place})" if place else "")
+    if keyword == "oneOf":
+        why = "is not supported where its branches may overlap; use anyOf"
+        return GrammarError(f"{told} {why}", unsupported=True)
+    return GrammarError(f"{told}: {message}", unsupported=True)

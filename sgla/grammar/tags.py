@@ -2,30 +2,33 @@
 
 Two forms are understood: SGLang's and vLLM's first one (``structures`` and ``triggers``), and xgrammar's ``format``, whose
 types are ``const_string``, ``json_schema``, ``regex``, ``grammar``, ``any_text``, ``sequence``, ``or``, ``tag``,
-``triggered_tags`` and ``tags_with_separator``.
+``triggered_tags`` and ``tags_with_separator``. A schema may have a name for errors.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
 
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.notations import as_in_python, ebnf_lark
-from sgla.grammar.schema import adapt, object_schema
+from sgla.grammar.schema import object_schema
 
 Json = Any
 
 
-def tags_source(spec: Json, special: dict[str, int], json_options: dict[str, Any]) -> str:
-    """Source of a structural tag. ``special`` as in ``source_of``. Raises GrammarError."""
+def tags_source(
+    spec: Json, special: dict[str, int], json_options: dict[str, Any], adapt: Callable[[Json], Json]
+) -> str:
+    """Source of a structural tag. ``special`` as in ``source_of``; ``adapt`` makes JSON Schemas ones of the matcher's dialect.
+    Raises GrammarError."""
     if not isinstance(spec, dict):
         raise GrammarError("a structural tag is an object")
-    writer = _Writer(special, json_options)
+    writer = _Writer(special, json_options, adapt)
     if "format" in spec:
         start = writer.format(spec["format"])
     else:
@@ -54,9 +57,12 @@ ANY_TEXT = r"/(.|\n)*/"
 class _Writer:
     """Rules named as they come. Methods return a Lark expression."""
 
-    def __init__(self, special: dict[str, int], json_options: dict[str, Any]) -> None:
+    def __init__(
+        self, special: dict[str, int], json_options: dict[str, Any], adapt: Callable[[Json], Json]
+    ) -> None:
         self._special = special
         self._json_options = json_options
+        self._adapt = adapt
         self._rules = [f"TEXT: {ANY_TEXT}"]
         self._grammars: list[dict[str, Json]] = []
         self._pieces = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
@@ -112,7 +118,7 @@ class _Writer:
     def _json_schema(self, spec: dict[str, Json]) -> str:
         if spec.get("style", "json") != "json":
             raise GrammarError(f"structural tag: 'style' {spec['style']!r} is not supported")
-        schema = object_schema(adapt(spec.get("json_schema", {})))
+        schema = object_schema(self._adapt(spec.get("json_schema", {})))
         return self.rule("%json " + json.dumps(schema | {"x-guidance": self._json_options}))
 
     def _regex(self, spec: dict[str, Json]) -> str:
@@ -187,7 +193,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     "any_text": (),
     "const_string": ("value",),
     "grammar": ("grammar",),
-    "json_schema": ("json_schema", "style"),
+    "json_schema": ("json_schema", "name", "style"),
     "or": ("elements",),
     "regex": ("pattern",),
     "sequence": ("elements",),
@@ -195,6 +201,19 @@ TYPES: dict[str, tuple[str, ...]] = {
     "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
     "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
 }
+
+
+def schemas_of(spec: Json) -> Iterator[tuple[str, Json]]:
+    """The JSON Schemas in a structural tag, with their names ("" for none)."""
+    if isinstance(spec, list):
+        for each in spec:
+            yield from schemas_of(each)
+    elif isinstance(spec, dict):
+        for key, value in spec.items():
+            if key in ("schema", "json_schema"):
+                yield str(spec.get("name", "")), value
+            else:
+                yield from schemas_of(value)
 
 
 def _quoted(text: str) -> str:

@@ -11,9 +11,8 @@ from aiohttp import web
 
 from sgla.errors import Unauthorized
 from sgla.http.clients import ADDRESS, Client, with_key, without_key
-from sgla.http.request.intake import IGNORED_FIELDS
 from sgla.http.request.schema import header_value
-from sgla.http.server import RID, SERVER, UID, unique
+from sgla.http.server import IGNORED_FIELDS, RID, SERVER, UID, unique
 
 OPEN = frozenset(
     {"", "health", "health_generate", "metrics", "ready", "readyz", "ping"}

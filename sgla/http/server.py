@@ -23,6 +23,7 @@ from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
 from sgla.http.probe import Probe
+from sgla.http.request.grammar import ignored_formats
 from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields
 from sgla.http.responses.store import ResponseStore
 from sgla.messages import Facts, Job, SamplingParams
@@ -179,6 +180,7 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
+IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
 RID = web.RequestKey("rid", str)  # the id that the client sees
 UID = web.RequestKey("uid", str)  # its unique form
 TRACE: web.RequestKey[Any] = web.RequestKey("trace", object)  # observe.tracing.Trace, if there are traces
@@ -229,6 +231,8 @@ def make_work(
         for i, (prompt, params) in enumerate(zip(prompts, each))
     ]
     check_logprobs(jobs, request.app[SERVER].ingress.facts)
+    for grammar in {params.grammar for params in each if params.grammar is not None}:
+        request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
     trace(request, rid or request[RID], jobs)
     return Work(
         rid=rid or request[RID],

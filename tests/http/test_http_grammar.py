@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from http_site import Site
 
@@ -68,6 +69,14 @@ CASES: list[tuple[dict[str, Any], Grammar | None]] = [
         {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},
         expected("json_schema", SCHEMA, "structured_outputs", " ?"),
     ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
+        expected("json_schema", SCHEMA, "structured_outputs", "free"),
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+        msgspec.structs.replace(expected("json_schema", SCHEMA, "structured_outputs"), additional=True),
+    ),
     ({"structured_outputs": {}}, None),
     (
         {"guided_json": SCHEMA, "guided_whitespace_pattern": "\n", "guided_decoding_backend": "outlines"},
@@ -98,3 +107,15 @@ async def test_fields_become_a_grammar(site: Site, fields: dict[str, Any], gramm
         status, reply = await site.post(path, body)
         assert status == 200, reply
         assert site.ingress.jobs[-1].sampling.grammar == grammar
+
+
+async def test_unknown_formats_are_told_in_a_header(site: Site) -> None:
+    inner = {
+        "a": {"format": "uuid"},
+        "format": {"format": "x-odd", "default": {"format": "data"}},
+        "b": {"format": "cron"},
+    }
+    schema = {"type": "object", "properties": inner}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with site.http.post("/v1/chat/completions", json=CHAT | {"response_format": form}) as response:
+        assert response.headers["x-ignored-fields"].split(", ") == ["format.cron", "format.x-odd"]

@@ -71,7 +71,7 @@ class Reading:
         if not tools or writing is None:
             return asked
         if forced:
-            return tagged(writing.calls(tools, once), Grammar(kind="", param="tool_choice"))
+            return tagged(writing.calls(tools, once), Grammar(kind="", param="tools"))
         if self.dialect.harmony:
             return self._unless(fewer, asked)
         if asked is not None:

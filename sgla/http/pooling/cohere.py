@@ -14,9 +14,9 @@ from sgla.http.answer.whole import answered, each
 from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, vector
 from sgla.http.pooling.embeddings import ROWS
 from sgla.http.pooling.score import text_of
-from sgla.http.request.intake import IGNORED_FIELDS, intake
+from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema, unsupported
-from sgla.http.server import SERVER, UID
+from sgla.http.server import IGNORED_FIELDS, SERVER, UID
 from sgla.text.vectors import Floats, check_dimensions, embedding
 
 Form = Literal["float", "binary", "ubinary", "base64"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from sgla import census
 from sgla.errors import InvalidField
+from sgla.grammar.schema import FORMATS
 from sgla.http.request.schema import SamplingFields, unsupported
 from sgla.messages import MAX_GRAMMAR, Grammar
 
@@ -35,7 +37,7 @@ PLAIN = {
     "structural_tag": "structural_tag",
 }
 JSON_KINDS = ("json_schema", "choice", "structural_tag")
-WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
+OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 NOTHING: tuple[Any, ...] = (None, "", False, [])  # values that ask for nothing
 
 
@@ -66,6 +68,33 @@ def make(kind: str, value: Any, param: str, whitespace: str | None = None) -> Gr
     return Grammar(kind=kind, text="" if kind == "json_object" else text, whitespace=whitespace, param=param)
 
 
+_FORMAT = re.compile(r'"format"\s*:\s*"([^"\\]*)"')
+DATA = ("const", "default", "enum", "example", "examples")
+
+
+def ignored_formats(grammar: Grammar) -> list[str]:
+    """The ``format``s of its schemas that nobody knows: they are annotations, as JSON Schema has it."""
+    if grammar.kind not in ("json_schema", "structural_tag") or FORMATS.issuperset(
+        _FORMAT.findall(grammar.text)
+    ):
+        return []
+    try:
+        waiting = [msgspec.json.decode(grammar.text)]
+    except msgspec.DecodeError:  # refused when it is compiled
+        return []
+    found: set[str] = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            name = value.get("format")
+            if isinstance(name, str) and name not in FORMATS:
+                found.add(name)
+            waiting += [each for key, each in value.items() if key not in DATA]
+        elif isinstance(value, list):
+            waiting += value
+    return [f"format.{name}" for name in sorted(found)]
+
+
 def plain(name: str, value: Any) -> Grammar:
     return make(PLAIN[name], value, name)
 
@@ -93,16 +122,18 @@ def response_format(name: str, form: Any) -> Grammar | None:
 def structured_outputs(name: str, asked: Any) -> Grammar | None:
     kinds = [key for key in VLLM if asked.get(key) not in NOTHING]
     for key, value in asked.items():
-        if key not in VLLM and key not in WHITESPACE and not key.startswith("_") and value not in NOTHING:
+        if key not in VLLM and key not in OPTIONS and not key.startswith("_") and value not in NOTHING:
             raise unsupported(name, f" with {key[:40]!r}")
     if len(kinds) > 1:
         raise InvalidField(f"{name}: {' and '.join(kinds)} exclude each other", param=name)
     if not kinds:
         return None
-    space = "" if asked.get("disable_any_whitespace") else asked.get("whitespace_pattern")
+    no_space, closed = asked.get("disable_any_whitespace"), asked.get("disable_additional_properties")
+    space = "" if no_space else asked.get("whitespace_pattern") or (None if no_space is None else "free")
     if not isinstance(space, (str, type(None))):
         raise InvalidField(f"{name}.whitespace_pattern must be a string", param=name)
-    return make(VLLM[kinds[0]], asked[kinds[0]], name, space)
+    grammar = make(VLLM[kinds[0]], asked[kinds[0]], name, space)
+    return msgspec.structs.replace(grammar, additional=None if closed is None else not closed)
 
 
 READERS: Mapping[str, Callable[[str, Any], Grammar | None]] = {

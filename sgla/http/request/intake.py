@@ -11,9 +11,8 @@ from aiohttp import web
 from sgla import census
 from sgla.http.bodies import SHARE
 from sgla.http.request.schema import Schema
-from sgla.http.server import RID, SERVER
+from sgla.http.server import IGNORED_FIELDS, RID, SERVER
 
-IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
 BODY = web.RequestKey("body", bytes)  # of a request that somebody has read already
 
 R = TypeVar("R", bound=msgspec.Struct)

@@ -60,7 +60,12 @@ class Writing:
     def _call(self, function: dict[str, Any]) -> Tag:
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
         schema = function.get("parameters") or {"type": "object", "properties": {}}
-        content = arguments(schema) if self.shape is None else elements(self.shape, schema)
+        shape = self.shape
+        content = (
+            arguments(schema, function["name"])
+            if shape is None
+            else elements(shape, schema, function["name"])
+        )
         if self.numbered:
             content = sequence([{"type": "regex", "pattern": "[0-9]{1,3}"}, constant(self.numbered), content])
         return tag(self.begin.replace(NAME, name), content, self.end)
@@ -79,8 +84,10 @@ def sequence(parts: list[Tag]) -> Tag:
     return {"type": "sequence", "elements": [part for part in parts if part.get("value") != ""]}
 
 
-def arguments(schema: dict[str, Any]) -> Tag:
-    return {"type": "json_schema", "json_schema": schema}
+def arguments(schema: dict[str, Any], name: str = "") -> Tag:
+    """``name``: whose they are, for errors."""
+    named = {"name": name} if name else {}
+    return {"type": "json_schema", **named, "json_schema": schema}
 
 
 WHOLE = (
@@ -89,7 +96,7 @@ WHOLE = (
 )  # keywords of an object that elements say nothing of
 
 
-def elements(shape: Shape, schema: dict[str, Any]) -> Tag:
+def elements(shape: Shape, schema: dict[str, Any], function: str = "") -> Tag:
     """An element for each property, in the schema's order; those that are not required may be left out.
 
     Raises UnsupportedField for a keyword that cannot be honoured.
@@ -101,12 +108,12 @@ def elements(shape: Shape, schema: dict[str, Any]) -> Tag:
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     for name, each in properties.items():
-        part = element(shape, name, each, definitions)
+        part = element(shape, name, each, definitions, f"{function}.{name}")
         parts.append(part if name in required else {"type": "or", "elements": [part, constant("")]})
     return sequence(parts) if parts else constant("")
 
 
-def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any]) -> Tag:
+def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any], path: str) -> Tag:
     kinds = kinds_of(schema)
     line = "\n" if shape.lines else ""
     key_end = next(
@@ -117,7 +124,7 @@ def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any]) -
     if kinds == STRING or ("string" in kinds and not shape.key_ends):
         content = raw_text(name, schema)
     else:
-        content = arguments({**schema, **definitions} if isinstance(schema, dict) else {})
+        content = arguments({**schema, **definitions} if isinstance(schema, dict) else {}, path)
     return tag(begin, content, f"{line}{shape.value[1]}\n")
 
 

@@ -1,0 +1,196 @@
+"""How many public JSON Schemas compile, what the others are refused for, and whether anything invalid is accepted.
+
+    python bench/schemas.py FOLDER ... [--limit 1000] [--walks 4] [--open] [--show 20]
+
+A folder holds JSON files: schemas; MaskBench's, with ``schema`` and ``tests`` of ``valid`` and ``data``; or lists of such groups, as
+JSON-Schema-Test-Suite has them. Each schema is compiled in a process of its own within the server's limits. Outputs are then made by
+random walks through the grammar and checked by jsonschema_rs, and so is every test's text that the grammar accepts. Prints one
+JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import re
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import lines
+import numpy as np
+
+from sgla.grammar.llg import load_tokenizer, make_matcher
+from sgla.grammar.protocol import Vocabulary
+from sgla.grammar.sandbox import MEMORY, compile_grammar
+from sgla.messages import MAX_GRAMMAR, Grammar
+
+SECONDS = 6  # of CPU time for one schema: 5 to compile as in the server, and the walks
+LENGTH = 600  # tokens of a walk
+# Tokens of one byte, so that a text has one form: what is allowed does not depend on the vocabulary.
+VOCABULARY = Vocabulary(tokens=[bytes([i]) for i in range(256)] + [b"<end>"], special=[256], ends=[256])
+Test = tuple[bool, Any]
+
+
+def cases(folder: Path) -> Iterator[tuple[str, Any, list[Test]]]:
+    """Name, schema and tests."""
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        groups = content if isinstance(content, list) else [content]
+        for i, group in enumerate(groups):
+            if not isinstance(group, dict):
+                continue
+            tests = group.get("tests")
+            if "schema" in group and isinstance(tests, list):
+                found = [(t["valid"], t["data"]) for t in tests if isinstance(t, dict) and "data" in t]
+                yield f"{path}#{i}", group["schema"], found
+            elif not isinstance(content, list) and looks_like_a_schema(content):
+                yield str(path), content, []
+
+
+def looks_like_a_schema(content: dict[str, Any]) -> bool:
+    return "json-schema.org" in str(content.get("$schema")) or content.get("type") == "object"
+
+
+def judge(schema: Any, tests: list[Test], walks: int, additional: bool) -> dict[str, Any]:
+    """What becomes of one schema. Runs in a process of its own."""
+    tokenizer = load_tokenizer(VOCABULARY)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    text = json.dumps(schema)
+    answer = compile_grammar(tokenizer, {}, Grammar(kind="json_schema", text=text, additional=additional))
+    if answer.error is not None:
+        return {"refused": answer.error}
+    result: dict[str, Any] = {"invalid": [], "finished": 0, "accepted": 0, "rejected": 0}
+    validator = jsonschema_rs.validator_for(schema, pattern_options=jsonschema_rs.RegexOptions())
+    for valid, data in tests:
+        accepted = takes(make_matcher(tokenizer, answer.source), json.dumps(data, ensure_ascii=False))
+        if accepted and not valid:
+            result["invalid"].append(data)
+        if valid:
+            result["accepted" if accepted else "rejected"] += 1
+    for seed in range(walks):
+        output = walk(make_matcher(tokenizer, answer.source), random.Random(seed))
+        if output is None:
+            continue
+        result["finished"] += 1
+        with suppress(Beyond):  # the range of floating-point numbers
+            if not validator.is_valid(json.loads(output, parse_float=finite)):
+                result["invalid"].append(output)
+    return result
+
+
+class Beyond(ValueError):
+    pass
+
+
+def finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise Beyond
+    return number
+
+
+def takes(matcher: Any, text: str) -> bool:
+    tokens = list(text.encode())
+    if matcher.validate_tokens(tokens) < len(tokens):
+        return False
+    matcher.consume_tokens(tokens)
+    return bool(matcher.is_accepting())
+
+
+def walk(matcher: Any, rng: random.Random) -> str | None:
+    """A random output that ends as soon as it may, once it is long; None: it did not end."""
+    output = bytearray()
+    for _ in range(LENGTH):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        closing = [t for t in allowed if t == 256 or (len(output) > LENGTH / 4 and chr(t) in '"]}')]
+        token = int(rng.choice(closing or list(allowed))) if len(allowed) else 256
+        if token == 256:
+            return output.decode("utf-8", "replace")
+        output.append(token)
+        matcher.consume_token(token)
+    return None
+
+
+def in_a_process(work: tuple[Any, ...]) -> dict[str, Any]:
+    ours, theirs = multiprocessing.Pipe(False)
+    child = multiprocessing.Process(target=send, args=(theirs, *work))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        return {"refused": "the grammar is too complex: its process died"}
+    finally:
+        child.join()
+
+
+def send(pipe: Any, *work: Any) -> None:
+    try:
+        pipe.send(judge(*work))
+    except Exception as error:
+        pipe.send({"failed": repr(error)[:200]})
+
+
+def reason(error: str) -> str:
+    """The keyword that a refusal names, or how it begins."""
+    found = re.search(r"keyword '([^']+)'", error)
+    return found[1] if found else error.split(":")[0][:60]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--limit", type=int, default=10**9, help="schemas of each folder, spread evenly")
+    parser.add_argument("--walks", type=int, default=4)
+    parser.add_argument("--open", action="store_true", help="let objects have undeclared properties")
+    parser.add_argument("--show", type=int, default=0, help="refusals to print")
+    args = parser.parse_args()
+    counts: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    for folder in args.folders:
+        found = list(cases(folder))
+        for name, schema, tests in found[:: max(1, -(-len(found) // args.limit))]:
+            if len(json.dumps(schema)) > MAX_GRAMMAR:
+                counts["too long"] += 1
+                continue
+            counts["schemas"] += 1
+            result = in_a_process((schema, tests, args.walks, args.open))
+            if "refused" in result:
+                refused[reason(result["refused"])] += 1
+                if sum(refused.values()) <= args.show:
+                    print(name, result["refused"])
+                continue
+            if "failed" in result:
+                counts["failed"] += 1
+                print(name, result["failed"])
+                continue
+            counts["compiled"] += 1
+            counts.update({key: result[key] for key in ("finished", "accepted", "rejected")})
+            counts["invalid"] += len(result["invalid"])
+            for output in result["invalid"]:
+                print("INVALID", name, str(output)[:300])
+    share = round(100 * counts["compiled"] / max(1, counts["schemas"]), 2)
+    print(
+        lines.line(
+            {"bench": "schemas", "compiled_percent": share, **counts, "refused": dict(refused.most_common())}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
