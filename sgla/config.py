@@ -247,4 +247,12 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     log_format: Annotated[
         Literal["text", "json"], Doc(description="lines for people, or one JSON object a line")
     ] = "text"
-    log_requests: Annotated[bool, Doc(description="log one line a request (no prompt text)")] = False
+    log_requests: Annotated[
+        bool,
+        Doc(
+            description="log one line a request: tokens, prefix cache hits, time to the first token; no text"
+        ),
+    ] = False
+    log_interval: Annotated[
+        float, Doc(description="seconds between log lines with the throughput while requests run; 0 = none")
+    ] = 10.0

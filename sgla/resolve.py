@@ -276,6 +276,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "response_store": (0, math.inf),
     "response_ttl": (0, math.inf),
     "step_log": (0, math.inf),
+    "log_interval": (0, math.inf),
 }
 
 

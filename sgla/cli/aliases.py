@@ -138,6 +138,7 @@ ALIASES: dict[str, Alias | Switch | Always] = {
     "enable-log-requests": Switch("log_requests", True),
     "no-enable-log-requests": Switch("log_requests", False),
     "disable-log-requests": Switch("log_requests", False),
+    "disable-log-stats": Switch("log_interval", 0.0),
     "enable-metrics": Always("/metrics is always there"),
     "metrics": Always("/metrics is always there"),
     "enable-response-store": Always("responses are kept; --response-store says how many"),
@@ -281,7 +282,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "log-level-http uvicorn-* disable-uvicorn-* disable-access-log-* log-requests-* log-config-file max-log-len enable-log-* "
-        "log-error-stack log-disable log-file verbose decode-log-interval disable-log-stats aggregate-engine-logging "
+        "log-error-stack log-disable log-file verbose decode-log-interval aggregate-engine-logging "
         "show-time-cost enable-request-time-stats-logging gc-warning-* enable-logging-iteration-details",
         "--log-level, --log-format and --log-requests are what there is; statistics are in /metrics",
     ),

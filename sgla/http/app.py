@@ -13,6 +13,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError
 from sgla.http import admin, control, invocations, ollama, openapi, page
+from sgla.http.access import log_access
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
@@ -179,10 +180,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         if server.metrics.tracing is not None and TRACE in request:
             server.metrics.tracing.end(request[TRACE], status)
         if server.config.log_requests:
-            millis = 1000 * (clock.now() - began)
-            line = (request[ADDRESS], request.method, route[:100], status, round(millis, 1), request[RID])
-            fields = dict(zip(("client", "method", "route", "status", "ms", "request_id"), line))
-            log.info("%s %s %s %d %.1f ms %s", *line, extra={"fields": fields})
+            log_access(request, route, status, began, request[RID])
 
 
 async def answer(request: web.Request, path: str, route: str) -> web.StreamResponse:

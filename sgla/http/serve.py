@@ -25,6 +25,7 @@ from sgla.leaving import LastResort
 from sgla.messages import Facts, Progress
 from sgla.observe.loop import LoopWatch
 from sgla.observe.metrics import Metrics
+from sgla.observe.throughput import Throughput
 
 if TYPE_CHECKING:
     from sgla.observe.tracing import Tracing
@@ -66,6 +67,7 @@ async def _serve(
     system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
     logging.getLogger("aiohttp.server").addFilter(unreadable)
     watch = LoopWatch(system.metrics.loop_lag.observe)
+    throughput = Throughput(system.ingress.stats, config.log_interval)
     files = raise_file_limit()
     runner = Runner(
         make_app(system.ingress, config, system.metrics),
@@ -90,6 +92,7 @@ async def _serve(
         last_resort.within(LEAVE, code)
         await asyncio.gather(system.close(), runner.cleanup(), _write_rest(system.metrics))
         watch.close()
+        throughput.close()
         last_resort.stand_down()
     return code
 

@@ -16,6 +16,7 @@ from sgla import __version__, clock
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
+from sgla.http.access import TALLY, Tallied, Tally
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
 from sgla.http.bodies import SHARE, Budget
 from sgla.http.clients import CLIENT, Client, Proxies
@@ -46,6 +47,7 @@ class Work(msgspec.Struct, kw_only=True):
     jobs: list[Job]
     n: int
     prompt_only: list[bool]
+    tally: Tally | None = None  # for the access log
 
     @property
     def choices(self) -> int:
@@ -116,7 +118,9 @@ class Server:
 
     def open(self, work: Work, sink: EndableSink) -> None:
         """Admit all jobs or none of them; raises the SglaError that refuses them."""
-        sinks = [PromptOnly(sink) if prompt_only else sink for prompt_only in work.prompt_only]
+        sinks: list[Sink] = [PromptOnly(sink) if prompt_only else sink for prompt_only in work.prompt_only]
+        if work.tally is not None:
+            sinks = [Tallied(counted, work.tally) for counted in sinks]
         self.ingress.open_all(list(zip(work.jobs, sinks)))
         self._live[work.uid] = (work, sink)
 
@@ -234,6 +238,7 @@ def make_work(
     for grammar in {params.grammar for params in each if params.grammar is not None}:
         request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
     trace(request, rid or request[RID], jobs)
+    tally = request[TALLY] = Tally(n) if request.app[SERVER].config.log_requests else None
     return Work(
         rid=rid or request[RID],
         uid=uid,
@@ -241,6 +246,7 @@ def make_work(
         jobs=jobs,
         n=n,
         prompt_only=[params.max_tokens == 0 for params in each],
+        tally=tally,
     )
 
 

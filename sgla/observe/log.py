@@ -31,10 +31,10 @@ def printable(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """``12:34:56.789 info http: message``; control characters are escaped, a traceback follows indented."""
+    """``2026-01-31 12:34:56.789 info http: message``; control characters are escaped, a traceback follows indented."""
 
     def __init__(self, colours: bool) -> None:
-        super().__init__(datefmt="%H:%M:%S")
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
         self._colours = colours
 
     def format(self, record: logging.LogRecord) -> str:

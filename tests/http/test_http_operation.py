@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -241,25 +242,58 @@ async def test_tokenizer_info(site: Site) -> None:
     assert info["chat_template"] == "{{ messages }}"
 
 
-async def test_the_access_log_as_json(serve: Serve) -> None:
+@pytest.fixture
+def access() -> Iterator[Callable[[], list[Any]]]:
+    """The lines of the access log so far, as JSON."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    logger = logging.getLogger("sgla.http.app")
+    logger = logging.getLogger("sgla.http.access")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    try:
-        site = await serve(log_requests=True)
-        async with site.http.get("/v1/models/nothing", headers={"X-Request-Id": "abc"}) as response:
-            assert response.status == 404
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    (line,) = map(json.loads, stream.getvalue().splitlines())
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_access_log_tells_tokens_and_the_first_one(
+    serve: Serve, access: Callable[[], list[Any]], stream: bool
+) -> None:
+    site = await serve(log_requests=True)
+    body = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "stream": stream}
+    async with site.http.post("/v1/completions", json=body) as response:
+        text = await response.read()
+    assert response.status == 200
+    (line,) = access()
+    assert (line["prompt_tokens"], line["output_tokens"], line["cached_tokens"]) == (7, 20, 6)
+    assert 0 < line["ttft_ms"] <= line["ms"]
+    assert "output_tokens=20" in line["message"]
+    assert text
+
+
+async def test_what_is_polled_is_not_logged_unless_it_fails(
+    serve: Serve, access: Callable[[], list[Any]]
+) -> None:
+    site = await serve(log_requests=True)
+    for path in ("/metrics", "/health", "/v1/models"):
+        async with site.http.get(path) as response:
+            assert response.status == 200
+    site.ingress.phase = "draining"
+    async with site.http.get("/health") as response:
+        assert response.status == 503
+    assert [(line["route"], line["status"]) for line in access()] == [("/v1/models", 200), ("/health", 503)]
+
+
+async def test_the_access_log_as_json(serve: Serve, access: Callable[[], list[Any]]) -> None:
+    site = await serve(log_requests=True)
+    async with site.http.get("/v1/models/nothing", headers={"X-Request-Id": "abc"}) as response:
+        assert response.status == 404
+    (line,) = access()
     assert line["client"] == "127.0.0.1"
     assert {name: line[name] for name in ("level", "logger", "method", "route", "status", "request_id")} == {
         "level": "info",
-        "logger": "sgla.http.app",
+        "logger": "sgla.http.access",
         "method": "GET",
         "route": "/v1/models/{id}",
         "status": 404,

@@ -14,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from sgla import clock
 from sgla.messages import Facts
 from sgla.observe.log import LineFormatter
 from sgla.observe.loop import LoopWatch
 from sgla.observe.metrics import E2E, Histogram, Metrics
+from sgla.observe.throughput import Throughput
 from sgla.sched.stats import Finished, Stats
 
 
@@ -256,7 +259,42 @@ def test_log_lines(colours: bool) -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].endswith("http.app: two\\nlines 1")
+    assert re.search(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} info ", lines[0])
     assert ("\x1b[" in lines[1]) == colours
+
+
+async def test_the_throughput_is_told_while_there_is_some(caplog: pytest.LogCaptureFixture) -> None:
+    stats = Stats(pages_total=100, pages_free=100)
+    caplog.set_level(logging.INFO, "sgla.observe.throughput")
+    telling = Throughput(lambda: stats, 3600)
+    telling._tick()
+    assert caplog.records == []
+    stats = replace(stats, running=2, waiting=1, steps=9, output_tokens=50, prompt_tokens=80, pages_free=60)
+    stats = replace(stats, query_tokens=80, hit_tokens=60, pages_evictable=15)
+    telling._tick()
+    telling._last = (clock.now() - 10, stats)
+    stats = replace(stats, steps=10, output_tokens=150, running=0, waiting=0)
+    telling._tick()
+    telling._tick()
+    telling.close()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert re.fullmatch(
+        r"running 2, waiting 1, prompts [\d.]+ tok/s, output [\d.]+ tok/s, prefix cache hits 75 %, KV cache used 25 %",
+        first,
+    )
+    assert second.startswith(
+        "running 0, waiting 0, prompts 0.0 tok/s, output 10.0 tok/s, prefix cache hits 0 %"
+    )
+
+
+def test_no_interval_means_no_lines() -> None:
+    asyncio.run(never())
+
+
+async def never() -> None:
+    telling = Throughput(Stats, 0)
+    assert telling._timer is None
+    telling.close()
 
 
 async def test_a_blocked_loop_is_seen() -> None:
