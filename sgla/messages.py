@@ -8,7 +8,8 @@ Messages carry data only: no queue, future or transport is ever a field. Integer
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -302,14 +303,36 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     forced: list[tuple[int, bytes]] = []
 
 
+class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A sequence of tokens and their logprobs, in a tenth of the memory of tuples. ``columns``: int32[k], then float32[k]."""
+
+    columns: bytes
+
+    def __len__(self) -> int:
+        return len(self.columns) // 8
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        half = len(self.columns) // 2
+        return zip(array("i", self.columns[:half]), array("f", self.columns[half:]))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pairs | list | tuple) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     """Without lists: an answer may have millions of these, and the collector would look at each."""
 
     token: int
     logprob: float
     rank: int
-    top: Sequence[tuple[int, float]] = ()
-    asked: Sequence[tuple[int, float]] = ()  # of SamplingParams.logprob_token_ids
+    top: Pairs | Sequence[tuple[int, float]] = ()
+    asked: Pairs | Sequence[tuple[int, float]] = ()  # of SamplingParams.logprob_token_ids
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):

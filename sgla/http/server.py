@@ -18,7 +18,7 @@ from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.access import TALLY, Tallied, Tally
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
-from sgla.http.bodies import SHARE, Budget
+from sgla.http.bodies import SHARE, Budget, Share
 from sgla.http.clients import CLIENT, Client, Proxies
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
@@ -47,6 +47,7 @@ class Work(msgspec.Struct, kw_only=True):
     jobs: list[Job]
     n: int
     prompt_only: list[bool]
+    share: Share  # what it holds of the memory for all
     tally: Tally | None = None  # for the access log
 
     @property
@@ -159,10 +160,9 @@ class Server:
         """Run ``work`` to its end; the choices in index order. A request that is rejected raises."""
         return await self.wait(work, self.start(work))
 
-    def start(self, work: Work, begun: Callable[[], object] | None = None) -> Collector:
-        """Admit ``work``, whose answer ``wait`` brings; ``begun`` is called when it has its first token. Raises the SglaError that refuses
-        it."""
-        sink = Collector(work.choices, begun)
+    def start(self, work: Work) -> Collector:
+        """Admit ``work``, whose answer ``wait`` brings. Raises the SglaError that refuses it."""
+        sink = Collector(work.choices, work.share)
         self.open(work, sink)
         return sink
 
@@ -234,7 +234,7 @@ def make_work(
         )
         for i, (prompt, params) in enumerate(zip(prompts, each))
     ]
-    check_logprobs(jobs, request.app[SERVER].ingress.facts)
+    check_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     for grammar in {params.grammar for params in each if params.grammar is not None}:
         request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
     trace(request, rid or request[RID], jobs)
@@ -246,6 +246,7 @@ def make_work(
         jobs=jobs,
         n=n,
         prompt_only=[params.max_tokens == 0 for params in each],
+        share=request[SHARE],
         tally=tally,
     )
 
@@ -255,7 +256,7 @@ def sampled(params: SamplingParams) -> SamplingParams:
     return params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1)
 
 
-def check_logprobs(jobs: Iterable[Job], facts: Facts | None) -> None:
+def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int) -> None:
     """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each character at most."""
     context = facts.context_len if facts is not None else 0
     most = 0
@@ -269,9 +270,9 @@ def check_logprobs(jobs: Iterable[Job], facts: Facts | None) -> None:
             prompt = job.token_ids or job.text
             tokens = context if prompt is None else min(len(prompt), context)
             most += tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_token_ids))
-    if most > MAX_LOGPROBS:
+    if most > limit:
         raise InvalidField(
-            f"the answer may have {most} logprobs, {MAX_LOGPROBS} is the limit of one request; send fewer prompts, or ask "
+            f"the answer may have {most} logprobs, {limit} is the limit of one request; send fewer prompts, or ask "
             "for fewer choices, alternatives or tokens",
             param="logprobs",
         )

@@ -5,29 +5,30 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from sgla.messages import Delta, LogprobBlock, TokenLogprob
+from sgla.messages import Delta, LogprobBlock, Pairs, TokenLogprob
 from sgla.sched.request import Request
 
-FLOAT_BYTES = 4
+BYTES = 4  # of an int32 and of a float32
 
 
 def _entries(block: LogprobBlock, tokens: Sequence[int]) -> list[TokenLogprob]:
     """One entry a token of ``tokens``, the tokens that the block is about."""
     values, ranks = array("f", block.values), array("i", block.ranks)
-    top_ids, top_values = array("i", block.top_ids), array("f", block.top_values)
-    k, likely = block.k, block.k - block.asked
+    ids, chances, width = block.top_ids, block.top_values, BYTES * block.k
     assert len(values) == len(ranks) == len(tokens), "a logprob block of another length"
-    assert len(top_ids) == len(top_values) == k * len(tokens), "a logprob block of another width"
-    return [
-        TokenLogprob(
-            token,
-            values[i],
-            ranks[i],
-            tuple(zip(top_ids[i * k : i * k + likely], top_values[i * k : i * k + likely])),
-            tuple(zip(top_ids[i * k + likely : (i + 1) * k], top_values[i * k + likely : (i + 1) * k])),
+    assert len(ids) == len(chances) == width * len(tokens), "a logprob block of another width"
+
+    def pairs(start: int, end: int) -> Pairs | tuple[()]:
+        return Pairs(ids[start:end] + chances[start:end]) if end > start else ()
+
+    entries = []
+    likely = BYTES * (block.k - block.asked)
+    for i, (token, value, rank) in enumerate(zip(tokens, values, ranks)):
+        at = i * width
+        entries.append(
+            TokenLogprob(token, value, rank, pairs(at, at + likely), pairs(at + likely, at + width))
         )
-        for i, token in enumerate(tokens)
-    ]
+    return entries
 
 
 def collect_prompt(rows: Sequence[Request], blocks: Sequence[LogprobBlock]) -> None:
@@ -36,7 +37,7 @@ def collect_prompt(rows: Sequence[Request], blocks: Sequence[LogprobBlock]) -> N
         request = rows[block.row]
         if block.prompt and request.finish is None and request.prompt_logprobs is not None:
             assert block.start == len(request.prompt_logprobs), "prompt logprobs out of order"
-            count = len(block.values) // FLOAT_BYTES
+            count = len(block.values) // BYTES
             request.prompt_logprobs += _entries(block, request.tokens[block.start : block.start + count])
 
 

@@ -14,8 +14,10 @@ from http_site import Serve, Site
 
 from sgla.errors import SglaError
 from sgla.http import bodies
+from sgla.http.answer.collect import LOGPROB, PAIR, TOKEN
 from sgla.http.bodies import Inflater
 from sgla.http.server import SERVER
+from sgla.messages import Event, Pairs, TokenLogprob, Usage
 
 TEXT = "/v1/completions"
 MIB = 1 << 20
@@ -178,6 +180,56 @@ async def test_what_is_decoded_is_counted_until_it_is_answered(serve: Serve) -> 
     status, reply = await site.post("/generate", {"input_ids": [5] * 200_000})
     assert status == 413
     assert "--request-memory-bytes" in reply["error"]["message"]
+
+
+async def test_what_an_answer_gathers_is_counted_until_it_is_sent(serve: Serve) -> None:
+    """A request whose logprobs find no room any more ends, and makes room for the others."""
+    site = await serve(
+        ingress=FakeIngress(manual=True), request_memory_bytes=2 * MIB, api_key=["a", "b", "c"]
+    )
+    budget = site.app[SERVER].budget
+    body = {"prompt": "x", "max_tokens": 4000, "logprobs": 20}
+    asking = []
+    for key in "abc":
+        headers = {"Authorization": f"Bearer {key}"}
+        asking.append(asyncio.ensure_future(site.http.post(TEXT, json=body, headers=headers)))
+        while len(site.ingress.jobs) < len(asking):
+            await asyncio.sleep(0.01)
+    first, second, third = (job.rid for job in site.ingress.jobs)
+    for step in range(2000):
+        push(site, first, step)
+        push(site, second, step)
+    assert 2000 * 2 * (LOGPROB + 20 * PAIR) < budget.used < 2000 * 2 * (TOKEN + LOGPROB + 21 * PAIR) + 10_000
+    for step in range(2000):
+        push(site, third, step)
+    reply = await asking[2]
+    assert reply.status == 429
+    assert reply.headers["Retry-After"] == "1"
+    assert "--request-memory-bytes" in (await reply.json())["error"]["message"]
+    assert site.ingress.cancels == [(third, "client")]
+    for rid in (first, second):
+        push(site, rid, 2000, finish="stop")
+    for one in asking[:2]:
+        reply = await one
+        assert len((await reply.json())["choices"][0]["logprobs"]["tokens"]) == 2001
+    while budget.used:
+        await asyncio.sleep(0.01)
+
+
+def push(site: Site, rid: str, step: int, finish: str | None = None) -> None:
+    logprob = TokenLogprob(256, -1.0, 1, Pairs(bytes(20 * PAIR)))
+    site.ingress.push(
+        rid,
+        Event(
+            rid=rid,
+            index=0,
+            tokens=[256],
+            text=" alpha",
+            logprobs=[logprob],
+            finish=finish,
+            usage=Usage(1, step + 1, 0),
+        ),
+    )
 
 
 async def test_what_is_sent_behind_a_running_request_is_not_read(serve: Serve) -> None:

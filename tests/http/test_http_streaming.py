@@ -13,8 +13,9 @@ from http_fake import FakeIngress
 from http_site import Serve, Site, sse_payloads
 
 from sgla.errors import WorkerDied
+from sgla.http.answer.sse import TOGETHER
 from sgla.http.openai.chat import ChatStream
-from sgla.messages import Event, Usage
+from sgla.messages import Event, TokenLogprob, Usage
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
@@ -122,6 +123,26 @@ async def test_a_reader_that_catches_up_loses_nothing(serve: Serve) -> None:
         assert texts[index] == "".join(f"{index}:{step:05} " + "x" * 10_000 for step in range(count))
     assert chunks < count
     assert not site.ingress.cancels
+
+
+async def test_logprobs_that_a_reader_has_to_catch_up_with_come_in_parts(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True), sink_limit_bytes=64 << 20)
+    asked = CHAT | {"logprobs": True, "top_logprobs": 2}
+    reader, _ = await raw(site, asked, rcvbuf=4096)
+    await until(lambda: site.ingress.jobs)
+    rid, count = site.ingress.jobs[0].rid, 20 * TOGETHER
+    for step in range(count):
+        sent = event(site, "x" * 1000, finish="length" if step == count - 1 else None)
+        sent.tokens, sent.logprobs = [256], [TokenLogprob(256, -float(step), 1, [(256, -1.0), (257, -2.0)])]
+        site.ingress.push(rid, sent)
+    await reader.readuntil(b"\r\n\r\n")
+    async with asyncio.timeout(10):
+        body = await read_chunked(reader)
+    choices = [json.loads(payload)["choices"][0] for payload in sse_payloads(body)[:-1]]
+    parts = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+    assert [entry["logprob"] for part in parts for entry in part] == [-float(step) for step in range(count)]
+    assert max(map(len, parts)) <= TOGETHER
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "x" * 1000 * count
 
 
 async def read_chunked(reader: asyncio.StreamReader) -> bytes:

@@ -7,12 +7,14 @@ import threading
 
 import msgspec
 import pytest
-from http_site import Site
+from http_fake import FakeIngress
+from http_site import Serve, Site
 
 from sgla.actors import lanes
 from sgla.actors.lanes import SMALL_SIZE, Lanes
 from sgla.http.lanes import sliced
 from sgla.http.native.tokens import MAX_CHARS, MAX_TEXTS
+from sgla.http.request.schema import MAX_REPEATED
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,20 @@ async def test_limit_of_logprobs(site: Site, monkeypatch: pytest.MonkeyPatch) ->
         status, reply = await site.post("/v1/completions", body)
         assert (status, reply["error"]["param"]) == (400, "logprobs")
         assert "may have 1000 logprobs, 999 is the limit" in reply["error"]["message"]
+
+
+async def test_limit_of_logprobs_that_are_shown_again_and_again(serve: Serve) -> None:
+    site = await serve(FakeIngress(context=1 << 17))
+    most = f"{MAX_REPEATED} is the limit"
+    sampling = {"max_new_tokens": MAX_REPEATED // 21 + 1}
+    native = {"text": "x", "return_logprob": True, "top_logprobs_num": 20, "sampling_params": sampling}
+    asked = {"input": "x", "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+    for route, body in (("/generate", native | {"stream": True}), ("/v1/responses", asked)):
+        status, reply = await site.post(route, body)
+        assert (status, reply["error"]["param"]) == (400, "logprobs")
+        assert most in reply["error"]["message"]
+    assert (await site.post("/generate", native))[0] == 200
+    assert (await site.post("/v1/responses", asked | {"max_output_tokens": 50}))[0] == 200
 
 
 async def test_limit_of_stops(site: Site) -> None:

@@ -559,3 +559,31 @@ class Graded(ScriptedIngress):
         if isinstance(message, Event):
             message.logprobs = [TokenLogprob(token, -1.0, 1) for token in message.tokens]
         super().push(rid, message)
+
+
+async def test_an_answer_is_taken_as_it_comes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one would hold up the loop if it were read in one go."""
+    lengths: list[int] = []
+    take = Answer.take
+
+    def watched(answer: Answer, event: Event) -> Any:
+        lengths.append(len(event.text))
+        return take(answer, event)
+
+    monkeypatch.setattr(Answer, "take", watched)
+    site = await serve(ScriptedIngress("word " * 1000, "", cut=50))
+    status, reply = await site.post("/v1/responses", {"input": "x"})
+    assert (status, reply["output"][0]["content"][0]["text"]) == (200, "word " * 1000)
+    assert lengths == [50] * 100
+
+
+async def test_a_bug_in_an_answer_reaches_nobody_else(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(answer: Answer, event: Event) -> Any:
+        raise ZeroDivisionError
+
+    site = await serve()
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "take", broken)
+        assert (await site.post("/v1/responses", {"input": "x"}))[0] == 500
+    assert (await site.post("/v1/responses", {"input": "x"}))[0] == 200
+    site.ingress.check()

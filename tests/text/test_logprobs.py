@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 
-from sgla.messages import TokenLogprob
+from sgla.messages import Pairs, TokenLogprob
 from sgla.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs, token_name
 from sgla.text.tokenizer import Tokenizer
 
@@ -20,6 +21,16 @@ def test_bytes_of_chat_logprobs_spell_the_text(byte_level: Tokenizer) -> None:
     )
     assert any("\\xf0" in one["token"] for one in shown)  # part of the planet
     json.dumps(shown, allow_nan=False)
+
+
+def test_pairs_are_what_tuples_are() -> None:
+    tuples = [(5, -0.5), (70_000, -2.0), (6, -math.inf)]
+    columns = [array("i", [token for token, _ in tuples]), array("f", [value for _, value in tuples])]
+    pairs = Pairs(columns[0].tobytes() + columns[1].tobytes())
+    assert pairs == tuples == list(pairs)
+    assert pairs != tuples[:2]
+    assert (len(pairs), pairs[1], pairs[:2], repr(pairs)) == (3, tuples[1], tuples[:2], repr(tuples))
+    assert not Pairs(b"")
 
 
 def test_partial_characters_and_ids_as_names(byte_level: Tokenizer) -> None:

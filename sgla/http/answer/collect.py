@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from sgla.errors import SglaError
+from sgla.http.bodies import Share
 from sgla.http.ports import Sink
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
+
+COUNTED = 16 << 10  # bytes that are counted together
+TOKEN, LOGPROB, PAIR = 100, 160, 8  # bytes of a token and its text, of its logprob, and of each alternative
+
+
+def weight(event: Event) -> int:
+    """About the bytes that an event's content takes where it is kept."""
+    size = TOKEN * len(event.tokens) + len(event.text) + len(event.vector or b"")
+    for entries in (event.logprobs, event.prompt_logprobs):
+        if entries and (last := entries[-1]) is not None:
+            size += len(entries) * (LOGPROB + PAIR * (len(last.top) + len(last.asked)))
+    return size
 
 
 class Choice:
@@ -20,6 +34,7 @@ class Choice:
         "prompt_logprobs",
         "prompt_tokens",
         "rid",
+        "size",
         "texts",
         "tokens",
         "usage",
@@ -29,6 +44,7 @@ class Choice:
     def __init__(self, index: int, rid: str = "") -> None:
         self.index = index
         self.rid = rid
+        self.size = 0  # bytes, as its holder counts
         self.texts: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None
@@ -74,13 +90,17 @@ class Choice:
 
 
 class Collector:
-    """A sink that resolves ``done`` when every choice has finished or the request was rejected. ``begun`` is called with the first event."""
+    """A sink that resolves ``done`` when every choice has finished or the request was rejected.
 
-    def __init__(self, choices: int, begun: Callable[[], object] | None = None) -> None:
-        self._begun = begun
+    What it holds is counted in ``share``; a request for which there is no memory left ends with Overloaded or TooLarge.
+    """
+
+    def __init__(self, choices: int, share: Share | None = None) -> None:
         self.choices = [Choice(index) for index in range(choices)]
         self.done: asyncio.Future[Rejected | None] = asyncio.get_running_loop().create_future()
         self._left = choices
+        self._share = share
+        self._due = 0  # bytes that ``share`` does not know of yet
 
     def push(self, message: Event | Rejected) -> None:
         if self.done.done():
@@ -88,14 +108,24 @@ class Collector:
         if isinstance(message, Rejected):
             self.done.set_result(message)
             return
-        if self._begun is not None:
-            self._begun()
-            self._begun = None
-        self.choices[message.index].add(message)
+        self._hold(message)
+        if self.done.done():
+            return
+        self._due += weight(message)
+        if self._due > COUNTED and self._share is not None:
+            due, self._due = self._due, 0
+            try:
+                self._share.take(due)
+            except SglaError as error:
+                self.done.set_result(error.rejected(message.rid))
+                return
         if message.finish is not None:
             self._left -= 1
             if not self._left:
                 self.done.set_result(None)
+
+    def _hold(self, event: Event) -> None:
+        self.choices[event.index].add(event)
 
     def abort(self) -> None:
         """End the choices that are still open with finish ``abort``."""

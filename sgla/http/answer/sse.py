@@ -1,7 +1,8 @@
 """Server-sent events: ``push`` encodes an event and writes it to the transport in the same call.
 
 There is no task, queue or await for a token. While the client reads too slowly (the transport is paused), events are
-gathered per choice and go out as one when it has caught up; beyond a byte limit the client is dropped.
+gathered per choice and go out as one, or as a few if they have many logprobs, when it has caught up; beyond a byte limit the client
+is dropped.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -33,6 +35,7 @@ PING = b": ping\n\n"
 # A refusal found after admission (prompt too long, bad template input, a grammar that takes too long) should still get its HTTP status.
 # So the headers wait for the first message: this long, in seconds, and twice as long again as long as the request is being prepared.
 GRACE = 0.1
+TOGETHER = 64  # tokens with logprobs that are encoded in one go: a few milliseconds with many alternatives
 
 
 class Encoder(Protocol):
@@ -41,6 +44,7 @@ class Encoder(Protocol):
     done: bytes = DONE  # the last block of every stream, errors included
     ping: bytes = PING  # b"": none
     headers: dict[str, str] = HEADERS
+    cumulative: bool = False  # each event shows all that came before it
 
     def begin(self) -> bytes:
         """What goes out with the headers."""
@@ -66,7 +70,8 @@ class SseSink:
         self._open = set(range(work.choices))
         self._usages: dict[int, Usage] = {}
         self._gathering = True
-        self._held: dict[int, Choice] = {}
+        self._held: deque[Choice] = deque()  # in the order in which they go out
+        self._latest: dict[int, Choice] = {}  # of those, the last one of each choice
         self._held_bytes = 0
         self._written = False  # since the last tick
         self._transport: asyncio.Transport | None = None
@@ -78,13 +83,12 @@ class SseSink:
     # from the engine -------------------------------------------------------------------------------------------------
 
     def push(self, message: Event | Rejected) -> None:
-        if self.over:
-            return
+        if not self.over:
+            self._do(self._hold if self._gathering else self._send, message)
+
+    def _do(self, function: Callable[[Event | Rejected], None], message: Event | Rejected) -> None:
         try:
-            if self._gathering:
-                self._hold(message)
-            else:
-                self._send(message)
+            function(message)
         except Exception:  # a bug in one stream's encoding must not reach the actor that serves all streams
             log.exception("stream %s failed", self._uid)
             self._drop()
@@ -92,7 +96,7 @@ class SseSink:
     def abort(self) -> None:
         """End the choices that are still open with finish ``abort``."""
         for index in sorted(self._open):
-            if index not in self._held or self._held[index].finish is None:
+            if index not in self._latest or self._latest[index].finish is None:
                 usage = self._usages.get(index) or Usage()
                 self.push(Event(rid=self._uid, index=index, finish="abort", usage=usage))
 
@@ -116,15 +120,16 @@ class SseSink:
         if isinstance(message, Rejected):
             self.rejected = message
             return
-        choice = self._held.get(message.index)
-        if choice is None:
-            choice = self._held[message.index] = Choice(message.index)
+        choice = self._latest.get(message.index)
+        if choice is None or (len(choice.logprobs or ()) >= TOGETHER and not self._encoder.cumulative):
+            choice = self._latest[message.index] = Choice(message.index)
+            self._held.append(choice)
         choice.add(message)
-        self._held_bytes += len(message.text) + 8 * len(message.tokens)
+        size = len(message.text) + 8 * len(message.tokens)
         if message.logprobs:
-            self._held_bytes += sum(
-                64 * (1 + len(entry.top) + len(entry.asked)) for entry in message.logprobs
-            )
+            size += sum(64 * (1 + len(entry.top) + len(entry.asked)) for entry in message.logprobs)
+        choice.size += size
+        self._held_bytes += size
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() + self._held_bytes > self._limit:
             log.warning("stream %s dropped: the client has left %d bytes unread", self._uid, self._limit)
@@ -150,6 +155,7 @@ class SseSink:
     def _drop(self) -> None:
         self._end()
         self._held.clear()
+        self._latest.clear()
         if self._transport is not None:
             self._transport.abort()
 
@@ -164,7 +170,7 @@ class SseSink:
             raise ConnectionResetError("the client is gone")
         if data := self._encoder.begin():
             self._write(data)
-        self._flush()
+        await self._flush()
         self._written = True
         if keepalive > 0:
             self._tick(keepalive)
@@ -174,16 +180,27 @@ class SseSink:
                 self.wake.clear()
                 if self._gathering and not self.over:
                     await writer.drain()
-                    self._flush()
+                    await self._flush()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _flush(self) -> None:
+    async def _flush(self) -> None:
+        """What is held goes out, so many logprobs in a turn of the loop, until the client has to catch up again."""
+        sent = 0
+        while self._held and not self.over:
+            choice = self._held.popleft()
+            self._held_bytes -= choice.size
+            if self._latest[choice.index] is choice:
+                del self._latest[choice.index]
+            self._do(self._send, choice.event())
+            if self._protocol.writing_paused:
+                return
+            sent += len(choice.logprobs or ())
+            if sent >= TOGETHER:
+                sent = 0
+                await asyncio.sleep(0)
         self._gathering = False
-        held, self._held, self._held_bytes = self._held, {}, 0
-        for choice in held.values():
-            self.push(choice.event())
         if self.rejected is not None:
             self.push(self.rejected)
 

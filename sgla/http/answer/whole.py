@@ -74,9 +74,14 @@ async def answered(
         return web.Response(body=piece, content_type="application/json")
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
-    while piece is not None:
-        await response.write(piece)
-        piece, later = later, await following()
+    try:
+        while piece is not None:
+            await response.write(piece)
+            piece, later = later, await following()
+    except Exception:  # nobody takes what is cut off for whole
+        if request.transport is not None:
+            request.transport.abort()
+        raise
     await response.write_eof()
     return response
 

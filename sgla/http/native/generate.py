@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,13 +25,14 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_ids, first, sampling_params
 from sgla.http.request.schema import (
     MAX_CHOICES,
+    MAX_REPEATED,
     GenerateRequest,
     NativeSampling,
     Schema,
     SessionParams,
     check_count,
 )
-from sgla.http.server import ABORTED, SERVER, Server, Work, make_work
+from sgla.http.server import ABORTED, SERVER, Server, Work, check_logprobs, make_work
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import finite, token_text
@@ -59,6 +60,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
     work = make_work(request, fields, prompts, sampling, rids[0])
+    if fields.stream:
+        check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     shown = [rid or job.rid for rid, job in zip(rids, work.jobs)]
     shapes = Shapes(fields, work, shown, server)
     if fields.session_params is None:
@@ -242,7 +245,7 @@ class Shapes:
     def _asked(self, token: int, entry: TokenLogprob | None) -> list[list[Any]] | None:
         return None if entry is None else self._rows(entry.asked)
 
-    def _rows(self, values: Sequence[tuple[int, float]]) -> list[list[Any]]:
+    def _rows(self, values: Iterable[tuple[int, float]]) -> list[list[Any]]:
         return [[finite(value), token, self._text(token)] for token, value in values]
 
     def _text(self, token: int) -> str | None:
@@ -263,6 +266,8 @@ def add_rows(
 
 class NativeStream(sse.Encoder):
     """Events -> cumulative results. Batches and ``n > 1`` carry the choice's index."""
+
+    cumulative = True
 
     def __init__(self, shapes: Shapes, work: Work, many: bool, turn: Turn | None = None) -> None:
         self._turn = turn

@@ -14,14 +14,14 @@ from aiohttp import web
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, NotFound, Overloaded, SglaError
 from sgla.http.answer import sse
-from sgla.http.answer.collect import Choice, Collector
+from sgla.http.answer.collect import Collector
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
-from sgla.http.bodies import SHARE
+from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import CLIENT
 from sgla.http.openai.chat import chat_work
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import ChatRequest
+from sgla.http.request.schema import MAX_REPEATED, ChatRequest
 from sgla.http.responses.background import Recorder
 from sgla.http.responses.conversation import Slices, decoded, gather, to_keep
 from sgla.http.responses.input import (
@@ -34,7 +34,7 @@ from sgla.http.responses.input import (
 )
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.responses.store import Part, ResponseStore, Stored
-from sgla.http.server import PATH_ID, SERVER, Server, Work
+from sgla.http.server import PATH_ID, SERVER, Server, Work, check_logprobs
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
@@ -42,6 +42,7 @@ from sgla.text.tools.cursor import CONTENT, Piece
 
 PREFIX = "/v1/responses"
 MAX_PAGE = 100  # items
+SHOWN = 75  # bytes of a logprob as JSON
 
 
 class ResponseNotFound(NotFound):
@@ -59,6 +60,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     chat = chat_request(fields, items)
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
+    check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     work.jobs[0].drop_turns = fields.truncation == "auto"
     answer = Answer(fields, reading.reader(), store.limit > 0, logprobs_of(server, chat))
     asked = await to_keep(own, share) if answer.response["store"] else []
@@ -79,7 +81,9 @@ async def create(request: web.Request) -> web.StreamResponse:
         entry.recorder = Recorder(ResponseStream(answer), partial(store.grow, entry))
         entry.size += entry.recorder.size
         server.open(work, entry.recorder)
-    sink = None if fields.stream else server.start(work, answer.start)
+    sink = None if fields.stream else Taker(answer, share)
+    if sink is not None:
+        server.open(work, sink)
     if answer.response["store"]:
         answer.keep(store, entry)
     if entry.recorder is not None:
@@ -95,7 +99,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     elif error := await running:
         answer.forget()
         raise error
-    return json_response(answer.response)
+    return shown(entry)
 
 
 async def stream(request: web.Request, server: Server, work: Work, answer: Answer) -> web.StreamResponse:
@@ -117,11 +121,30 @@ async def record(server: Server, work: Work, recorder: Recorder, answer: Answer)
         answer.cancel()
 
 
-async def finish(server: Server, work: Work, sink: Collector, answer: Answer) -> SglaError | None:
+class Taker(Collector):
+    """A sink that has its answer take what comes at once, so that a long one is not read in one go."""
+
+    def __init__(self, answer: Answer, share: Share) -> None:
+        super().__init__(1, share)
+        self._answer = answer
+
+    def _hold(self, event: Event) -> None:
+        if event.logprobs:
+            self._due += SHOWN * len(event.logprobs) * (1 + len(event.logprobs[-1].top))
+        try:
+            self._answer.start()
+            self._answer.take(event)
+        except Exception as error:  # a bug here must not reach the actor that serves all requests
+            self.done.set_exception(error)
+
+    def abort(self) -> None:
+        self.push(Event(rid="", index=0, finish="abort", usage=self._answer.used))
+
+
+async def finish(server: Server, work: Work, sink: Taker, answer: Answer) -> SglaError | None:
     """Wait for the end of a request; returns the error that it ended with."""
     try:
-        (choice,) = await server.wait(work, sink)
-        answer.take(choice)
+        await server.wait(work, sink)
     except SglaError as error:
         answer.fail(error)
         return error
@@ -233,6 +256,7 @@ class Answer:
         self._reader = reader
         self._show_logprobs = logprobs
         self._tokens = 0  # read
+        self.used = Usage()
         self._held: list[TokenLogprob] = []  # of tokens whose text has not come
         seal = "reasoning.encrypted_content" in (fields.include or [])
         self._output = OutputItems(custom_names(fields), seal)
@@ -260,8 +284,9 @@ class Answer:
             self.response["status"] = "in_progress"
         return queued
 
-    def take(self, event: Event | Choice) -> list[dict[str, Any]]:
+    def take(self, event: Event) -> list[dict[str, Any]]:
         """The events of the next piece of text; the last one ends the response."""
+        self.used = event.usage
         pieces = self._reader.read(event)
         events = self._output.take(pieces, self._logprobs(event, pieces))
         if event.finish is None:
@@ -277,7 +302,7 @@ class Answer:
             self._end("cancelled")
         return [*events, self.whole("response.incomplete")]
 
-    def _logprobs(self, event: Event | Choice, pieces: list[Piece]) -> list[Any]:
+    def _logprobs(self, event: Event, pieces: list[Piece]) -> list[Any]:
         """What the text among ``pieces`` is shown with. Tokens of reasoning and of calls are left out."""
         if self._show_logprobs is None:
             return []
@@ -311,8 +336,11 @@ class Answer:
 
 
 def logprobs_of(server: Server, chat: ChatRequest) -> Callable[[list[TokenLogprob]], list[Any]] | None:
-    """How to show logprobs; None where nobody asks."""
-    return partial(chat_logprobs, server.ingress.tokenizer) if chat.logprobs else None
+    """How to show logprobs; None where nobody asks. As JSON, since they are shown more than once."""
+    if not chat.logprobs:
+        return None
+    tokenizer = server.ingress.tokenizer
+    return lambda entries: [msgspec.Raw(encode(entry)) for entry in chat_logprobs(tokenizer, entries)]
 
 
 def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]:
