@@ -17,8 +17,10 @@ from sgla.actors.system import System
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.engine.vectors import VectorCalls
-from sgla.errors import SglaError
+from sgla.errors import ContextTooLong, InvalidField, SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected, SamplingParams, TokenLogprob, Usage
+from sgla.text.beams import MAX_WIDTH, BeamSearch, Finished, Stopping, one_token
+from sgla.text.output import OutputStream
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -120,6 +122,23 @@ class Engine(VectorCalls):
         """Answer a conversation through the model's chat template. Without ``sampling`` the model's own defaults hold."""
         job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
         return unwrap(self._call(self._collect([job]))[0])
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        width: int = 4,
+        max_tokens: int = 16,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: Stopping = False,
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+    ) -> list[Output]:
+        """The ``width`` best beams of one prompt, the best first; see ``sgla.text.beams.BeamSearch``."""
+        search = self._beam_search(
+            prompt, width, max_tokens, length_penalty, early_stopping, ignore_eos, logprobs
+        )
+        return self._call(search)
 
     def stream(
         self,
@@ -286,6 +305,49 @@ class Engine(VectorCalls):
         outputs = await self._collect(self._job(each[i], **self._input(batch[i], None)) for i in order)
         results = [unwrap(choices) for _, choices in sorted(zip(order, outputs))]
         return results[0] if single else results
+
+    async def _beam_search(
+        self,
+        prompt: Prompt,
+        width: int,
+        max_tokens: int,
+        length_penalty: float,
+        early_stopping: Stopping,
+        ignore_eos: bool,
+        logprobs: int | None,
+    ) -> list[Output]:
+        if not 1 <= width <= MAX_WIDTH:
+            raise InvalidField(f"width must be between 1 and {MAX_WIDTH}, got {width}", param="width")
+        tokenizer, facts = self.tokenizer, self._ready().ingress.facts
+        assert facts is not None
+        ends = frozenset() if ignore_eos else tokenizer.eos_ids
+        search = BeamSearch(width, ends, max_tokens, length_penalty, early_stopping, logprobs)
+        step = one_token(width, len(ends))
+        ((first,),) = await self._collect([self._job(step, **self._input(prompt, None))])
+        tokens = first.prompt_tokens
+        if len(tokens) + max_tokens > facts.context_len:
+            raise ContextTooLong.of(facts.context_len, len(tokens), max_tokens)
+        search.take([(first.logprobs or [])[0]])
+        while not search.done:
+            jobs = [self._job(step, token_ids=tokens + beam.tokens) for beam in search.running]
+            search.take([(output.logprobs or [])[0] for (output,) in await self._collect(jobs)])
+        return [self._beam(one, index, first) for index, one in enumerate(search.finished)]
+
+    def _beam(self, one: Finished, index: int, first: Output) -> Output:
+        text = OutputStream(self.tokenizer, SamplingParams(), first.prompt_tokens)
+        beam, finish = one.beam, "length" if one.matched is None else "stop"
+        piece = text.feed(beam.tokens, beam.entries or None, finish, one.matched)
+        usage = Usage(len(first.prompt_tokens), len(beam.tokens), first.usage.cached_tokens)
+        return Output(
+            index=index,
+            text=piece.text,
+            tokens=piece.tokens,
+            prompt_tokens=first.prompt_tokens,
+            logprobs=piece.logprobs,
+            finish=finish,
+            matched=one.matched,
+            usage=usage,
+        )
 
     async def _collect(self, jobs: Iterable[Job]) -> list[list[Output]]:
         """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part at a time: the first

@@ -14,6 +14,7 @@ from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered, in_parts
 from sgla.http.errors import Aborted
+from sgla.http.openai import beams
 from sgla.http.openai.common import (
     ChunkStream,
     answer_size,
@@ -48,12 +49,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     functions = as_tools(fields)
     reading = Reading(server, fields)
     work = chat_work(request, server, fields, reading)
+    search = beams.searches(fields)
     shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
-    if fields.stream:
+    if fields.stream and not search:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
         return await sse.stream(request, server, work, ChatStream(head, fields, shapes, reading))
-    choices = await server.collect(work)
-    raise_aborted(choices)
+    if search:
+        work, choices = await beams.collect(request, work, fields)
+    else:
+        choices = await server.collect(work)
+        raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
     size = answer_size(choices, work.jobs[0].sampling)
     return await answered(request, size, lambda: response(head, choices, work, shapes, reading), choices)

@@ -15,6 +15,7 @@ from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.answer.whole import PART, Long, answered, slices
 from sgla.http.errors import Aborted
+from sgla.http.openai import beams
 from sgla.http.openai.common import (
     ChunkStream,
     answer_size,
@@ -49,12 +50,16 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = server.model(fields.model)
     work = text_work(request, server, fields)
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
-    if fields.stream:
+    search = beams.searches(fields)
+    if fields.stream and not search:
         return await sse.stream(
             request, server, work, TextStream(head, fields, work, server.ingress.tokenizer)
         )
-    choices = await server.collect(work)
-    raise_aborted(choices)
+    if search:
+        work, choices = await beams.collect(request, work, fields)
+    else:
+        choices = await server.collect(work)
+        raise_aborted(choices)
     shapes = Shapes(fields, work, server.ingress.tokenizer)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
 

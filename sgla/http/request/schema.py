@@ -16,6 +16,7 @@ import msgspec
 from sgla.defaults import SAMPLING, TOKENS, Range
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
 from sgla.messages import Repetition
+from sgla.text.beams import MAX_WIDTH
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,8 @@ RANGES: dict[str, Range] = SAMPLING | {
     "dimensions": TOKENS,
     "top_n": TOKENS,
     "truncate_prompt_tokens": Range(-1, 2**31 - 1),
+    "beam_width": Range(1, MAX_WIDTH),
+    "length_penalty": Range(-16, 16),
 }
 
 
@@ -224,6 +227,10 @@ class OpenAIFields(SamplingFields, kw_only=True):
     logprob_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class ThinkingSwitch(msgspec.Struct, kw_only=True):
