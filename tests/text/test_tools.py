@@ -410,6 +410,7 @@ def hostile(name: str, size: int) -> dict[str, str]:
         "a long key": (open_tag + head[:-5] + '"', "k"),
         "an unclosed string": (open_tag + head + '"', "\\x4"),
         "space": (open_tag, " \n"),
+        "nothing but space": ("", " "),
         "space before a tag": ("x", " "),
         "a long name": (open_tag, "f"),
     }

@@ -134,8 +134,12 @@ def prose(cur: Cursor, form: Format | None, toolbox: Toolbox, dropped: tuple[str
 
 def bare_calls(cur: Cursor, form: Format, toolbox: Toolbox) -> Steps[None]:
     cur.mark(cur.position)
-    yield from cur.space()
-    if (yield from cur.peek()) in form.bare:
+    try:
+        yield from cur.space()
+        begun = (yield from cur.peek()) in form.bare
+    except Mismatch:  # so much space is content
+        begun = False
+    if begun:
         yield from calls(cur, form, toolbox, toolbox.names)
     else:
         cur.reject()
