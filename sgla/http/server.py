@@ -256,13 +256,14 @@ def sampled(params: SamplingParams) -> SamplingParams:
     return params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1)
 
 
-def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int) -> None:
-    """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each character at most."""
+def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
+    """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each character at most. Without
+    ``outputs`` those of prompts alone count."""
     context = facts.context_len if facts is not None else 0
     most = 0
     for job in jobs:
         sampling = job.sampling
-        if sampling.logprobs is not None:
+        if sampling.logprobs is not None and outputs:
             named = 1 + sampling.logprobs + len(sampling.logprob_token_ids)
             tokens = context if sampling.max_tokens is None else min(sampling.max_tokens, context)
             most += sampling.n * tokens * named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
 import msgspec
@@ -14,7 +15,10 @@ from sgla.actors import lanes
 from sgla.actors.lanes import SMALL_SIZE, Lanes
 from sgla.http.lanes import sliced
 from sgla.http.native.tokens import MAX_CHARS, MAX_TEXTS
+from sgla.http.openai.text import MAX_AT_ONCE
 from sgla.http.request.schema import MAX_REPEATED
+
+TEXT = "/v1/completions"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,17 @@ async def test_limit_of_logprobs_that_are_shown_again_and_again(serve: Serve) ->
         assert most in reply["error"]["message"]
     assert (await site.post("/generate", native))[0] == 200
     assert (await site.post("/v1/responses", asked | {"max_output_tokens": 50}))[0] == 200
+
+
+async def test_a_stream_echoes_a_long_prompt_with_its_logprobs(site: Site) -> None:
+    """In one event, so it may not be longer than that."""
+    body = {"prompt": [5] * 400, "echo": True, "logprobs": 2, "stream": True, "max_tokens": 3}
+    choices = [json.loads(payload)["choices"][0] for payload in (await site.sse(TEXT, body))[:-1]]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [401, 1, 1]
+    assert len(choices[0]["logprobs"]["top_logprobs"]) == 401
+    status, reply = await site.post(TEXT, body | {"prompt": [5] * 1000, "logprobs": 20})
+    assert (status, reply["error"]["param"]) == (400, "logprobs")
+    assert f"{MAX_AT_ONCE} is the limit" in reply["error"]["message"]
 
 
 async def test_limit_of_stops(site: Site) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.sse import Encoder
-from sgla.http.answer.whole import in_parts
+from sgla.http.answer.whole import encode_all, in_parts
 from sgla.http.errors import error_body
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
@@ -86,7 +86,7 @@ def answer_size(choices: Iterable[Choice], sampling: SamplingParams) -> int:
     """About how many values an answer has: tokens, logprobs, and what it takes to read the text."""
     shown = 1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) + len(sampling.logprob_token_ids)
     return sum(
-        (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown + sum(map(len, choice.texts)) // 4
+        (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown + sum(map(len, choice.texts)) // 2
         for choice in choices
     )
 
@@ -116,7 +116,7 @@ class ChunkStream(Encoder):
         if self._continuous:
             tail = b',"usage":%b}\n\n' % encode(self.usage(usage, choice["index"]))
         more = b"," + encode(beside)[1:-1] if beside else b""
-        return b"%b%b]%b%b" % (self._head, encode(choice), more, tail)
+        return b"%b%b]%b%b" % (self._head, encode_all(choice), more, tail)
 
     def end(self, usage: Usage) -> bytes:
         if not self._include_usage:

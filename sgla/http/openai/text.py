@@ -31,7 +31,7 @@ from sgla.http.openai.common import (
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_max_tokens, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
-from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
+from sgla.http.server import ABORTED, SERVER, Server, Work, check_logprobs, make_work, raise_aborted
 from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
 from sgla.text.logprobs import TextOffsets, completion_logprobs
@@ -40,6 +40,7 @@ from sgla.text.prepare import extremes
 SCHEMA = Schema(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
+MAX_AT_ONCE = 1 << 14  # logprobs of prompts in a stream, whose first event has them all
 # vLLM's own fields of a choice, which clients find without having asked for them.
 NULLS = dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs"))
 
@@ -49,6 +50,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     work = text_work(request, server, fields)
+    if fields.stream and fields.echo:
+        check_logprobs(work.jobs, server.ingress.facts, MAX_AT_ONCE, outputs=False)
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
     search = beams.searches(fields)
     if fields.stream and not search:
