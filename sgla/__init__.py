@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Engine", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
-    from sgla.engine import Engine
-    from sgla.messages import SamplingParams
+    from sgla.engine import Engine, SamplingParams, StructuredOutputsParams
+    from sgla.llm import LLM
+
+HOMES = {
+    "Engine": "sgla.engine",
+    "LLM": "sgla.llm",
+    "SamplingParams": "sgla.engine",
+    "StructuredOutputsParams": "sgla.engine",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Engine":
-        from sgla.engine import Engine
-
-        return Engine
-    if name == "SamplingParams":
-        from sgla.messages import SamplingParams
-
-        return SamplingParams
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
     raise AttributeError(f"module 'sgla' has no attribute {name!r}")

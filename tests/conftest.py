@@ -3,12 +3,21 @@ and of equal bits in any batch, which torch's operations do not give, are skippe
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import pytest
 import torch
 
 from sgla.kernels import build, native
+
+
+def be_silent() -> None:
+    """What libraries say when the interpreter ends (nanobind lists what leaked) would follow the summary."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+atexit.register(be_silent)  # first, so it is called last
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -17,6 +26,15 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of a plain ``pytest``: a process for each core with 4 GiB of memory. None for single files, nor beside a GPU, which they would share."""
+    if torch.cuda.is_available() or not all(os.path.isdir(path.partition("::")[0]) for path in config.args):
+        return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, memory >> 32) if cores > 1 else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

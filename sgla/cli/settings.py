@@ -161,18 +161,18 @@ def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         try:
-            setting = _setting(str(key), value, say)
+            known = setting(str(key), value, say)
         except ValueError as error:
             raise ConfigError(f"--config {path}: {key}: {error}", param=str(key)) from error
-        if setting is None:
+        if known is None:
             continue
-        name, value = setting
+        name, value = known
         if found.setdefault(name, value) != value:
             raise ConfigError(f"--config {path}: {key} sets {name}, which another key sets too", param=name)
     return found
 
 
-def _setting(key: str, value: Any, say: Say) -> tuple[str, Any] | None:
+def setting(key: str, value: Any, say: Say) -> tuple[str, Any] | None:
     """The field and the value of a line of a file; None if it changes nothing. Raises ValueError."""
     name, flag = key.replace("-", "_"), key.replace("_", "-")
     if name in Config.__struct_fields__:

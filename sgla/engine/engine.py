@@ -8,17 +8,20 @@ import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from sgla import messages
 from sgla.actors.ingress import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.defaults import Defaults
+from sgla.engine.params import SamplingParams, resolved
+from sgla.engine.progress import Bar, LoadBar, shown
 from sgla.engine.vectors import VectorCalls
 from sgla.errors import ContextTooLong, InvalidField, SglaError
-from sgla.messages import Event, Job, Pooling, Progress, Rejected, SamplingParams, TokenLogprob, Usage
+from sgla.messages import Event, Job, Pooling, Progress, Rejected, TokenLogprob, Usage
 from sgla.text.beams import MAX_WIDTH, BeamSearch, Finished, Stopping, one_token
 from sgla.text.output import OutputStream
 
@@ -60,15 +63,25 @@ class Output(msgspec.Struct, kw_only=True):
         self.vector = event.vector
 
 
+class Chat(NamedTuple):
+    """Fields of the jobs of a chat."""
+
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: dict[str, Any]
+
+
 class _Collector:
     """A sink on the engine's loop; ``done`` brings the request's choices in index order, or raises what it ended with, which sets
     ``failed``."""
 
-    def __init__(self, n: int, failed: asyncio.Event) -> None:
+    def __init__(self, n: int, failed: asyncio.Event, bar: Bar | None) -> None:
         self.done: asyncio.Future[list[Output]] = asyncio.get_running_loop().create_future()
         self._choices = [Output(index=index) for index in range(n)]
         self._left = n
         self._failed = failed
+        self._bar = bar
 
     def push(self, message: Event | Rejected) -> None:
         if self.done.done():  # nobody waits for it any more
@@ -81,6 +94,8 @@ class _Collector:
         self._left -= message.finish is not None
         if not self._left:
             self.done.set_result(self._choices)
+            if self._bar is not None:
+                self._bar.add(self._choices)
 
 
 class Engine(VectorCalls):
@@ -101,27 +116,46 @@ class Engine(VectorCalls):
         self._thread = threading.Thread(target=self._loop.run_forever, name="sgla-engine", daemon=True)
         self._thread.start()
         self._system: System | None = None
+        bar = LoadBar() if on_progress is None and shown(None) else None
         try:
-            self._call(self._start(on_progress))
+            self._call(self._start(on_progress or bar))
         except BaseException:
             self.shutdown()
             raise
+        finally:
+            if bar is not None:
+                bar.close()
 
     # synchronous -----------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Any, sampling: Any = None) -> Any:
+    def generate(
+        self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
+    ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
-        Without ``sampling`` the model's own defaults hold, for 16 tokens (see ``sampling``). One prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that.
+        Without ``sampling`` the model's own defaults hold, for 16 tokens (see ``sampling``). One prompt gives an ``Output`` (a list of
+        them if ``n > 1``); a batch gives a list of that, and may have a list of ``sampling`` and of ``priority``. ``progress``:
+        whether a batch shows a bar; by default on a terminal and in a notebook.
         """
-        return self._call(self._generate(prompts, sampling))
+        return self._call(self._generate(prompts, sampling, priority, progress))
 
     def chat(
-        self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any
-    ) -> Output:
-        """Answer a conversation through the model's chat template. Without ``sampling`` the model's own defaults hold."""
-        job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
-        return unwrap(self._call(self._collect([job]))[0])
+        self,
+        messages: Any,
+        sampling: Any = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool | None = None,
+        **template_kwargs: Any,
+    ) -> Any:
+        """Answer a conversation, or a batch of them, through the model's chat template; results are as of ``generate``.
+
+        Without ``sampling`` the model's own defaults hold, up to the end of the context.
+        """
+        chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return self._call(self._chat(messages, sampling, chat, progress))
 
     def beam_search(
         self,
@@ -158,16 +192,26 @@ class Engine(VectorCalls):
 
     # asynchronous ----------------------------------------------------------------------------------------------------
 
-    async def agenerate(self, prompts: Any, sampling: Any = None) -> Any:
+    async def agenerate(
+        self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
+    ) -> Any:
         """``generate`` for asyncio code."""
-        return await self._acall(self._generate(prompts, sampling))
+        return await self._acall(self._generate(prompts, sampling, priority, progress))
 
     async def achat(
-        self, messages: Messages, sampling: SamplingParams | None = None, **template_kwargs: Any
-    ) -> Output:
+        self,
+        messages: Any,
+        sampling: Any = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool | None = None,
+        **template_kwargs: Any,
+    ) -> Any:
         """``chat`` for asyncio code."""
-        job = self._job(sampling, messages=messages, template_kwargs=template_kwargs)
-        return unwrap((await self._acall(self._collect([job])))[0])
+        chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
+        return await self._acall(self._chat(messages, sampling, chat, progress))
 
     async def astream(
         self,
@@ -202,7 +246,8 @@ class Engine(VectorCalls):
     def sampling(self, **fields: Any) -> SamplingParams:
         """The sampling that the model's files recommend, with ``fields`` in its place. Without ``max_tokens`` an output may go on to
         the context's end."""
-        return self._defaults.params(**fields)
+        defaults = self._defaults
+        return SamplingParams(**{**defaults.values, "max_tokens": defaults.max_tokens(), **fields})
 
     @property
     def tokenizer(self) -> Any:
@@ -258,17 +303,23 @@ class Engine(VectorCalls):
         return self._system
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Whoever leaves, as by Ctrl-C, cancels the requests of the call."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     async def _acall(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def _job(self, sampling: SamplingParams | None, **fields: Any) -> Job:
+    def _job(self, sampling: messages.SamplingParams | None, **fields: Any) -> Job:
         """Without ``sampling`` the model's defaults hold, and a chat may go on to the end of the context."""
         if sampling is None:
             fields["clip"] = True
             sampling = self._defaults.params(None if "messages" in fields else USUAL)
-        return Job(rid=f"engine-{next(self._counter)}", sampling=sampling, **fields)
+        return Job(rid=f"engine-{next(self._counter)}", sampling=resolved(sampling), **fields)
 
     @staticmethod
     def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:
@@ -291,19 +342,12 @@ class Engine(VectorCalls):
 
         self._loop.call_soon_threadsafe(begin)
 
-    async def _generate(self, prompts: Any, sampling: Any) -> Any:
+    async def _generate(self, prompts: Any, sampling: Any, priority: Any, progress: bool | None) -> Any:
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch = [prompts] if single else list(prompts)
-        each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(batch)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
-        # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham, "Bounds on
-        # multiprocessing timing anomalies", 1969: longest processing time first).
-        usual = self._defaults.params(USUAL)
-        most = [math.inf if (limit := (one or usual).max_tokens) is None else limit for one in each]
-        order = sorted(range(len(batch)), key=lambda i: most[i], reverse=True)
-        outputs = await self._collect(self._job(each[i], **self._input(batch[i], None)) for i in order)
-        results = [unwrap(choices) for _, choices in sorted(zip(order, outputs))]
+        ranks = each(priority, len(batch), "priorities")
+        inputs = [self._input(prompt, None) | {"priority": rank} for prompt, rank in zip(batch, ranks)]
+        results = await self._batch(inputs, sampling, self._defaults.max_tokens(USUAL), progress)
         return results[0] if single else results
 
     async def _beam_search(
@@ -334,7 +378,7 @@ class Engine(VectorCalls):
         return [self._beam(one, index, first) for index, one in enumerate(search.finished)]
 
     def _beam(self, one: Finished, index: int, first: Output) -> Output:
-        text = OutputStream(self.tokenizer, SamplingParams(), first.prompt_tokens)
+        text = OutputStream(self.tokenizer, messages.SamplingParams(), first.prompt_tokens)
         beam, finish = one.beam, "length" if one.matched is None else "stop"
         piece = text.feed(beam.tokens, beam.entries or None, finish, one.matched)
         usage = Usage(len(first.prompt_tokens), len(beam.tokens), first.usage.cached_tokens)
@@ -349,7 +393,33 @@ class Engine(VectorCalls):
             usage=usage,
         )
 
-    async def _collect(self, jobs: Iterable[Job]) -> list[list[Output]]:
+    async def _chat(self, messages: Any, sampling: Any, chat: Chat, progress: bool | None) -> Any:
+        single = not messages or isinstance(messages[0], dict)
+        batch = [messages] if single else list(messages)
+        inputs = [chat._asdict() | {"messages": one} for one in batch]
+        results = await self._batch(inputs, sampling, self._defaults.max_tokens(), progress)
+        return results[0] if single else results
+
+    async def _batch(
+        self, inputs: list[dict[str, Any]], sampling: Any, usual: int | None, progress: bool | None
+    ) -> list[Any]:
+        """The results of requests that are told by fields of their jobs; ``usual``: max_tokens without sampling."""
+        params = each(sampling, len(inputs), "sampling parameters")
+        known = {id(one): resolved(one) for one in params if one is not None}  # most batches share one
+        params = [None if one is None else known[id(one)] for one in params]
+        # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham, "Bounds on
+        # multiprocessing timing anomalies", 1969: longest processing time first).
+        limits = [usual if one is None else one.max_tokens for one in params]
+        most = [math.inf if limit is None else limit for limit in limits]
+        order = sorted(range(len(inputs)), key=lambda i: most[i], reverse=True)
+        bar = Bar(len(inputs), "request", progress)
+        try:
+            outputs = await self._collect((self._job(params[i], **inputs[i]) for i in order), bar)
+        finally:
+            bar.close()
+        return [unwrap(choices) for _, choices in sorted(zip(order, outputs))]
+
+    async def _collect(self, jobs: Iterable[Job], bar: Bar | None = None) -> list[list[Output]]:
         """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part at a time: the first
         steps are computed while the rest is prepared, or waits for room."""
         ingress = self._ready().ingress
@@ -361,7 +431,7 @@ class Engine(VectorCalls):
                 await ingress.room(job)
                 if failed.is_set():
                     break
-                sinks[job.rid] = _Collector(job.sampling.n, failed)
+                sinks[job.rid] = _Collector(job.sampling.n, failed, bar)
                 ingress.open(job, sinks[job.rid])
                 opened += job_bytes(job)
                 if opened >= part:
@@ -398,6 +468,14 @@ def until_finished(job: Job, get: Callable[[], Message]) -> Iterator[Event]:
         event = checked(get())
         left -= event.finish is not None
         yield event
+
+
+def each(values: Any, count: int, name: str) -> list[Any]:
+    """One of ``values`` for each of ``count`` inputs. Raises ValueError."""
+    found = list(values) if isinstance(values, (list, tuple)) else [values] * count
+    if len(found) != count:
+        raise ValueError(f"{count} inputs but {len(found)} {name}")
+    return found
 
 
 def unwrap(choices: list[Output]) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.config import Config
+from sgla.engine.progress import Bar
 from sgla.errors import UnsupportedTask
 from sgla.messages import Job, Pooling
 from sgla.text import reranking
@@ -29,18 +30,24 @@ class VectorCalls:
     config: Config
 
     def embed(
-        self, inputs: Inputs, *, dimensions: int | None = None, normalize: bool | None = None
+        self,
+        inputs: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        progress: bool | None = None,
     ) -> Floats:
-        """Embeddings: float32 ``[size]`` of one input, ``[n, size]`` of a list. The options are those of /v1/embeddings."""
-        return self._call(self._embed(inputs, dimensions, normalize))
+        """Embeddings: float32 ``[size]`` of one input, ``[n, size]`` of a list. The options are those of /v1/embeddings, and
+        ``progress`` as in ``Engine.generate``."""
+        return self._call(self._embed(inputs, dimensions, normalize, progress))
 
-    def classify(self, inputs: Inputs, *, activate: bool = True) -> Any:
+    def classify(self, inputs: Inputs, *, activate: bool = True, progress: bool | None = None) -> Any:
         """Label -> probability (logit if not ``activate``: the reward of a reward model); a list of that for a list."""
-        return self._call(self._classify(inputs, activate))
+        return self._call(self._classify(inputs, activate, progress))
 
-    def score(self, query: str, documents: str | Sequence[str]) -> Any:
+    def score(self, query: str, documents: str | Sequence[str], *, progress: bool | None = None) -> Any:
         """How well each document fits the query: a cross-encoder's score, or the cosine of two embeddings."""
-        return self._call(self._score(query, documents))
+        return self._call(self._score(query, documents, progress))
 
     async def aembed(
         self, inputs: Inputs, *, dimensions: int | None = None, normalize: bool | None = None
@@ -71,7 +78,7 @@ class VectorCalls:
     def _job(self, sampling: None, **fields: Any) -> Job:
         raise NotImplementedError
 
-    async def _collect(self, jobs: Iterable[Job]) -> list[list[Output]]:
+    async def _collect(self, jobs: Iterable[Job], bar: Bar | None = None) -> list[list[Output]]:
         raise NotImplementedError
 
     def _pooling(self) -> Pooling | None:
@@ -79,52 +86,59 @@ class VectorCalls:
 
     # inside
 
-    async def _embed(self, inputs: Inputs, dimensions: int | None, normalize: bool | None) -> Floats:
+    async def _embed(
+        self, inputs: Inputs, dimensions: int | None, normalize: bool | None, progress: bool | None = None
+    ) -> Floats:
         pooling = self._pools("embed")
         check_dimensions(pooling, dimensions)
         batch, single = as_batch(inputs)
-        vectors = await self._vectors(batch)
+        vectors = await self._vectors(batch, progress=progress)
         rows = np.stack([embedding(vector, pooling, dimensions, normalize) for vector in vectors])
         return rows[0] if single else rows
 
-    async def _classify(self, inputs: Inputs, activate: bool) -> Any:
+    async def _classify(self, inputs: Inputs, activate: bool, progress: bool | None = None) -> Any:
         pooling = self._pools("classify")
         batch, single = as_batch(inputs)
-        vectors = await self._vectors(batch)
+        vectors = await self._vectors(batch, progress=progress)
         results = [dict(zip(pooling.labels, scores(v, pooling, activate).tolist())) for v in vectors]
         return results[0] if single else results
 
-    async def _score(self, query: str, documents: str | Sequence[str]) -> Any:
+    async def _score(self, query: str, documents: str | Sequence[str], progress: bool | None = None) -> Any:
         batch = [documents] if isinstance(documents, str) else list(documents)
-        values = await (
-            self._rerank(query, batch) if self.config.task == "rerank" else self._fit(query, batch)
-        )
+        ways = self._rerank if self.config.task == "rerank" else self._fit
+        values = await ways(query, batch, progress)
         return values[0] if isinstance(documents, str) else values
 
-    async def _rerank(self, query: str, batch: list[str]) -> list[float]:
+    async def _rerank(self, query: str, batch: list[str], progress: bool | None) -> list[float]:
         labels = reranking.answer_ids(self.tokenizer)
         prompts = [{"text": reranking.prompt(query, text)} for text in batch]
-        return [reranking.relevance(vector) for vector in await self._vectors(prompts, labels)]
+        return [reranking.relevance(vector) for vector in await self._vectors(prompts, labels, progress)]
 
-    async def _fit(self, query: str, batch: list[str]) -> list[float]:
+    async def _fit(self, query: str, batch: list[str], progress: bool | None) -> list[float]:
         pooling = self._pools("classify", "embed")
         if pooling.task == "embed":
-            vectors = await self._vectors([{"text": text} for text in (query, *batch)])
+            vectors = await self._vectors([{"text": text} for text in (query, *batch)], progress=progress)
             return [cosine(vectors[0], vector) for vector in vectors[1:]]
         if pooling.size > 1:
             raise UnsupportedTask(f"scores need a model with one label, this one has {pooling.size}")
-        vectors = await self._vectors([{"text": query, "pair": text} for text in batch])
+        vectors = await self._vectors([{"text": query, "pair": text} for text in batch], progress=progress)
         return [float(scores(vector, pooling)[0]) for vector in vectors]
 
-    async def _vectors(self, prompts: list[dict[str, Any]], labels: Sequence[int] = ()) -> list[bytes]:
+    async def _vectors(
+        self, prompts: list[dict[str, Any]], labels: Sequence[int] = (), progress: bool | None = None
+    ) -> list[bytes]:
         found: list[bytes] = []
-        for start in range(0, len(prompts), WINDOW):
-            jobs = [
-                self._job(None, **prompt, pool=list(labels)) for prompt in prompts[start : start + WINDOW]
-            ]
-            for output in await self._collect(jobs):
-                assert output[0].vector is not None
-                found.append(output[0].vector)
+        bar = Bar(len(prompts), "input", progress)
+        try:
+            for start in range(0, len(prompts), WINDOW):
+                jobs = [
+                    self._job(None, **prompt, pool=list(labels)) for prompt in prompts[start : start + WINDOW]
+                ]
+                for output in await self._collect(jobs, bar):
+                    assert output[0].vector is not None
+                    found.append(output[0].vector)
+        finally:
+            bar.close()
         return found
 
     def _pools(self, *tasks: str) -> Pooling:

@@ -1,0 +1,121 @@
+"""``SamplingParams`` as callers of ``Engine`` and ``LLM`` write them: the fields of the message of that name, and vLLM's beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sgla import messages
+from sgla.defaults import SAMPLING, number
+from sgla.errors import InvalidField, UnsupportedField
+from sgla.messages import MAX_GRAMMAR, Grammar
+
+# Fields of StructuredOutputsParams that each ask for a grammar, and the kind of it.
+KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True):
+    """What an output must look like; one of the first six fields (vLLM's class of this name)."""
+
+    json: str | bool | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    disable_fallback: bool = False
+    backend: str | None = None
+
+    def as_grammar(self) -> Grammar:
+        """Raises InvalidField unless exactly one kind is asked for."""
+        asked = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(asked) != 1:
+            raise InvalidField(
+                f"structured_outputs must have one of {', '.join(KINDS)}, not {len(asked)}",
+                param="structured_outputs",
+            )
+        value = getattr(self, asked[0])
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        if len(text) > MAX_GRAMMAR:
+            raise InvalidField(
+                f"structured_outputs has {len(text)} characters; {MAX_GRAMMAR} is the limit",
+                param="structured_outputs",
+            )
+        return Grammar(
+            kind=KINDS[asked[0]],
+            text="" if asked[0] == "json_object" else text,
+            whitespace="" if self.disable_any_whitespace else self.whitespace_pattern,
+            param="structured_outputs",
+        )
+
+
+class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True):  # type: ignore[misc]
+    """How to choose the tokens of a request; see ``sgla.messages.SamplingParams``. May be changed until it is used.
+
+    As with vLLM, ``stop`` and ``bad_words`` may be one string, and lists and dicts may be None.
+    """
+
+    stop: str | list[str] | None = None  # type: ignore[assignment]
+    stop_regex: str | list[str] | None = None  # type: ignore[assignment]
+    bad_words: str | list[str] | None = None  # type: ignore[assignment]
+    stop_token_ids: list[int] | None = None  # type: ignore[assignment]
+    logit_bias: dict[int, float] | None = None  # type: ignore[assignment]
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    detokenize: bool = True  # outputs have their text in any case
+    flat_logprobs: bool = False
+    output_kind: Any = None
+    logits_processors: Any = None
+    extra_args: dict[str, Any] | None = None
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+def resolved(given: messages.SamplingParams) -> messages.SamplingParams:
+    """The message that ``given`` means; a message is returned as it is. Raises InvalidField and UnsupportedField, which name the field."""
+    if type(given) is messages.SamplingParams:
+        return given
+    for name in MISSING:
+        value = getattr(given, name, None)
+        if value is not None and not (name == "best_of" and value == given.n):
+            raise UnsupportedField(f"{name} is not supported; leave it out", param=name)
+    fields = {name: getattr(given, name) for name in messages.SamplingParams.__struct_fields__}
+    for name in ("stop", "stop_regex", "bad_words"):
+        value = fields[name]
+        fields[name] = ([value] if value else []) if isinstance(value, str) else value
+    for name in ("stop", "stop_regex", "bad_words", "stop_token_ids", "logit_bias"):
+        if fields[name] is None:
+            del fields[name]
+    asked = getattr(given, "structured_outputs", None)
+    if asked is not None:
+        if fields["grammar"] is not None:
+            raise InvalidField(
+                "structured_outputs and grammar exclude each other", param="structured_outputs"
+            )
+        fields["grammar"] = convert(asked, StructuredOutputsParams, "structured_outputs").as_grammar()
+    for name in SAMPLING:
+        if fields[name] is not None:
+            try:
+                fields[name] = number(name, fields[name])
+            except ValueError as error:
+                raise InvalidField(f"{name} {error}", param=name) from None
+    return convert(fields, messages.SamplingParams, None)
+
+
+def convert(value: Any, kind: Any, param: str | None) -> Any:
+    """``value`` as ``kind``, whose types it must have. Raises InvalidField."""
+    try:
+        return value if isinstance(value, kind) else msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidField(f"{param or 'sampling parameters'}: {error}", param=param) from None

@@ -1,0 +1,276 @@
+"""``LLM``: vLLM's class for offline use, over ``Engine``. A script changes one import: ``from sgla import LLM, SamplingParams``.
+
+Arguments and results have the names of vLLM 0.33's ``vllm.LLM`` and ``vllm.outputs``. What is not supported is refused by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sgla.cli.settings import setting
+from sgla.engine import Engine, Output, SamplingParams
+from sgla.errors import ConfigError, UnsupportedField
+from sgla.messages import TokenLogprob
+
+TEXT, IDS = "prompt", "prompt_token_ids"  # keys of vLLM's TextPrompt and TokensPrompt
+
+
+class Logprob(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """``finish_reason``: stop | length | abort; ``stop_reason``: the stop string or token id that ended it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+class EmbeddingOutput(msgspec.Struct):
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+class ClassificationOutput(msgspec.Struct):
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+class ScoringOutput(msgspec.Struct):
+    score: float
+
+
+class PooledOutput(msgspec.Struct, kw_only=True):
+    """Of ``embed``, ``classify`` and ``score``."""
+
+    request_id: str
+    outputs: Any
+    finished: bool = True
+
+
+class LLM:
+    """A loaded model. Keywords are vLLM's, and the settings of ``sgla serve`` with ``_`` for ``-``; None stands for the default.
+
+    ``with LLM(...) as llm`` or ``llm.close()`` frees it; so does the end of the process.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        self._count = itertools.count()
+        self.engine = Engine(model, **translated(settings))
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Any = None,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: None = None,
+        priority: Any = 0,
+    ) -> list[RequestOutput]:
+        """Complete prompts: a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such.
+
+        Without ``sampling_params`` the model's own defaults hold, for 16 tokens. ``use_tqdm`` None: a bar on a terminal.
+        """
+        refuse(lora_request=lora_request)
+        batch = [prompt_of(prompt) for prompt in as_list(prompts)]
+        results = self.engine.generate(batch, sampling_params, priority=priority, progress=use_tqdm)
+        return [self._request(result, prompt) for result, prompt in zip(results, batch)]
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: bool | None = None,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or a list of them. ``chat_template``: Jinja, instead of the model's."""
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        if chat_template_content_format != "auto":
+            raise UnsupportedField(
+                "chat_template_content_format: the chat template tells how content is rendered; leave it out",
+                param="chat_template_content_format",
+            )
+        kwargs = dict(chat_template_kwargs or {})
+        if chat_template is not None:
+            kwargs["chat_template"] = chat_template
+        batch = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        results = self.engine.chat(
+            batch,
+            sampling_params,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            progress=use_tqdm,
+            **kwargs,
+        )
+        return [self._request(result, None) for result in results]
+
+    def embed(
+        self, prompts: Any, *, use_tqdm: bool | None = None, dimensions: int | None = None
+    ) -> list[PooledOutput]:
+        """Vectors of an embedding model: ``output.outputs.embedding``."""
+        batch = [prompt_of(prompt) for prompt in as_list(prompts)]
+        vectors = self.engine.embed(batch, dimensions=dimensions, progress=use_tqdm)
+        return [self._pooled(EmbeddingOutput(vector.tolist())) for vector in vectors]
+
+    def classify(self, prompts: Any, *, use_tqdm: bool | None = None) -> list[PooledOutput]:
+        """Probabilities of a classifier: ``output.outputs.probs``."""
+        batch = [prompt_of(prompt) for prompt in as_list(prompts)]
+        found = self.engine.classify(batch, progress=use_tqdm)
+        return [self._pooled(ClassificationOutput(list(labels.values()))) for labels in found]
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, *, use_tqdm: bool | None = None
+    ) -> list[PooledOutput]:
+        """How well texts fit: one with each of ``data_2``, or pairs at the same places: ``output.outputs.score``."""
+        left, right = as_list(data_1), as_list(data_2)
+        if len(left) == 1:
+            values = self.engine.score(left[0], right, progress=use_tqdm)
+        elif len(left) == len(right):
+            values = [self.engine.score(a, b) for a, b in zip(left, right)]
+        else:
+            raise ValueError(
+                f"data_1 has {len(left)} texts and data_2 has {len(right)}; give one, or as many"
+            )
+        return [self._pooled(ScoringOutput(value)) for value in values]
+
+    def get_tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend; may be changed."""
+        return self.engine.sampling()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.engine.flush_cache()
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _request(self, result: Output | list[Output], prompt: Any) -> RequestOutput:
+        choices = result if isinstance(result, list) else [result]
+        first = choices[0]
+        text = prompt if isinstance(prompt, str) else None
+        if prompt is None:  # a chat: what the template made of it
+            text = self.engine.tokenizer.decode(first.prompt_tokens, skip_special_tokens=False)
+        return RequestOutput(
+            request_id=str(next(self._count)),
+            prompt=text,
+            prompt_token_ids=first.prompt_tokens,
+            prompt_logprobs=None if first.prompt_logprobs is None else self._logprobs(first.prompt_logprobs),
+            outputs=[self._completion(choice) for choice in choices],
+            num_cached_tokens=first.usage.cached_tokens,
+        )
+
+    def _completion(self, choice: Output) -> CompletionOutput:
+        chosen = choice.logprobs
+        return CompletionOutput(
+            index=choice.index,
+            text=choice.text,
+            token_ids=choice.tokens,
+            cumulative_logprob=None if chosen is None else sum(one.logprob for one in chosen),
+            logprobs=None if chosen is None else self._logprobs(chosen),
+            finish_reason=choice.finish,
+            stop_reason=choice.matched,
+        )
+
+    def _logprobs(self, found: Sequence[TokenLogprob | None]) -> list[Any]:
+        """Token id -> Logprob for each place: the token that is there, and the likeliest ones."""
+        decode = self.engine.tokenizer.decode
+        places: list[dict[int, Logprob] | None] = []
+        for one in found:
+            if one is None:
+                places.append(None)
+                continue
+            likeliest = {
+                token: Logprob(logprob, rank, decode([token]))
+                for rank, (token, logprob) in enumerate(one.top, 1)
+            }
+            places.append({one.token: Logprob(one.logprob, one.rank, decode([one.token])), **likeliest})
+        return places
+
+    def _pooled(self, outputs: Any) -> PooledOutput:
+        return PooledOutput(request_id=str(next(self._count)), outputs=outputs)
+
+
+def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Config from vLLM's keywords and ours. Raises ConfigError, which names what is not supported."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if value is None:
+            continue
+        try:
+            field = setting(key, value, lambda text: None)
+        except ValueError as error:
+            raise ConfigError(f"LLM({key}=...): {error}", param=key) from error
+        if field is not None:
+            found[field[0]] = field[1]
+    return found
+
+
+def refuse(**fields: Any) -> None:
+    for name, value in fields.items():
+        if value is not None:
+            raise UnsupportedField(f"{name} is not supported; leave it out", param=name)
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or a list of them, as a list."""
+    one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def prompt_of(prompt: Any) -> Any:
+    """A text or token ids. Raises UnsupportedField for other parts of a prompt."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for name, value in prompt.items():
+        if name not in (TEXT, IDS) and value is not None:
+            raise UnsupportedField(f"a prompt with {name} is not supported; leave it out", param=name)
+    found = prompt.get(IDS) if prompt.get(IDS) is not None else prompt.get(TEXT)
+    if found is None:
+        raise ValueError(f"a prompt must have {TEXT} or {IDS}")
+    return found
