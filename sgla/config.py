@@ -20,7 +20,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     # model
     model: Annotated[
-        str, Doc(description="hub id, local folder, .gguf file, 'demo' (SmolLM2-135M-Instruct) or 'minilm'")
+        str,
+        Doc(
+            description="hub id (of GGUF files with ':Q4_K_M'), local folder, .gguf file, 'demo' (SmolLM2-135M-Instruct) or 'minilm'"
+        ),
     ] = "demo"
     served_model_name: Annotated[
         list[str], Doc(description="names clients may use; the first one is shown")
@@ -60,6 +63,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "generate", "embed", "classify", "rerank"],
         Doc(description="what the model is for; auto = what its files say; rerank = Qwen3-Reranker"),
     ] = "auto"
+    model_source: Annotated[
+        Literal["huggingface", "modelscope"],
+        Doc(description="hub that models come from (ModelScope: sgla[modelscope])"),
+    ] = "huggingface"
     revision: Annotated[str | None, Doc(description="hub revision")] = None
     download_dir: Annotated[str | None, Doc(description="cache folder for downloads")] = None
     dtype: Annotated[

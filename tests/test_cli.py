@@ -22,7 +22,7 @@ import pytest
 import sgla
 from sgla import cli
 from sgla.bench import load, report, workloads
-from sgla.cli import chat, doctor, serve
+from sgla.cli import chat, doctor, serve, show
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.serve import ready_text
 from sgla.config import Config
@@ -30,7 +30,12 @@ from sgla.defaults import Defaults
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Facts, Progress, Usage
 
-HEAVY = {"torch", "transformers", "numpy", "aiohttp"}
+HEAVY = {"torch", "transformers", "numpy", "aiohttp", "rich", "shtab"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def modules_after(code: str) -> set[str]:
@@ -177,6 +182,53 @@ def test_doctor_advises() -> None:
     assert "--shm-size" in found["shared memory"].advice
 
 
+# pull, list, rm, completion --------------------------------------------------------------------------------------------
+
+
+def test_models_are_pulled_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    snapshot = tmp_path / "hub" / "models--org--small" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot / "a-Q4_0.gguf").write_bytes(bytes(1_200_000))
+    monkeypatch.setenv("SGLA_DOWNLOAD_DIR", str(tmp_path))
+    row = r"org/small:Q4_0 +0123456789ab +1\.2 MB +Q4_0 +huggingface"
+    code, out, err = run("list")
+    assert (code, err, out.count("\n")) == (0, "", 2)
+    assert re.search(row, out)
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        show.table(["NAME"], [["x" * 500]])
+    assert terminal.getvalue().count("x") == 500
+    (one,) = json.loads(run("list", "--json")[1])
+    assert (one["name"], one["size"], one["path"]) == (
+        "org/small:Q4_0",
+        1_200_000,
+        str(snapshot / "a-Q4_0.gguf"),
+    )
+    assert run("pull", one["path"]) == (0, one["path"] + "\n", "")
+    assert run("rm", "org/small") == (0, "removed org/small, 1.2 MB\n", "")
+    assert run("rm", "org/small")[::2] == (2, "sgla: org/small is not cached; there is nothing\n")
+    assert run("list")[1].startswith("no model is cached")
+    assert "unknown argument --tp" in run("pull", "--tp", "2")[2]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_shells_complete_commands_and_flags(shell: str) -> None:
+    code, out, _ = run("completion", shell)
+    assert code == 0
+    assert all(word in out for word in ("serve", "step-tokens", "lpm"))
+    assert "max-num-seqs" not in out  # of other servers
+
+
+def test_bash_completes() -> None:
+    script = (
+        run("completion", "bash")[1]
+        + "\nCOMP_WORDS=(sgla serve --step); COMP_CWORD=2; _shtab_sgla\necho ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--step-tokens", "--step-log"]
+
+
 # serve ---------------------------------------------------------------------------------------------------------------
 
 FACTS = Facts(
@@ -212,12 +264,7 @@ def test_ready_tells_which_files_are_served() -> None:
     assert lines(Path("/m/a.gguf"))[1] == "model: /m/a.gguf"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def show(out: io.StringIO) -> str:
+def progress_of(out: io.StringIO) -> str:
     printer = ProgressPrinter(out)
     for done in range(0, 101):
         printer(Progress(phase="download", message="model.gguf", done=done * 2_000_000, total=200_000_000))
@@ -228,14 +275,14 @@ def show(out: io.StringIO) -> str:
 
 
 def test_progress_without_a_terminal_is_a_few_plain_lines() -> None:
-    text = show(io.StringIO())
+    text = progress_of(io.StringIO())
     assert "\x1b" not in text
     assert [line.split()[0] for line in text.splitlines()] == ["download"] * 5 + ["load", "warmup"]
     assert "100% 200 of 200 MB" in text
 
 
 def test_progress_on_a_terminal_ends_each_phase_with_its_last_state() -> None:
-    kept = [line.split("\r\x1b[K")[-1] for line in show(Terminal()).split("\n")[:-1]]
+    kept = [line.split("\r\x1b[K")[-1] for line in progress_of(Terminal()).split("\n")[:-1]]
     assert [line.split()[0] for line in kept] == ["download", "load", "warmup"]
     assert "########################] 100%" in kept[0]
 

@@ -6,17 +6,20 @@ import hashlib
 import http.server
 import json
 import multiprocessing
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.hub import demo, fetch
+from sgla.hub import cache, demo, fetch, quantized
 from sgla.messages import Progress
 
 CONTENT = bytes(range(256)) * 500
@@ -210,6 +213,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": b"weights" * 1000,
+    "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
     "pytorch_model.bin": b"unwanted",
     "README.md": b"unwanted",
@@ -217,36 +221,81 @@ REPO = {
 }
 
 
+GGUFS = {
+    "small-Q4_K_M.gguf": b"GGUF" + b"4" * 200_000,
+    "small-UD-Q4_K_XL.gguf": b"GGUFxl",
+    "small.Q8_0.gguf": b"GGUF8",
+    "big/small-BF16-00001-of-00002.gguf": b"GGUF",
+    "big/small-BF16-00002-of-00002.gguf": b"GGUF",
+    "mmproj-F16.gguf": b"GGUF",
+    "README.md": b"unwanted",
+}
+REPOS = {"org/small": REPO, "org/small-GGUF": GGUFS}
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's API as snapshot_download uses; ``asked`` lists the files sent."""
+    """As much of the API of Hugging Face's hub and of ModelScope as their clients use. ``asked`` lists the files sent; the first
+    answers about ``cut`` break off in the middle, as many as it says."""
 
     asked: list[str] = []
+    cut: dict[str, int] = {}
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/org/small"):
+        path, _, query = self.path.partition("?")
+        parts = path.split("/")
+        if path.startswith("/api/v1/models/"):
+            self._modelscope("/".join(parts[4:6]), parts[6:], parse_qs(query))
+        elif path.startswith("/api/models/") and (repo := "/".join(parts[3:5])) in REPOS:
             entries = [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in REPO.items()
+                for name, data in REPOS[repo].items()
             ]
-            siblings = [{"rfilename": name} for name in REPO]
-            info = {"id": "org/small", "modelId": "org/small", "sha": COMMIT, "siblings": siblings}
+            siblings = [{"rfilename": name} for name in REPOS[repo]]
+            info = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings}
             self._send(200, json.dumps(entries if "/tree/" in path else info).encode())
-        elif path.startswith("/org/small/resolve/"):
-            name = path.split("/", 5)[5]
-            if self.command == "GET":
-                self.asked.append(name)
-            self._send(
-                200,
-                REPO[name],
-                {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(REPO[name]).hexdigest()}"'},
-            )
+        elif (repo := "/".join(parts[1:3])) in REPOS and parts[3] == "resolve":
+            name = unquote("/".join(parts[5:]))
+            etag = hashlib.sha1(REPOS[repo][name]).hexdigest()
+            self._file(name, REPOS[repo][name], {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
         else:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _modelscope(self, repo: str, what: list[str], query: dict[str, list[str]]) -> None:
+        if repo not in REPOS:
+            self._send(404, b'{"Code": 10010205001, "Message": "not found", "Success": false}')
+        elif what == ["repo", "files"]:
+            files = [
+                {"Path": name, "Name": name, "Size": len(data), "Type": "blob", "Sha256": hashlib.sha256(data).hexdigest()}
+                for name, data in REPOS[repo].items()
+            ]  # fmt: skip
+            self._send(200, json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode())
+        elif what == ["repo"]:
+            name = query["FilePath"][0]
+            self._file(name, REPOS[repo][name], {})
+        else:
+            self._send(200, json.dumps({"Code": 200, "Success": True, "Data": {"Name": repo}}).encode())
+
+    def _file(self, name: str, data: bytes, headers: dict[str, str]) -> None:
+        if self.command == "GET":
+            self.asked.append(name)
+        start = int((self.headers["Range"] or "bytes=0-")[6:].split("-")[0])
+        ranged = (
+            {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if self.headers["Range"] else {}
+        )
+        end = len(data)
+        if self.command == "GET" and self.cut.get(name, 0):
+            self.cut[name] -= 1
+            end = start + (end - start) // 2
+            self.close_connection = True
+        self._send(
+            206 if ranged else 200,
+            data[start:end],
+            headers | ranged | {"Content-Length": str(len(data) - start)},
+        )
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -261,7 +310,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     from huggingface_hub import constants
@@ -274,7 +323,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    Hub.asked = []
+    monkeypatch.setenv("HF_HOME", "/nonexistent")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", url)
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    monkeypatch.setenv("MODELSCOPE_DOWNLOAD_INTRA_CLOUD", "false")
+    Hub.asked, Hub.cut = [], {}
     yield Hub
     server.shutdown()
     server.server_close()
@@ -284,7 +338,7 @@ def test_hub_download_takes_what_is_needed_once(hub: type[Hub], tmp_path: Path) 
     config = Config(model="org/small", download_dir=str(tmp_path))
     assert fetch.find_local(config) is None
     folder = fetch.resolve_model(config)
-    wanted = ["chat_template.jinja", "config.json", "model.safetensors"]
+    wanted = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(path.name for path in folder.rglob("*")) == wanted
     assert (folder / "model.safetensors").read_bytes() == REPO["model.safetensors"]
     assert sorted(hub.asked) == wanted
@@ -333,6 +387,128 @@ def test_a_hub_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo, timeout: hang.wait(60))
     assert not fetch.hub_answers("org/small", seconds=0.05)
     hang.set()
+
+
+# GGUF files of a hub -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["huggingface", "modelscope"])
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [
+        ("org/small-GGUF:Q4_K_M", "small-Q4_K_M.gguf"),
+        ("org/small-GGUF:q8_0", "small.Q8_0.gguf"),
+        ("hf.co/org/small-GGUF:UD-Q4_K_XL", "small-UD-Q4_K_XL.gguf"),
+        ("org/small-GGUF:small.Q8_0.gguf", "small.Q8_0.gguf"),
+        ("org/small-GGUF", "small-Q4_K_M.gguf"),
+    ],
+)
+def test_a_quantization_names_the_file(
+    hub: type[Hub], tmp_path: Path, source: Any, model: str, file: str
+) -> None:
+    config = Config(model=model, model_source=source, download_dir=str(tmp_path))
+    assert fetch.find_local(config) is None
+    path = fetch.resolve_model(config)
+    assert (path.name, path.read_bytes()) == (file, GGUFS[file])
+    assert hub.asked == [file]
+    assert fetch.resolve_model(config) == path
+    assert hub.asked == [file]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("org/small-GGUF:Q5_K_M", "has no GGUF file Q5_K_M; it has BF16, Q4_K_M, UD-Q4_K_XL, Q8_0$"),
+        (
+            "org/small-GGUF:BF16",
+            r"one of 2 parts, and split .* choose one of Q4_K_M, Q8_0, UD-Q4_K_XL, or join .* --merge",
+        ),
+        ("org/small:Q4_0", "org/small has no GGUF file Q4_0; it has none"),
+        ("org/absent:Q4_0", "org/absent: no such model"),
+    ],
+)
+@pytest.mark.parametrize("source", ["huggingface", "modelscope"])
+def test_what_no_file_fits_lists_what_there_is(
+    hub: type[Hub], tmp_path: Path, source: Any, model: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fetch.resolve_model(Config(model=model, model_source=source, download_dir=str(tmp_path)))
+    assert hub.asked == []
+
+
+def test_files_that_a_quantization_cannot_tell_apart_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"several GGUF files: name one, as r:Q4_0, Q8_0"):
+        quantized.choose("r", ["a-Q4_0.gguf", "a-Q8_0.gguf"], None)
+    with pytest.raises(ConfigError, match=r"name one, as r:a-Q4_0.gguf or b-Q4_0.gguf"):
+        quantized.choose("r", ["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0")
+    assert quantized.choose("r", ["model.gguf"], None) == "model.gguf"
+
+
+# ModelScope, broken connections, the list of models --------------------------------------------------------------------
+
+
+def test_modelscope(hub: type[Hub], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Progress] = []
+    config = Config(model="org/small", model_source="modelscope", download_dir=str(tmp_path))
+    folder = fetch.resolve_model(config, seen.append)
+    wanted = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in folder.iterdir()) == wanted
+    assert fetch.resolve_model(config) == folder == fetch.find_local(config)
+    assert sorted(hub.asked) == wanted
+    total = sum(len(REPO[name]) for name in wanted)
+    assert (seen[-1].done, seen[-1].total) == (total, total)
+    assert capsys.readouterr().err == ""
+    assert cache.origin(folder) == ("org/small", "master")
+    (folder / "tokenizer.json").unlink()
+    assert fetch.find_local(config) is None
+
+
+def test_modelscope_without_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope_hub.api", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sgla\[modelscope\]'"):
+        fetch.find_local(Config(model="org/small", model_source="modelscope"))
+
+
+@pytest.mark.parametrize("source", ["huggingface", "modelscope"])
+def test_a_connection_that_breaks_is_taken_up_again(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    file = "small-Q4_K_M.gguf"
+    hub.cut = {file: 1}
+    config = Config(model="org/small-GGUF:Q4_K_M", model_source=source, download_dir=str(tmp_path))
+    assert fetch.resolve_model(config).read_bytes() == GGUFS[file]
+    assert hub.asked == [file] * 2
+
+
+def test_models_on_this_disk_are_listed_and_removed(
+    hub: type[Hub], index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    folder = str(tmp_path / "cache")
+    demo.fetch("tiny", folder)
+    for model in ("org/small", "org/small-GGUF:Q8_0", "org/small-GGUF:Q4_K_M"):
+        fetch.resolve_model(Config(model=model, download_dir=folder))
+    fetch.resolve_model(Config(model="org/small", model_source="modelscope", download_dir=folder))
+    listed = {(one.name, one.source): one for one in cache.cached_models(folder)}
+    assert {key: (one.revision, one.format) for key, one in listed.items()} == {
+        ("org/small", "huggingface"): (COMMIT, "safetensors"),
+        ("org/small", "modelscope"): ("master", "safetensors"),
+        ("org/small-GGUF:Q8_0", "huggingface"): (COMMIT, "Q8_0"),
+        ("org/small-GGUF:Q4_K_M", "huggingface"): (COMMIT, "Q4_K_M"),
+        ("tiny", "package index"): (demo.MODELS["tiny"].sha256[:12], "tiny"),
+    }
+    assert listed["org/small-GGUF:Q8_0", "huggingface"].size == len(GGUFS["small.Q8_0.gguf"])
+    cache.remove("org/small-GGUF:Q8_0", folder)
+    assert fetch.find_local(Config(model="org/small-GGUF:Q8_0", download_dir=folder)) is None
+    assert fetch.find_local(Config(model="org/small-GGUF:Q4_K_M", download_dir=folder)) is not None
+    for name in ("org/small", "org/small-GGUF", "tiny"):
+        cache.remove(name, folder)
+    assert cache.cached_models(folder) == []
+    left = [path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert sum(path.stat().st_size for path in left) < 1000
+    with pytest.raises(ConfigError, match="tiny is not cached; there is nothing"):
+        cache.remove("tiny", folder)
 
 
 # the real ones -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from sgla.cli.args import parse
 from sgla.errors import ConfigError, SglaError
 from sgla.leaving import leave
 
+MODULES = {"list": "listing"}  # of commands that are not named as their modules
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else list(argv))
         for hint in getattr(args, "hints", ()):
             print(f"sgla: {hint}", file=sys.stderr)
-        return importlib.import_module(f"sgla.cli.{args.command}").run(args)
+        return importlib.import_module(f"sgla.cli.{MODULES.get(args.command, args.command)}").run(args)
     except SglaError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

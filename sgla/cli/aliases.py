@@ -263,7 +263,7 @@ REFUSED: list[tuple[str, str]] = [
     ("model-url hf-file", "name a hub id as MODEL, for a GGUF file with its quantization: ORGANISATION/NAME:Q4_K_M"),
     ("grammar-file json-schema", "requests carry their grammar or schema: response_format, or structured_outputs"),
     ("threads-batch", "--threads is for prompts and answers alike"),
-    ("code-revision tokenizer-revision", "--revision is that of all files; --tokenizer may name a folder"),
+    ("code-revision tokenizer-revision", "--revision is that of the model's files; --tokenizer may name a folder"),
     (
         "load-balance* model-loader-* weight-* *-weight-load* *weight-loader* safetensors-* pt-load-* ignore-patterns custom-weight-* "
         "remote-instance-* *checkpoint* *ckpt* decrypted-* modelexpress-* engine-info-* max-parallel-loading-workers mmap mlock "

@@ -34,10 +34,17 @@ GROUPS = {
     "max_running_requests": "scheduling and cache",
     "host": "server",
 }
-ARGUMENTS = {"bench": "[options]", "doctor": "[options]", "replay": "FILE [options]"}
+ARGUMENTS = {
+    "bench": "[options]",
+    "doctor": "[options]",
+    "replay": "FILE [options]",
+    "list": "[options]",
+    "rm": "MODEL ... [options]",
+    "completion": "SHELL",
+}
 EPILOG = (
-    "SGLang's and vLLM's spellings, such as --tp-size, --max-model-len or --max-num-seqs, are understood too. "
-    "docs/ has the reasons behind the settings; 'sgla explain' shows what they resolve to."
+    "Each setting is also a variable, as SGLA_API_KEY, and a line of the --config file. Flags of vLLM, SGLang and llama.cpp are understood "
+    "or refused with what to use instead: see docs/flags.md. 'sgla explain' shows what the settings resolve to."
 )
 
 
@@ -182,6 +189,16 @@ def build() -> Parser:
     doctor = _command(commands, "doctor", "show what of this machine will be used and what is missing")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
     _add_replay(_command(commands, "replay", "play a step log again, or send dumped requests to a server"))
+    pull = _command(commands, "pull", "download a model")
+    _add_config(pull, groups=(), names=("model", "load_format", "model_source", "revision", "download_dir"))
+    _add_cached(_command(commands, "list", "show the models on this disk")).add_argument(
+        "--json", action="store_true", help="machine-readable output"
+    )
+    _add_cached(_command(commands, "rm", "delete models from this disk")).add_argument(
+        "names", nargs="+", metavar="MODEL", help="as 'sgla list' shows it, or a hub id for all its files"
+    )
+    completion = _command(commands, "completion", "print a script that completes flags in a shell")
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that is to read it")
     explain = _command(commands, "explain", "show every setting with its reason, and the memory it takes")
     explain.add_argument("--json", action="store_true", help="machine-readable output")
     _add_config(explain)
@@ -194,38 +211,54 @@ def _command(commands: Any, name: str, help: str) -> Parser:
         help=help,
         usage=f"sgla {name} {ARGUMENTS.get(name, '[MODEL] [options]')}",
         description=help[0].upper() + help[1:] + ".",
-        epilog=EPILOG,
+        epilog=EPILOG if name in ("serve", "chat", "explain") else None,
     )
     parser.set_defaults(parser=parser)
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser, groups: Sequence[str] = tuple(GROUPS.values())) -> None:
-    """MODEL, --config and a flag for each field of Config in ``groups`` (api_key always: a client needs it too)."""
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+def _add_cached(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """What commands on models of this disk take."""
+    _add_config(parser, groups=(), names=("download_dir",))
+    return parser
+
+
+def _add_config(
+    parser: argparse.ArgumentParser,
+    groups: Sequence[str] = tuple(GROUPS.values()),
+    names: Sequence[str] = ("api_key",),
+) -> None:
+    """--config, MODEL if there is to be one, and a flag for each field of Config in ``groups`` or ``names`` (of commands with groups
+    api_key always: a client needs it too)."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags override it")
-    docs = descriptions()
+    docs, taken = descriptions(), set()
     group, title = parser.add_argument_group(), ""
     for field in msgspec.structs.fields(Config):
         if field.name in GROUPS:
             title = GROUPS[field.name]
             if title in groups:
                 group = parser.add_argument_group(title)
-        if title in groups or field.name == "api_key":
+        if title in groups or field.name in names:
+            taken.add(field.name)
             flag = "--" + field.name.replace("_", "-")
             switch = [flag.replace("--", "--no-")] if kinds()[field.name] is bool else []
             text = _help(docs[field.name], field.default)
             group.add_argument(flag, *switch, help=text, dest=field.name, **_options(field.name))
+    if "model" in taken:
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    else:
+        parser.set_defaults(model_argument=None)
     for name, alias in ALIASES.items():
-        switch_only = isinstance(alias, Switch) or (isinstance(alias, Always) and not alias.values)
-        parser.add_argument(
-            f"--{name}",
-            action=GiveAlias,
-            dest=name,
-            nargs=0 if switch_only else None,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
+        if groups if isinstance(alias, Always) else alias.field in taken:
+            switch_only = isinstance(alias, Switch) or (isinstance(alias, Always) and not alias.values)
+            parser.add_argument(
+                f"--{name}",
+                action=GiveAlias,
+                dest=name,
+                nargs=0 if switch_only else None,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
 
 def _options(name: str) -> dict[str, Any]:

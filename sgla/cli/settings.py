@@ -194,6 +194,10 @@ def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):
+        if variable == "SGLA_USE_MODELSCOPE":
+            if _variable(variable, "deterministic", text or "false"):
+                found.setdefault("model_source", "modelscope")
+            continue
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX):
             instead = next((VARIABLES[peer] for peer in VARIABLES if fnmatchcase(variable, peer)), None)

