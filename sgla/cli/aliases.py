@@ -141,6 +141,7 @@ ALIASES: dict[str, Alias | Switch | Always] = {
     "disable-log-stats": Switch("log_interval", 0.0),
     "enable-metrics": Always("/metrics is always there"),
     "metrics": Always("/metrics is always there"),
+    "enable-streaming-session": Always("sessions may stream"),
     "enable-response-store": Always("responses are kept; --response-store says how many"),
     "enable-request-id-headers": Always("every answer has an x-request-id"),
     "enable-server-load-tracking": Always("/load is always there"),
@@ -284,7 +285,7 @@ REFUSED: list[tuple[str, str]] = [
         "log-level-http uvicorn-* disable-uvicorn-* disable-access-log-* log-requests-* log-config-file max-log-len enable-log-* "
         "log-error-stack log-disable log-file verbose decode-log-interval aggregate-engine-logging "
         "show-time-cost enable-request-time-stats-logging gc-warning-* enable-logging-iteration-details",
-        "--log-level, --log-format and --log-requests are what there is; statistics are in /metrics",
+        "--log-level, --log-format, --log-requests and --log-interval are what there is; /metrics has statistics",
     ),
     (
         "enable-trace trace-modules collect-detailed-traces otlp-service-name",
@@ -322,7 +323,7 @@ REFUSED: list[tuple[str, str]] = [
     (
         "radix-eviction-policy-config prefix-cach* *-prefix-cache disable-cascade-attn disable-chunked-prefix-cache prefix-match-unit "
         "enable-unified-memory enable-page-major-* c128-* swa-* *hybrid-swa* *hybrid-kv-* prefill-only-* kv-sharing-* "
-        "keep cache-reuse slot-* enable-streaming-session file-storage-path kv-offload context-shift use-v2-block-manager",
+        "keep cache-reuse slot-* file-storage-path kv-offload context-shift use-v2-block-manager",
         "--prefix-cache, --eviction and --page-size are what the KV cache is told",
     ),
     (
