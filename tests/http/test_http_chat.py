@@ -104,6 +104,25 @@ async def test_fields_of_vllm_are_there_unasked(site: Site) -> None:
     assert [choice[name] for name in ("prompt_logprobs", "prompt_token_ids", "token_ids")] == [None] * 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parts", [False, True])
+async def test_echo_begins_with_the_message_that_is_continued(site: Site, stream: bool, parts: bool) -> None:
+    content: Any = [{"type": "text", "text": "I"}, {"type": "text", "text": "am"}] if parts else "I\nam"
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    body = {"messages": messages, "max_tokens": 3, "continue_final_message": True, "n": 2, "stream": stream}
+    for echo, asked, begins in ((True, messages, "I\nam"), (False, messages, ""), (True, MESSAGES, "")):
+        more = {"echo": echo, "messages": asked, "continue_final_message": asked is messages}
+        if stream:
+            texts = {0: "", 1: ""}
+            for payload in (await site.sse("/v1/chat/completions", {**body, **more}))[:-1]:
+                (choice,) = json.loads(payload)["choices"]
+                texts[choice["index"]] += choice["delta"].get("content", "")
+        else:
+            _, reply = await site.post("/v1/chat/completions", {**body, **more})
+            texts = {choice["index"]: choice["message"]["content"] for choice in reply["choices"]}
+        assert texts == {i: begins + answer(site, 3, i) for i in (0, 1)}
+
+
 async def test_a_search_is_refused(site: Site) -> None:
     status, reply = await site.post("/v1/chat/completions", {"messages": MESSAGES, "web_search_options": {}})
     assert (status, reply["error"]["param"]) == (400, "web_search_options")

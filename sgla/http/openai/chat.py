@@ -118,6 +118,15 @@ def response(
     return {**whole, "prompt_logprobs": None, "prompt_token_ids": None, **shapes.prompt(choices[0])}
 
 
+def echoed(fields: ChatRequest) -> str:
+    """With ``echo`` an answer begins with the last message, if that is the assistant's own (as vLLM)."""
+    last = fields.messages[-1]
+    if not fields.echo or last.get("role") != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+
 def thoughts(reading: Reading, readers: Iterable[Reader]) -> int | None:
     return sum(reader.reasoning_tokens for reader in readers) if reading.dialect.reasoning else None
 
@@ -163,6 +172,7 @@ class Shapes:
         self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any, functions: bool = False
     ) -> None:
         self.functions = functions  # calls go by their old name
+        self.echo = echoed(fields)
         self.plain = sampling.logprobs is None
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._token_ids = bool(fields.return_token_ids)
@@ -172,6 +182,8 @@ class Shapes:
     def choice(self, choice: Choice, reader: Reader) -> dict[str, Any]:
         shown = message(reader.read(choice))
         called = "tool_calls" in shown
+        if self.echo:
+            shown["content"] = self.echo + (shown["content"] or "")
         result = {
             "index": choice.index,
             "message": old_message(shown) if self.functions else shown,
@@ -279,7 +291,9 @@ class ChatStream(ChunkStream):
     def _role(self, event: Event) -> bytes:
         self._text_heads[event.index] = b'%b{"index":%d,"delta":{"content":' % (self._head, event.index)
         beside = self._shapes.prompt(event) if len(self._choices) == 1 else None
-        return self._chunk(event, ROLE, None, beside=beside)
+        role = self._chunk(event, ROLE, None, beside=beside)
+        echo = self._shapes.echo
+        return role + self._chunk(event, {"content": echo}, None) if echo else role
 
     def _delta(self, event: Event, choice: ChoiceStream, delta: dict[str, Any]) -> bytes:
         tokens, logprobs = choice.release()

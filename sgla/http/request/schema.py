@@ -254,6 +254,7 @@ class ChatRequest(OpenAIFields, kw_only=True):
     include_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     documents: list[dict[str, Any]] | None = None
+    echo: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
