@@ -28,6 +28,7 @@ from sgla.http.openai import text as openai_text
 from sgla.http.pooling import classify, cohere, embeddings, moderations, pooling, rerank, score
 from sgla.http.pooling import ollama as ollama_embed
 from sgla.http.ports import Ingress
+from sgla.http.realtime import session as realtime
 from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
 from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
@@ -56,6 +57,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/embeddings": {"POST": embeddings.embeddings},
     "/v2/embed": {"POST": cohere.embed},
     "/pooling": {"POST": pooling.pooling},
+    "/v1/realtime": {"GET": realtime.realtime},
     "/v1/rerank": {"POST": rerank.rerank},
     "/v2/rerank": {"POST": rerank.rerank},
     "/rerank": {"POST": rerank.rerank},

@@ -33,6 +33,7 @@ from sgla.http.pooling.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from sgla.http.pooling.pooling import PoolingRequest
 from sgla.http.pooling.rerank import RerankRequest
 from sgla.http.pooling.score import GenerativeScoringRequest, ScoreRequest
+from sgla.http.realtime import session as realtime
 from sgla.http.request.chat import ROLES
 from sgla.http.request.schema import (
     RANGES,
@@ -141,6 +142,9 @@ OPERATIONS: dict[Any, Operation] = {
     ),
     invocations.invocations: Operation(
         "SageMaker: what the fields of the body ask for", InvocationRequest, stream=EVENTS
+    ),
+    realtime.realtime: Operation(
+        "OpenAI: a conversation in text over a WebSocket", media=TEXT, query=("model",)
     ),
     rerank.rerank: Operation("Cohere, Jina: documents by relevance", RerankRequest, to.Ranking),
     score.score: Operation(

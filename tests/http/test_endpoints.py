@@ -60,6 +60,7 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/v2/embed": ({"texts": ["x"]}, NO_VECTORS),
     "/pooling": ({"input": "x"}, NO_VECTORS),
     "/generative_scoring": ({"query": "x", "items": ["y"], "label_token_ids": []}, "invalid_value"),
+    "/v1/realtime": (None, "bad_request"),  # without a WebSocket
     "/invocations": (CHAT, None),
     "/v1/moderations": ({"input": "x"}, NO_VECTORS),
 }

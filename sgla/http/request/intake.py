@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from sgla import census
-from sgla.http.bodies import SHARE
+from sgla.http.bodies import SHARE, Share
 from sgla.http.request.schema import Schema
 from sgla.http.server import IGNORED_FIELDS, RID, SERVER
 
@@ -21,23 +21,25 @@ R = TypeVar("R", bound=msgspec.Struct)
 async def intake(request: web.Request, schema: Schema[R]) -> R:
     """The typed body. Raises NotReady while the model loads, TooLarge, Overloaded, or a BadRequest that names the field."""
     request.app[SERVER].ingress.require_ready()
-    body = request[BODY] if BODY in request else await request[SHARE].read(request)
-    return await _decoded(request, schema, body)
+    share = request[SHARE]
+    return await decoded(
+        request, schema, request[BODY] if BODY in request else await share.read(request), share
+    )
 
 
 async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
     """``intake`` of a body that may be missing."""
     request.app[SERVER].ingress.require_ready()
-    return await _decoded(request, schema, await request[SHARE].read(request) or b"{}")
+    share = request[SHARE]
+    return await decoded(request, schema, await share.read(request) or b"{}", share)
 
 
-async def _decoded(request: web.Request, schema: Schema[R], body: bytes) -> R:
-    """What is decoded stays in the request's share until it is answered; the body leaves it."""
+async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: Share) -> R:
+    """What is decoded stays in ``share`` until that is closed; the body leaves it."""
     ingress = request.app[SERVER].ingress
     counted = census.Census(ingress.facts.context_len if ingress.facts is not None else 0)
     for _ in census.counting(body, counted):
         await asyncio.sleep(0)
-    share = request[SHARE]
     share.take(counted.memory(body))
     await others(body)
     fields = schema.typed(body)

@@ -484,7 +484,7 @@ def check_ranges(request: msgspec.Struct) -> None:
         numbers = as_list(getattr(request, name))
         check_count(name, numbers, MAX_CHOICES)
         for number in numbers:
-            if number not in allowed:
+            if not isinstance(number, str) and number not in allowed:
                 raise InvalidField(f"{name} must be {allowed}, got {number}", param=name)
 
 

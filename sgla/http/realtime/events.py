@@ -1,0 +1,98 @@
+"""What clients of /v1/realtime send: typed events. Audio is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from sgla.errors import InvalidField, UnsupportedField
+from sgla.http.request.schema import Schema, unsupported
+
+Item = dict[str, Any]
+Most = int | Literal["inf"] | None  # tokens
+
+AUDIO = (
+    "input_audio_buffer.",
+    "output_audio_buffer.",
+    "conversation.item.truncate",
+    "transcription_session.",
+)
+
+
+class Wishes(msgspec.Struct, kw_only=True):
+    """What a session and a single response may set."""
+
+    instructions: str | None = None
+    output_modalities: list[str] | None = None
+    modalities: list[str] | None = None  # its name in the beta
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_output_tokens: Most = None
+    max_response_output_tokens: Most = None  # its name in the beta
+    temperature: float | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class SessionWishes(Wishes, kw_only=True):
+    type: Literal["realtime"] | None = None
+    model: str | None = None
+
+
+class ResponseWishes(Wishes, kw_only=True):
+    """``conversation`` none: the answer is not added to it. ``input``: items in place of the conversation."""
+
+    conversation: Literal["auto", "none"] | None = None
+    input: list[Item] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ClientEvent(msgspec.Struct, kw_only=True):
+    type: str
+    event_id: str | None = None
+    session: SessionWishes | None = None
+    response: ResponseWishes | None = None
+    item: Item | None = None
+    item_id: str | None = None
+    previous_item_id: str | None = None
+    response_id: str | None = None
+
+
+NESTED: dict[str, type[msgspec.Struct]] = {"session": SessionWishes, "response": ResponseWishes}
+EVENTS = Schema(ClientEvent, NESTED)
+_raw = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def check_known(data: bytes) -> None:
+    """Raise UnsupportedField for a setting that has a value and no meaning here; there is no header to tell it in."""
+    for place, kind in NESTED.items():
+        given = _raw(data).get(place)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if name not in kind.__struct_fields__ and value is not None:
+                raise unsupported(f"{place}.{name[:100]}")
+
+
+def check_event(event: ClientEvent) -> None:
+    if event.type.startswith(AUDIO):
+        raise UnsupportedField(
+            f"{event.type[:100]} is not supported by this server: conversations are in text", param="type"
+        )
+
+
+def check_text(wishes: Wishes) -> None:
+    for name in ("output_modalities", "modalities"):
+        if getattr(wishes, name) not in (None, ["text"]):
+            raise UnsupportedField(f'{name} must be ["text"]: this server makes no audio', param=name)
+
+
+def most_tokens(wishes: Iterable[Wishes]) -> int | None:
+    """The limit of an answer that the first of ``wishes`` with one has. Raises InvalidField."""
+    given = (most for one in wishes for most in (one.max_output_tokens, one.max_response_output_tokens))
+    most = next((most for most in given if most is not None), "inf")
+    if most == "inf":
+        return None
+    assert isinstance(most, int)
+    if not 1 <= most < 2**31:
+        raise InvalidField("max_output_tokens must be at least 1, or inf", param="max_output_tokens")
+    return most
