@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gzip
-import json
 import resource
 import shlex
 import signal
@@ -23,121 +22,38 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import lines
+import near_limits
+from hostile import (
+    CHAT,
+    KEY,
+    OTHER,
+    PATIENCE,
+    RESPONSES,
+    TEXT,
+    Attack,
+    Outcome,
+    Target,
+    exchange,
+    head,
+    listed,
+    one,
+    request,
+    send,
+    write,
+)
 from process import Server, free_port, resident, tree
 
-KEY, OTHER = "attacker", "bystander"
 DESCRIPTORS = 1024  # the soft limit that the server is started with
-PATIENCE = 600.0  # seconds for an answer
 SETTLE = 10.0  # seconds that memory may take to come back
+BACK = 1.15  # times what a warm server takes
 DRAIN = 3.0
-CHAT = "/v1/chat/completions"
-TEXT = "/v1/completions"
-RESPONSES = "/v1/responses"
-
-
-@dataclass
-class Target:
-    """The server at ``port`` of 127.0.0.1, and the share of each attack's size that is used (1: all)."""
-
-    port: int
-    scale: float = 1.0
-
-    def many(self, count: int) -> int:
-        return max(1, int(count * self.scale))
-
-
-@dataclass
-class Outcome:
-    """Answers by status (0: the connection ended without one), and what else an attack found out."""
-
-    statuses: Counter[int] = field(default_factory=Counter)
-    more: dict[str, Any] = field(default_factory=dict)
-
-
-Attack = Callable[[Target], Awaitable[Outcome]]
-
-
-def head(path: str, length: int, key: str, method: str = "POST", more: str = "") -> bytes:
-    return (
-        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {length}\r\n{more}\r\n"
-    ).encode()
-
-
-async def exchange(target: Target, data: bytes | Iterable[bytes]) -> tuple[int, bytes]:
-    """Send a request on a connection of its own; its status (0 for none) and what came after the first line."""
-    status, answer = 0, b""
-    writer = None
-    try:
-        async with asyncio.timeout(PATIENCE):
-            reader, writer = await asyncio.open_connection("127.0.0.1", target.port, limit=1 << 20)
-            writing = asyncio.ensure_future(write(writer, [data] if isinstance(data, bytes) else data))
-            first = await reader.readline()
-            status = int(first.split()[1]) if first else 0
-            answer = await whole(reader)
-            writing.cancel()
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
-        pass
-    finally:
-        if writer is not None:
-            writer.close()
-    return status, answer
-
-
-async def write(writer: asyncio.StreamWriter, parts: Iterable[bytes]) -> None:
-    try:
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-    except OSError:
-        pass  # a refusal may close the connection before the body is sent
-
-
-async def whole(reader: asyncio.StreamReader) -> bytes:
-    """The rest of an answer, its headers too. Raises IncompleteReadError where it breaks off."""
-    headers = await reader.readuntil(b"\r\n\r\n")
-    lowered = headers.lower()
-    if b"transfer-encoding: chunked" in lowered:
-        body = b""
-        while size := int(await reader.readline(), 16):
-            body += await reader.readexactly(size + 2)
-        await reader.readexactly(2)
-        return headers + body
-    length = (
-        int(lowered.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in lowered else 0
-    )
-    return headers + await reader.readexactly(length)
-
-
-def request(path: str, body: Any, key: str = KEY) -> bytes:
-    data = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
-    return head(path, len(data), key) + data
-
-
-async def send(target: Target, *requests: bytes) -> Outcome:
-    """All at once, each on a connection of its own."""
-    answers = await asyncio.gather(*(exchange(target, data) for data in requests))
-    return Outcome(Counter(status for status, _ in answers))
-
-
-def one(path: str, body: Callable[[Target], Any], copies: int = 1) -> Attack:
-    async def attack(target: Target) -> Outcome:
-        return await send(target, *[request(path, body(target))] * copies)
-
-    return attack
-
-
-def listed(count: int, item: bytes) -> bytes:
-    return b"[" + b",".join([item] * count) + b"]"
-
 
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
@@ -328,7 +244,7 @@ async def everything(target: Target) -> Outcome:
     return Outcome(outcome.statuses, dict(found))
 
 
-ATTACKS: dict[str, Attack] = {
+BEYOND: dict[str, Attack] = {
     "gzip bomb": gzip_bomb,
     "held gzip bodies": held_gzip,
     "10M ids, max_tokens 1.0": one(TEXT, ids(10_000_000, b',"max_tokens":1.0')),
@@ -350,6 +266,17 @@ ATTACKS: dict[str, Attack] = {
     "burst": burst,
     "everything": everything,
 }
+# More arguments of ``sgla serve``, and the attacks on such a server.
+SERVERS: list[tuple[list[str], dict[str, Attack]]] = [
+    ([], BEYOND | near_limits.PLAIN),
+    (
+        ["--executor", "fake", "--fake-step-ms", "1", "--max-queued-requests", "4096"],
+        near_limits.FAKE,
+    ),
+    (["--max-connections", "8"], near_limits.FEW),
+    (["--model", "minilm"], near_limits.VECTORS),
+]
+ATTACKS = {name: attack for _, attacks in SERVERS for name, attack in attacks.items()}
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -413,15 +340,15 @@ def settled(pid: int, bound: float) -> int:
     return now
 
 
-def measure(name: str, attack: Attack, target: Target, pid: int) -> dict[str, Any]:
-    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB (``memory``) before, at most and after."""
-    before = memory(pid)
-    peak, over = before, threading.Event()
+def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[str, Any]:
+    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB (``memory``): the ``baseline`` of the server when it
+    was warm, at most, and after."""
+    peak, over = 0, threading.Event()
 
     def sample() -> None:
         nonlocal peak
         while not over.wait(0.05):
-            peak = max(peak, memory(pid))
+            peak = max(peak, memory(target.pid))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -434,14 +361,15 @@ def measure(name: str, attack: Attack, target: Target, pid: int) -> dict[str, An
     slowest = probing.slowest()
     over.set()
     sampler.join()
-    after = settled(pid, 1.15 * before)
+    after = settled(target.pid, BACK * baseline)
     return {
         "attack": name,
         "seconds": round(seconds, 1),
         "statuses": {str(status): count for status, count in sorted(outcome.statuses.items())},
         **outcome.more,
         "slowest_live_ms": round(slowest, 1),
-        "rss_mb": [before >> 20, peak >> 20, after >> 20],
+        "rss_mb": [baseline >> 20, peak >> 20, after >> 20],
+        "back": after <= BACK * baseline,
     }
 
 
@@ -507,33 +435,50 @@ def main() -> None:
     args = parser.parse_args()
     if args.probe is not None:
         return probe(args.probe)
-    port = free_port()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # for the clients
+    measured = []
+    for more, attacks in SERVERS:
+        names = [name for name in attacks if args.only is None or name in args.only]
+        if names:
+            measured += attacked(
+                ["--model", args.model, *more, *shlex.split(args.server_args)], names, args.scale
+            )
+    print(lines.line(worst(measured)), flush=True)
+
+
+def attacked(arguments: list[str], names: list[str], scale: float) -> list[dict[str, Any]]:
+    """The results of attacks on a server of their own, in turn."""
+    port = free_port()
     command = [
         *("sh", "-c", f'ulimit -S -n {DESCRIPTORS}; exec "$@"', "sh"),
-        *(
-            sys.executable,
-            "-m",
-            "sgla",
-            "serve",
-            args.model,
-            "--port",
-            str(port),
-            "--drain-timeout",
-            str(DRAIN),
-        ),
-        *("--api-key", KEY, "--api-key", OTHER, *shlex.split(args.server_args)),
+        *(sys.executable, "-m", "sgla", "serve", "--port", str(port), "--drain-timeout", str(DRAIN)),
+        *("--api-key", KEY, "--api-key", OTHER, *arguments),
     ]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # for the clients
     log = Path(tempfile.mkdtemp()) / "server.log"
+    results = []
     with Server(command, f"http://127.0.0.1:{port}", "/health/ready", log) as server:
-        target = Target(port, args.scale)
+        target = Target(port, scale, server.process.pid)
         asyncio.run(warm_up(target))
-        for name in args.only or ATTACKS:
+        baseline = memory(target.pid)
+        for name in names:
             if server.process.poll() is not None:
                 raise SystemExit(f"the server ended before '{name}'; see {log}")
-            print(lines.line(measure(name, ATTACKS[name], target, server.process.pid)), flush=True)
+            results.append(measure(name, ATTACKS[name], target, baseline))
+            print(lines.line(results[-1]), flush=True)
         print(lines.line(ends(server, target)), flush=True)
+    return results
+
+
+def worst(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """The attack that held the loop for the longest time, and those after which memory was not given back."""
+    slowest = max(measured, key=lambda result: result["slowest_live_ms"])
+    return {
+        "worst": slowest["attack"],
+        "slowest_live_ms": slowest["slowest_live_ms"],
+        "over_100_ms": [result["attack"] for result in measured if result["slowest_live_ms"] > 100],
+        "not_back": [result["attack"] for result in measured if not result["back"]],
+    }
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.grammar.source import explain, source_of
 from sgla.grammar.tags import schemas_of
+from sgla.memory import give_back, keep_little
 from sgla.messages import Grammar
 from sgla.processes import die_with
 
@@ -55,6 +56,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + STACK + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
+    keep_little()
     gc.freeze()  # children share these objects as long as nobody writes to them
     with socket.socket(fileno=int(control)) as messages:
         breed(messages, lambda stream: serve(tokenizer, special, stream))
@@ -83,12 +85,18 @@ def breed(messages: socket.socket, work: Callable[[BinaryIO], None]) -> None:
 
 def run_child(parent: int, file: int, work: Callable[[BinaryIO], None]) -> NoReturn:
     die_with(parent)
+
+    def run(stream: BinaryIO) -> None:
+        with suppress(BrokenPipeError):  # nobody waits any more
+            work(stream)
+
     with socket.socket(fileno=file) as connection, connection.makefile("rwb") as stream:
-        stream.write(LENGTH.pack(os.getpid()))
-        stream.flush()
-        worker = threading.Thread(target=work, args=(stream,))
-        worker.start()
-        worker.join()
+        with suppress(BrokenPipeError):
+            stream.write(LENGTH.pack(os.getpid()))
+            stream.flush()
+            worker = threading.Thread(target=run, args=(stream,))
+            worker.start()
+            worker.join()
         os._exit(0)
 
 
@@ -103,6 +111,8 @@ def serve(tokenizer: LLTokenizer, special: dict[str, int], stream: BinaryIO) -> 
         data = encode(answer)
         stream.write(LENGTH.pack(len(data)) + data)
         stream.flush()
+        del ask, answer, data
+        give_back()
 
 
 def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:

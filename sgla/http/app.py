@@ -32,6 +32,7 @@ from sgla.http.realtime import session as realtime
 from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
 from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
+from sgla.http.wire import in_pieces
 from sgla.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
     try:
         response = await answer(request, path, route)
         status = response.status
+        in_pieces(response)
         if not request.content.is_eof() or request.content.exception() is not None or is_spare(request):
             response.force_close()  # what still comes of the body is thrown away
         return response

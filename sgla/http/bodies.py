@@ -36,9 +36,8 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self.inflating = (
-            asyncio.Lock()
-        )  # one body at a time, so that many add no more than one to a turn of the loop
+        # One body at a time is inflated, and one that is large decoded, so that many add no more than one to a turn of the loop.
+        self.inflating, self.decoding = asyncio.Lock(), asyncio.Lock()
         self.of_client: Counter[str] = Counter()
         self._arriving: dict[Share, float] = {}  # and since when, the longest first
 

@@ -38,6 +38,20 @@ async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None
     return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
+async def sliced_lists(
+    lists: Sequence[Sequence[Any]], shape: Callable[[Any], Any] | None = None
+) -> list[Any]:
+    """``sliced`` for each of many lists, which may be short."""
+    shown, since = [], 0
+    for items in lists:
+        shown.append(await sliced(items, shape))
+        since += len(items)
+        if since > SLICE:
+            since = 0
+            await asyncio.sleep(0)
+    return shown
+
+
 def total(texts: Iterable[Any]) -> int:
     """The size of a list: of its members, and a little for each."""
     return sum(64 + len(text) for text in texts)

@@ -22,8 +22,10 @@ from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
 from sgla.http.connections import Runner, backlog, connection_limit, raise_file_limit
 from sgla.leaving import LastResort
+from sgla.memory import keep_little
 from sgla.messages import Facts, Progress
 from sgla.observe.loop import LoopWatch
+from sgla.observe.memory import MemoryWatch
 from sgla.observe.metrics import Metrics
 from sgla.observe.throughput import Throughput
 
@@ -61,13 +63,17 @@ async def _serve(
     on_ready: Callable[[Facts, Defaults, str, float], None] | None,
 ) -> int:
     started = clock.now()
+    keep_little()
     system = System(config, on_progress)
     last_resort = LastResort(system.abandon)
     signals = Signals(system, last_resort)
     system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
     logging.getLogger("aiohttp.server").addFilter(unreadable)
-    watch = LoopWatch(system.metrics.loop_lag.observe)
-    throughput = Throughput(system.ingress.stats, config.log_interval)
+    watches = (
+        LoopWatch(system.metrics.loop_lag.observe),
+        MemoryWatch(),
+        Throughput(system.ingress.stats, config.log_interval),
+    )
     files = raise_file_limit()
     runner = Runner(
         make_app(system.ingress, config, system.metrics),
@@ -91,8 +97,8 @@ async def _serve(
     finally:
         last_resort.within(LEAVE, code)
         await asyncio.gather(system.close(), runner.cleanup(), _write_rest(system.metrics))
-        watch.close()
-        throughput.close()
+        for watch in watches:
+            watch.close()
         last_resort.stand_down()
     return code
 

@@ -26,8 +26,11 @@ from sgla.sched.snapshot import freeze, thaw
 T = TypeVar("T")
 
 # A snapshot takes a few ms of the loop, tens with a full cache. So a chapter goes on until the scheduler is idle, unless it
-# takes more memory than this.
+# takes more memory than this. It waits, and if need be steps are forgotten, as long as so many requests are open that a
+# snapshot would take tens of ms more.
 BYTES_KEPT = 4 << 20
+MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
+MOST_OPEN = 1024
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
 PLAN_BYTES = 800  # of a plan and its result, without the rows
 MAGIC = b"sgla steps 1\n"
@@ -137,8 +140,12 @@ class RecordedCore(Core):
         return self._do(Flush(), super().flush_cache)
 
     def rest(self) -> None:
-        if self._bytes >= BYTES_KEPT or (self._steps - self._start >= self._size and self.idle):
+        if self._bytes < BYTES_KEPT and not (self._steps - self._start >= self._size and self.idle):
+            return
+        if len(self._open) <= MOST_OPEN:
             self._begin()
+        elif self._bytes >= MOST_KEPT:
+            self._chapters.clear()
 
     def written(self, why: str) -> bytes:
         """The log as the bytes of a file."""
@@ -157,7 +164,8 @@ class RecordedCore(Core):
         self._chapters.append(Chapter(freeze(self), []))
 
     def _do(self, call: AnyCall, function: Callable[..., T], *args: Any) -> T:
-        self._chapters[-1].calls.append(call)
+        if self._chapters:
+            self._chapters[-1].calls.append(call)
         try:
             return function(*args)
         except Exception as error:

@@ -19,9 +19,12 @@ from typing import Any
 import msgspec
 
 from sgla.errors import BadRequest, SglaError
+from sgla.memory import give_back, keep_little
 from sgla.text.process import LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.parser import parser_of
+
+LARGE = 64 << 10  # bytes of a task or an answer behind which memory is given back
 
 
 def main() -> None:
@@ -31,15 +34,19 @@ def main() -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    keep_little()
     gc.freeze()
     asks, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(head := asks.read(LENGTH.size)) == LENGTH.size:
-        data = asks.read(LENGTH.unpack(head)[0])
+        data = asks.read(size := LENGTH.unpack(head)[0])
         signal.setitimer(signal.ITIMER_REAL, 2 * SECONDS)
         data = answer(data)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(LENGTH.pack(len(data)) + data)
         answers.flush()
+        if max(size, len(data)) > LARGE:
+            del data
+            give_back()
 
 
 def answer(data: bytes) -> bytes:

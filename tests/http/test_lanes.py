@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from sgla.actors.lanes import SMALL_SIZE, Lanes
 from sgla.http.lanes import sliced
 from sgla.http.native.tokens import MAX_CHARS, MAX_TEXTS
 from sgla.http.openai.text import MAX_AT_ONCE
+from sgla.http.request import intake
 from sgla.http.request.schema import MAX_REPEATED
+from sgla.http.wire import PIECE, Pieces
 
 TEXT = "/v1/completions"
 
@@ -152,6 +155,43 @@ async def test_a_stream_echoes_a_long_prompt_with_its_logprobs(site: Site) -> No
     status, reply = await site.post(TEXT, body | {"prompt": [5] * 1000, "logprobs": 20})
     assert (status, reply["error"]["param"]) == (400, "logprobs")
     assert f"{MAX_AT_ONCE} is the limit" in reply["error"]["message"]
+
+
+async def test_large_answers_are_written_in_pieces(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    write = Pieces.write
+
+    async def told(self: Pieces, writer: Any) -> None:
+        written.append(self.size)
+        await write(self, writer)
+
+    monkeypatch.setattr(Pieces, "write", told)
+    texts = ["some words " * 20] * 2000
+    status, reply = await site.post("/tokenize", {"prompt": texts})
+    assert status == 200
+    assert len(reply["tokens"]) == len(texts)
+    assert len(written) == 1
+    assert written[0] > PIECE
+    await site.post("/tokenize", {"prompt": texts[:9]})
+    assert len(written) == 1
+
+
+async def test_large_bodies_are_decoded_one_at_a_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = 0, 0
+    others = intake.others
+
+    async def told(body: bytes) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await others(body)
+        at_once -= 1
+
+    monkeypatch.setattr(intake, "others", told)
+    body = {"prompt": "x", "max_tokens": 1, "metadata": ["a" * 50] * 9000}
+    replies = await asyncio.gather(*(site.post("/v1/completions", body) for _ in range(9)))
+    assert [status for status, _ in replies] == [200] * 9
+    assert most == 1
 
 
 async def test_limit_of_stops(site: Site) -> None:

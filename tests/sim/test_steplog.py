@@ -120,6 +120,25 @@ def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(type(call).__name__ == "Offer" for chapter in chapters for call in chapter.calls) <= 10
 
 
+def test_no_snapshot_is_made_of_too_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steplog, "BYTES_KEPT", 2000)
+    monkeypatch.setattr(steplog, "MOST_KEPT", 8000)
+    monkeypatch.setattr(steplog, "MOST_OPEN", 4)
+    simulation = Recorded(make_limits(context_len=96), steps=10**6)
+    kept = []
+    for i in range(13):  # 800 bytes each
+        simulation.offer(make_submit(f"r{i}", [i] * 20, max_new=2))
+        simulation.core.rest()
+        kept.append(len(simulation.log().chapters))
+    assert kept == [1] * 2 + [2] * 10 + [0]
+    simulation.run()
+    simulation.core.rest()
+    simulation.offer(make_submit("last", [7] * 20, max_new=2))
+    simulation.run()
+    (chapter,) = simulation.log().chapters
+    assert replay(chapter).difference is None
+
+
 def test_deep_trees_are_copied() -> None:
     """Each turn of a conversation is a node below the last one's."""
     simulation = Recorded(make_limits(pages=900, context_len=9000, step_tokens=8192, slots=1), check=False)

@@ -39,7 +39,7 @@ from sgla.text.logprobs import finite, token_text
 
 SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling, "session_params": SessionParams})
 DEFAULT_MAX_TOKENS = 128
-SLICE = 256  # prompts that are looked at in one go
+SLICE = 0.01  # seconds for which the parameters of prompts are looked at in one go
 
 Show = Callable[[int, TokenLogprob | None], Any]  # of a token's logprobs
 
@@ -52,11 +52,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     rids = spread("rid", fields.rid, len(prompts))
     ids = asked_ids(fields.token_ids_logprob, len(prompts))
     sampling = []
+    begun = clock.now()
     for i in range(len(prompts)):
         sampling.append(native_sampling(fields, server, i, len(prompts), ids[i] or []))
         prompts[i]["clip"] = own_params(fields, i, len(prompts)).max_new_tokens is None
-        if i % SLICE == SLICE - 1:
+        if clock.now() > begun + SLICE:
             await asyncio.sleep(0)
+            begun = clock.now()
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
     work = make_work(request, fields, prompts, sampling, rids[0])

@@ -35,15 +35,28 @@ async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
 
 
 async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: Share) -> R:
-    """What is decoded stays in ``share`` until that is closed; the body leaves it."""
+    """What is decoded stays in ``share`` until that is closed; the body leaves it. Large bodies take turns."""
+    if len(body) <= census.SMALL:
+        return await _counted(request, schema, body, share)
+    async with request.app[SERVER].budget.decoding:
+        return await _counted(request, schema, body, share)
+
+
+async def _counted(request: web.Request, schema: Schema[R], body: bytes, share: Share) -> R:
     ingress = request.app[SERVER].ingress
     counted = census.Census(ingress.facts.context_len if ingress.facts is not None else 0)
     for _ in census.counting(body, counted):
         await asyncio.sleep(0)
     share.take(counted.memory(body))
     await others(body)
-    fields = schema.typed(body)
+    fields = schema.strict(body)
     await others(body)
+    if fields is None:
+        integers = schema.rewritten(body)
+        await others(body)
+        fields = schema.strict(integers, last=True)
+        assert fields is not None
+        await others(body)
     request[IGNORED_FIELDS] = schema.ignored(body)
     await others(body)
     dump = request.app[SERVER].dump

@@ -359,10 +359,22 @@ class Schema(Generic[R]):
         self._nested = {name: frozenset(sub.__struct_fields__) for name, sub in (nested or {}).items()}
 
     def typed(self, body: bytes) -> R:
-        """The request. Raises BadRequest subclasses that name the field."""
+        """The request. Raises BadRequest subclasses that name the field. Where an integer is wanted, 3.0 is one too: JSON knows
+        no difference, and some clients write them so."""
+        request = self.strict(body) or self.strict(self.rewritten(body), last=True)
+        assert request is not None
+        return request
+
+    def strict(self, body: bytes, last: bool = False) -> R | None:
+        """``typed``, but None for a float where an integer is wanted, unless this is the ``last`` try."""
         if not body or body.isspace():
             raise BadRequest("the request body is empty; a JSON object is expected")
-        request = _read(self._typed, body)
+        try:
+            request = _read(self._decoder.decode, body)
+        except BadRequest as error:
+            if last or "got float" not in error.message:
+                raise
+            return None
         check_ranges(request)
         for name in self._nested:
             items = as_list(getattr(request, name))
@@ -371,18 +383,13 @@ class Schema(Generic[R]):
                 check_ranges(item)
         return request
 
+    def rewritten(self, body: bytes) -> bytes:
+        """The body ``with_integers`` in its short fields."""
+        return _read(lambda body: msgspec.json.encode(fields_with_integers(_RAW.decode(body))), body)
+
     def ignored(self, body: bytes) -> list[str]:
         """The names of unknown fields. Raises UnsupportedField for a known one that cannot be honoured."""
         return _read(lambda body: self._unknown(_RAW.decode(body)), body)
-
-    def _typed(self, body: bytes) -> R:
-        """Where an integer is wanted, 3.0 is one too: JSON knows no difference, and some clients write them so."""
-        try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
-                raise
-        return self._decoder.decode(msgspec.json.encode(fields_with_integers(_RAW.decode(body))))
 
     def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> list[str]:
         names = unknown(raw, self._fields)

@@ -1,0 +1,418 @@
+"""Attacks just below the limits of ``docs/operating.md``: what is not refused is what costs.
+
+``ATTACKS`` is by the server that they are for: ``--executor fake`` where a model on a CPU would take minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hostile import (
+    CHAT,
+    KEY,
+    OTHER,
+    RESPONSES,
+    TEXT,
+    Attack,
+    Outcome,
+    Target,
+    exchange,
+    head,
+    listed,
+    one,
+    request,
+    send,
+    write,
+)
+from process import tree
+
+NATIVE = "/generate"
+SHORT = 6.0  # seconds that a client waits whose answer would take the model too long
+
+Body = Callable[[Target], Any]
+
+
+def words(count: int) -> str:
+    """About ``count`` characters of text."""
+    return "words of some text, " * (count // 20)
+
+
+# JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def ids(value: bytes, more: bytes = b"") -> Body:
+    return lambda target: b'{"prompt":' + listed(target.many(524_000), value) + more + b"}"
+
+
+def kwargs(count: int, item: bytes) -> Body:
+    """Anything that the template is given."""
+
+    def body(target: Target) -> bytes:
+        return (
+            b'{"max_tokens":1,"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":'
+            + listed(target.many(count), item)
+            + b"}}"
+        )
+
+    return body
+
+
+def messages(count: int, message: bytes) -> Body:
+    return lambda target: b'{"max_tokens":1,"messages":' + listed(target.many(count), message) + b"}"
+
+
+PART = b'{"type":"text","text":"a"}'
+PARTS = b'{"role":"user","content":' + listed(2, PART) + b"}"
+EMPTY_CALL = b'{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{}"}}]}'
+
+
+def items(target: Target) -> bytes:
+    part = b'{"type":"input_text","text":"a"}'
+    return (
+        b'{"max_output_tokens":1,"input":'
+        + listed(target.many(8192), b'{"role":"user","content":' + listed(2, part) + b"}")
+        + b"}"
+    )
+
+
+def unknown_fields(target: Target) -> dict[str, Any]:
+    return {"prompt": "a", "max_tokens": 1} | {f"field_{i}": i for i in range(target.many(250))}
+
+
+def unknown_sampling(target: Target) -> dict[str, Any]:
+    fields = {f"field_{i}": i for i in range(250)}
+    count = target.many(256)
+    return {"text": ["a"] * count, "sampling_params": [{"max_new_tokens": 1} | fields] * count}
+
+
+def backslashes(target: Target) -> bytes:
+    return b'{"max_tokens":1,"prompt":"' + rb"\u00e9" * target.many(2_097_000) + b'"}'
+
+
+async def headers(target: Target) -> Outcome:
+    """Requests whose headers together come near 64 KB, in many lines and in few, one behind the other on a connection."""
+    many = "".join(f"x-{i}: a\r\n" for i in range(target.many(6000)))
+    few = "".join(f"x-{i}: {'a' * 8000}\r\n" for i in range(target.many(7)))
+    answers = [send(target, head("/version", 0, KEY, "GET", more)) for more in (many, few) for _ in range(20)]
+    outcome = Outcome()
+    for found in await asyncio.gather(*answers):
+        outcome.statuses += found.statuses
+    return outcome
+
+
+# Prompts and choices --------------------------------------------------------------------------------------------------
+
+
+def new_grammar(target: Target) -> dict[str, Any]:
+    grammar = f"a{{1,9}}|{time.monotonic_ns()}"
+    return {"prompt": ["a"] * target.many(4096), "max_tokens": 1, "regex": grammar}
+
+
+def prompts(target: Target) -> dict[str, Any]:
+    return {"prompt": [f"{i} {words(40)}" for i in range(target.many(4096))], "max_tokens": 1}
+
+
+def native_prompts(target: Target) -> dict[str, Any]:
+    count = target.many(4096)
+    return {
+        "text": [f"{i} text" for i in range(count)],
+        "rid": [f"{i} ".ljust(1024, "r") for i in range(count)],
+        "sampling_params": [{"max_new_tokens": 1, "stop": ["a", "b"]}] * count,
+        "return_logprob": [True] * count,
+        "top_logprobs_num": [2] * count,
+    }
+
+
+def native_biases(target: Target) -> dict[str, Any]:
+    bias = {str(i): 1 for i in range(4096)}
+    return {"text": ["a"] * 15, "sampling_params": [{"max_new_tokens": 1, "logit_bias": bias}] * 15}
+
+
+def biased(count: int) -> Body:
+    """``count`` prompts with n = 128, each choice with all the biases that there may be."""
+
+    def body(target: Target) -> dict[str, Any]:
+        bias = {str(i): i % 100 for i in range(target.many(4096))}
+        return {"prompt": ["a"] * count, "n": 128, "max_tokens": 2, "logit_bias": bias}
+
+    return body
+
+
+def allowed(count: int) -> Body:
+    def body(target: Target) -> dict[str, Any]:
+        named = [i % 49_000 for i in range(target.many(131_072))]
+        return {"prompt": ["a"] * count, "n": 128, "max_tokens": 2, "allowed_token_ids": named}
+
+    return body
+
+
+def stops(target: Target) -> dict[str, Any]:
+    listed_stops = [f"{i:03}" + "ab" * 62 for i in range(target.many(64))]
+    return {"prompt": ["a"] * 32, "n": 128, "max_tokens": 2, "stop": listed_stops}
+
+
+def regex_streams(target: Target) -> dict[str, Any]:
+    patterns = [f"(a?){{{100 + i}}}b{i}" for i in range(target.many(64))]
+    return {"prompt": "a", "n": 128, "max_tokens": 16, "stream": True, "stop_regex": patterns}
+
+
+async def cut_prompts(target: Target) -> Outcome:
+    body = {"prompt": [words(130_000)] * target.many(100), "truncate_prompt_tokens": 1, "max_tokens": 1}
+    return await send(target, *[request(TEXT, body)] * 4, patience=2 * SHORT)
+
+
+def prompt_logprobs(target: Target) -> dict[str, Any]:
+    prompt = [[5 + i % 1000 for i in range(8191)]] * target.many(6)
+    return {"prompt": prompt, "prompt_logprobs": 20, "max_tokens": 0, "echo": True}
+
+
+def logprobs(target: Target) -> dict[str, Any]:
+    return {"prompt": "a", "n": 128, "max_tokens": target.many(390), "logprobs": 20, "ignore_eos": True}
+
+
+def logprob_streams(target: Target) -> dict[str, Any]:
+    return {**logprobs(target), "stream": True}
+
+
+def scored(target: Target) -> dict[str, Any]:
+    """The query stands before each item."""
+    return {"query": words(8 << 20), "items": ["a"] * target.many(100), "label_token_ids": [5]}
+
+
+def scored_near(target: Target) -> dict[str, Any]:
+    labels = list(range(512))
+    return {
+        "query": words(target.many(160_000)),
+        "items": ["a"] * 100,
+        "label_token_ids": labels,
+        "truncate_prompt_tokens": 8,
+    }
+
+
+# Tools and grammars ---------------------------------------------------------------------------------------------------
+
+
+def tools(choice: str) -> Body:
+    def body(target: Target) -> dict[str, Any]:
+        properties = {f"p{i}": {"type": "string", "enum": ["a", "b"]} for i in range(8)}
+        functions = [
+            {
+                "name": f"function_{i}_{time.monotonic_ns()}",
+                "parameters": {"type": "object", "properties": properties},
+            }
+            for i in range(target.many(1024))
+        ]
+        return {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"type": "function", "function": function} for function in functions],
+            "tool_choice": choice,
+            "max_tokens": 1,
+        }
+
+    return body
+
+
+def regex(target: Target) -> dict[str, Any]:
+    pattern = "|".join(f"{i}" for i in range(target.many(38_000)))
+    return {"prompt": "a", "max_tokens": 1, "regex": pattern[:262_000]}
+
+
+def ebnf(target: Target) -> dict[str, Any]:
+    rules = "".join(f'r{i} ::= "{i}" r{i + 1}\n' for i in range(target.many(9000)))
+    return {"prompt": "a", "max_tokens": 1, "ebnf": f"root ::= r0\n{rules}"[:262_000]}
+
+
+def schema(target: Target) -> dict[str, Any]:
+    form = {"enum": [f"{i}" for i in range(target.many(28_000))]}
+    return {"prompt": "a", "max_tokens": 1, "json_schema": json.dumps(form)}
+
+
+async def grammars(target: Target) -> Outcome:
+    """As many as may wait, each as long as it may be, then their clients leave."""
+    now = time.monotonic_ns()
+    bodies = [
+        {"prompt": "a", "max_tokens": 1, "regex": f"{now + i}" + "(ab|cd)" * target.many(37_000)}
+        for i in range(64)
+    ]
+    return await send(
+        target, *(request(TEXT, body) for body in bodies), patience=SHORT * min(1, 5 * target.scale)
+    )
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def tokenized(target: Target) -> dict[str, Any]:
+    return {"prompt": words(target.many(1_048_000)), "return_token_strs": True}
+
+
+def many_texts(target: Target) -> dict[str, Any]:
+    return {"prompt": [words(120)] * target.many(8192), "return_token_strs": True}
+
+
+def detokenized(target: Target) -> bytes:
+    return b'{"tokens":' + listed(target.many(262_000), b"1234") + b"}"
+
+
+def many_lists(target: Target) -> bytes:
+    return b'{"tokens":' + listed(target.many(8192), listed(31, b"1234")) + b"}"
+
+
+def long_message(target: Target) -> dict[str, Any]:
+    return {"max_tokens": 1, "messages": [{"role": "user", "content": words(target.many(15 << 20))}]}
+
+
+def long_prompt(target: Target) -> dict[str, Any]:
+    return {"max_tokens": 1, "prompt": words(target.many(15 << 20))}
+
+
+def reasoning(target: Target) -> dict[str, Any]:
+    return {"text": "<think>" * target.many(2 << 20), "reasoning_parser": "qwen3"}
+
+
+def call(target: Target) -> dict[str, Any]:
+    text = '<tool_call>{"name":"f","arguments":{}}</tool_call>' * target.many(80_000)
+    return {"text": text, "tool_call_parser": "hermes"}
+
+
+async def background(target: Target) -> Outcome:
+    metadata = {"a": "m" * target.many(2 << 20)}
+    body = {"input": "a", "background": True, "max_output_tokens": 64, "metadata": metadata}
+    return await send(target, *[request(RESPONSES, body)] * 60)
+
+
+def texts(field: str, more: dict[str, Any] | None = None) -> Body:
+    def body(target: Target) -> dict[str, Any]:
+        return {field: [f"{i} {words(40)}" for i in range(target.many(4096))]} | (more or {})
+
+    return body
+
+
+def pairs(target: Target) -> dict[str, Any]:
+    left = [f"{i}" for i in range(target.many(2048))]
+    return {"text_1": left, "text_2": left}
+
+
+# Workers and connections ----------------------------------------------------------------------------------------------
+
+
+def workers(pid: int) -> list[int]:
+    found = []
+    for child in tree(pid):
+        with contextlib.suppress(OSError), open(f"/proc/{child}/cmdline", "rb") as file:
+            if b"sgla.executor.child" in file.read():
+                found.append(child)
+    return found
+
+
+async def stopped_worker(target: Target) -> Outcome:
+    """Commands for a worker that stands still, and streams that wait for it; then it goes on."""
+    stream = {"prompt": [5, 6, 7], "max_tokens": 8, "stream": True}
+    pids = workers(target.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        outcome = await send(
+            target,
+            *[request("/start_profile", {})] * target.many(900),
+            *[request(TEXT, stream)] * target.many(50),
+            patience=3 * min(1, 5 * target.scale),
+        )
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    await send(target, request("/stop_profile", {}), patience=SHORT)
+    found = await send(target, request(TEXT, {"prompt": "a", "max_tokens": 1}, OTHER))
+    outcome.more["other"] = dict(found.statuses)
+    return outcome
+
+
+async def lingering(target: Target) -> Outcome:
+    """Connections that send a body that was refused, slowly, and another client that wants /health."""
+    held = []
+    for _ in range(target.many(72)):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.port)
+            await write(writer, [head("/nowhere", 1 << 30, "wrong")])
+            held.append(writer)
+    outcome = Outcome()
+    for _ in range(20):
+        for writer in held:
+            await write(writer, [b"a"])
+        status, _ = await exchange(target, head("/health", 0, OTHER, "GET"), 5.0)
+        outcome.statuses[status] += 1
+        await asyncio.sleep(0.1)
+    for writer in held:
+        writer.close()
+    return outcome
+
+
+PLAIN: dict[str, Attack] = {
+    "524k ids of 10 digits, max_tokens 1.0": one(TEXT, ids(b"2147483647", b',"max_tokens":1.0')),
+    "524k ids in lists of 128": one(
+        TEXT,
+        lambda target: b'{"max_tokens":1,"prompt":' + listed(target.many(4000), listed(128, b"49000")) + b"}",
+        patience=SHORT,
+    ),
+    "524k values for the template": one(CHAT, kwargs(523_000, b"1.5")),
+    "262k strings for the template": one(CHAT, kwargs(262_000, b'"a"')),
+    "65k objects for the template": one(CHAT, kwargs(65_000, b"{}")),
+    "60k message objects": one(CHAT, messages(60_000, b'{"role":"user"}')),
+    "8,192 messages, 16,384 parts": one(CHAT, messages(8192, PARTS)),
+    "16,384 parts, /v1/messages": one("/v1/messages", messages(8192, PARTS)),
+    "8,192 messages with calls": one(CHAT, messages(8192, EMPTY_CALL)),
+    "8,192 items, 16,384 parts": one(RESPONSES, items),
+    "unknown fields": one(TEXT, unknown_fields, copies=20),
+    "unknown sampling fields": one(NATIVE, unknown_sampling),
+    "2M backslashes": one(TEXT, backslashes),
+    "headers of 64 KB": headers,
+    "message of 15 MiB": one(CHAT, long_message),
+    "prompt of 15 MiB": one(TEXT, long_prompt, copies=4),
+    "4 x 100 prompts of 130k characters": cut_prompts,
+    "4,096 prompts, new grammar": one(TEXT, new_grammar, patience=2 * SHORT),
+    "4,096 prompts": one(TEXT, prompts, patience=SHORT),
+    "n 128, 4,096 biases": one(TEXT, biased(1)),
+    "n 128, 131,072 allowed ids": one(TEXT, allowed(1)),
+    "15 x 4,096 biases": one(NATIVE, native_biases),
+    "n 128, stop_regex, streamed": one(TEXT, regex_streams),
+    "score, 8 MiB x 100": one("/v1/score", scored),
+    "score, 160 kB x 100": one("/v1/score", scored_near, patience=SHORT),
+    "1,024 tools": one(CHAT, tools("auto")),
+    "1,024 tools, required": one(CHAT, tools("required")),
+    "regex of 262,000": one(TEXT, regex),
+    "EBNF of 262,000": one(TEXT, ebnf),
+    "schema of 262,000": one(TEXT, schema),
+    "64 grammars of 262,000": grammars,
+    "tokenize 1M characters": one("/tokenize", tokenized, copies=2),
+    "tokenize 8,192 texts": one("/tokenize", many_texts),
+    "detokenize 262k ids": one("/detokenize", detokenized),
+    "detokenize 8,192 lists": one("/detokenize", many_lists),
+    "reasoning of 15 MB": one("/separate_reasoning", reasoning),
+    "80k calls": one("/parse_function_call", call),
+    "60 background responses": background,
+    "stopped worker": stopped_worker,
+}
+FAKE: dict[str, Attack] = {
+    "4,096 prompts, no model": one(TEXT, prompts),
+    "4,096 prompts, new grammar, no model": one(TEXT, new_grammar),
+    "4,096 native prompts, no model": one(NATIVE, native_prompts),
+    "4,096 choices, 4,096 biases": one(TEXT, biased(32)),
+    "4,096 choices, 131,072 allowed ids": one(TEXT, allowed(32)),
+    "4,096 choices, 64 stops": one(TEXT, stops),
+    "1M prompt logprobs": one(TEXT, prompt_logprobs),
+    "1M logprobs": one(TEXT, logprobs),
+    "1M logprobs, streamed": one(TEXT, logprob_streams),
+}
+VECTORS: dict[str, Attack] = {
+    "4,096 embeddings": one("/v1/embeddings", texts("input")),
+    "4,096 documents": one("/v1/rerank", texts("documents", {"query": "a"})),
+    "2,048 pairs": one("/v1/score", pairs),
+}
+FEW: dict[str, Attack] = {"72 lingering connections": lingering}
