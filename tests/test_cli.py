@@ -170,6 +170,22 @@ def test_doctor_looks_at_everything() -> None:
     assert all(name in text for name in found)
 
 
+@pytest.mark.parametrize(
+    ("argv", "word"), [(["explain", "--port", "1"], "given:"), (["doctor"], "shared memory")]
+)
+def test_tables_of_a_terminal_fold_what_is_long(
+    argv: list[str], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with contextlib.redirect_stdout(Terminal()) as out:
+        assert cli.main(argv) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert any(word in line for line in lines)
+    if argv[0] == "explain":
+        lines = lines[: lines.index("")]
+    assert max(map(len, lines)) <= 100
+
+
 def test_doctor_advises() -> None:
     machine = doctor.Machine(cores=1, torch=None, compiler=None, shm_free=1 << 20)
     found = {finding.name: finding for finding in doctor.examine(machine)}
@@ -282,9 +298,11 @@ def test_progress_without_a_terminal_is_a_few_plain_lines() -> None:
 
 
 def test_progress_on_a_terminal_ends_each_phase_with_its_last_state() -> None:
-    kept = [line.split("\r\x1b[K")[-1] for line in progress_of(Terminal()).split("\n")[:-1]]
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", progress_of(Terminal()))
+    kept = [line.rstrip() for line in text.replace("\r", "\n").split("\n") if line.strip()][-3:]
     assert [line.split()[0] for line in kept] == ["download", "load", "warmup"]
-    assert "########################] 100%" in kept[0]
+    assert "200 of 200 MB" in kept[0]
+    assert "3/3" in kept[2]
 
 
 # a stand-in server ---------------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ import argparse
 import importlib.metadata
 import json
 import platform
-from typing import Any, NamedTuple
+import sys
+from typing import NamedTuple
 
 from sgla import __version__
+from sgla.cli.show import table
 from sgla.config import Config
 from sgla.device import LEAST
 from sgla.errors import ConfigError
@@ -26,6 +28,7 @@ PACKAGES = (
     "msgspec",
     "huggingface_hub",
 )
+MARKS = {"ok": " ", "missing": "-", "broken": "!"}
 SHM_NEEDED = 16 * MIB
 
 
@@ -42,6 +45,11 @@ def run(args: argparse.Namespace) -> int:
     found = examine(detect())
     if args.json:
         print(json.dumps([finding._asdict() for finding in found], indent=2))
+    elif sys.stdout.isatty():
+        table(
+            ["", "", ""],
+            [[MARKS[one.status], one.name, "\n-> ".join(filter(None, one[2:]))] for one in found],
+        )
     else:
         print(as_text(found))
     return int(any(finding.status == "broken" for finding in found))
@@ -159,10 +167,9 @@ def _choice(machine: Machine) -> Finding:
 
 def as_text(found: list[Finding]) -> str:
     width = max(len(finding.name) for finding in found)
-    marks: dict[str, Any] = {"ok": " ", "missing": "-", "broken": "!"}
     lines = []
     for finding in found:
-        lines.append(f"{marks[finding.status]} {finding.name:<{width}}  {finding.detail}")
+        lines.append(f"{MARKS[finding.status]} {finding.name:<{width}}  {finding.detail}")
         if finding.advice:
             lines.append(f"  {'':<{width}}  -> {finding.advice}")
     return "\n".join(lines)

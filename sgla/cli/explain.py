@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import msgspec
 
 from sgla.cli.args import descriptions
 from sgla.cli.settings import load_config
+from sgla.cli.show import table
 from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
 from sgla.hub.fetch import find_local
@@ -31,7 +33,13 @@ def run(args: argparse.Namespace) -> int:
     rows = ledger(resolved.config, model) if model else {}
     defaults = find_defaults(config, source)
     resolved.notes.extend(defaults.notes)
-    print(as_json(resolved, rows, defaults) if args.json else as_text(resolved, rows, machine, defaults))
+    if args.json:
+        print(as_json(resolved, rows, defaults))
+    elif sys.stdout.isatty():
+        table(["SETTING", "VALUE", "REASON"], settings(resolved))
+        print(summary(resolved, rows, machine, defaults))
+    else:
+        print(as_text(resolved, rows, machine, defaults))
     return 0
 
 
@@ -64,12 +72,24 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults: Defaults) -> str:
-    values = {name: shown(name, getattr(resolved.config, name)) for name in Config.__struct_fields__}
-    width, column = max(map(len, values)), min(28, max(map(len, values.values())))
-    lines = [
-        f"{name:<{width}}  {value:<{column}}  {reason(resolved, name)}" for name, value in values.items()
+def settings(resolved: Resolved) -> list[list[str]]:
+    """Name, value and reason of every setting."""
+    return [
+        [name, shown(name, getattr(resolved.config, name)), reason(resolved, name)]
+        for name in Config.__struct_fields__
     ]
+
+
+def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults: Defaults) -> str:
+    found = settings(resolved)
+    width, column = max(len(name) for name, *_ in found), min(28, max(len(value) for _, value, _ in found))
+    lines = [f"{name:<{width}}  {value:<{column}}  {why}" for name, value, why in found]
+    return "\n".join([*lines, summary(resolved, rows, machine, defaults)])
+
+
+def summary(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults: Defaults) -> str:
+    """Memory, sampling defaults and notes."""
+    lines = []
     if rows:
         lines += ["", f"weights    {size(rows['weights']):>10}  estimated from the model's shape"]
         lines += [kv_line(rows)]

@@ -15,12 +15,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(head):
-        shown.add_column(name, overflow="fold", no_wrap=number > 0)
+    shown = Table(box=None, pad_edge=False, header_style="bold", show_header=any(head))
+    for name in head:
+        shown.add_column(name, overflow="fold")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(Text, row))
     Console().print(shown)
 
 
