@@ -17,7 +17,7 @@ from sgla.http.access import log_access
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
-from sgla.http.connections import check_spare, is_spare
+from sgla.http.connections import answers, asked, check_spare, gives_way, is_last
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, Gate, add_headers, identify, preflight
 from sgla.http.native import generate as native
@@ -152,7 +152,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     app[openapi.TABLE] = ROUTES
     app[GATE] = Gate(config.api_key, config.admin_api_key)
     app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
-    app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.extend((add_headers, answers))
     return app
 
 
@@ -174,7 +174,7 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         response = await answer(request, path, route)
         status = response.status
         in_pieces(response)
-        if not request.content.is_eof() or request.content.exception() is not None or is_spare(request):
+        if not request.content.is_eof() or request.content.exception() is not None or is_last(request):
             response.force_close()  # what still comes of the body is thrown away
         return response
     finally:
@@ -193,11 +193,18 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
             return preflight(request)
         check_spare(request, may=path.split("/")[1] in OPEN - {""})
         request[CLIENT] = request.app[GATE].check(request, path)
+        asked(request, request[CLIENT].name)
         request[SHARE] = Share(request.app[SERVER].budget, request[CLIENT].name)
         return await find(request.method, route)(request)
     except SglaError as error:
         return refusal(request, route, error)
-    except (asyncio.CancelledError, ConnectionError):
+    except asyncio.CancelledError:
+        why, task = gives_way(request), asyncio.current_task()
+        if why is None or task is None:
+            raise
+        task.uncancel()
+        return refusal(request, route, why)
+    except ConnectionError:
         raise
     except Exception:
         log.exception("request %s failed", request[RID])

@@ -1,24 +1,32 @@
-"""Connections: how many there may be, what they may keep waiting, and how the server listens."""
+"""Connections: how many there may be, how clients share them, what they may keep waiting, and how the server listens."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
 import logging
 import resource
+import socket
+import ssl
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from sgla.errors import Overloaded
+from sgla.http.clients import without_key
 
 log = logging.getLogger(__name__)
 
+HANDSHAKE_SECONDS = 10  # of TLS
 HEADER_SECONDS = 30  # that a new connection has for its first request's header
 IDLE_SECONDS = 75  # between requests, a header included; proxies commonly end theirs after 60
 UNREAD_SECONDS = 120  # that a client may read nothing of an answer
 # That the rest of a refused body is read, and thrown away, so that the client sees the answer; and that a client
 # has to read an answer on a spare connection, or the last one where its place is wanted.
 LINGER_SECONDS = 5
+PATIENCE = 5.0  # seconds for which a client may keep a connection waiting that others want
 HEADER_BYTES = 64 << 10  # of all headers of a request
 READ_BYTES = 64 << 10  # of a body that are kept for a handler that does not read, about
 
@@ -27,7 +35,10 @@ MOST_FILES = (
     1 << 20
 )  # asked of the system; some systems allow a billion, and programs that are started close them all
 MOST_CONNECTIONS = 16384
-SPARE = 64  # connections more than there may be, for health and metrics
+SPARE = (
+    64  # connections more than there may be, for health and metrics, and as many that are on their way out
+)
+LOOKED_AT = 4  # clients of which a place may be taken, those that have most
 BACKLOG = 1024  # connections that the system takes before the server does; they come all at once
 
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -45,7 +56,7 @@ def raise_file_limit() -> int:
 
 def connection_limit(files: int, asked: int | None) -> int:
     """Connections that ``files`` descriptors are enough for, at most ``asked``. A backlog may come at once."""
-    room = max(1, files - OWN_FILES - SPARE - backlog(files))
+    room = max(1, files - OWN_FILES - 2 * SPARE - backlog(files))
     wanted = MOST_CONNECTIONS if asked is None else asked
     if room < (wanted if asked is not None else min(wanted, 4096)):
         log.warning(
@@ -61,9 +72,23 @@ def backlog(files: int) -> int:
 
 
 class Connection(web.RequestHandler):
-    """One client's. ``spare``: it was opened beyond the limit, and gets one answer, about health or metrics."""
+    """``client``: whose it is, by its address until a request has told more. ``spare``: it was opened beyond the limit, and gets one
+    answer, about health or metrics. ``handshake``: the task that greets a client of TLS, until it has.
+    """
 
-    __slots__ = ("_head", "_timers", "lingering", "listener", "spare")
+    __slots__ = (
+        "_asked",
+        "_handler",
+        "_head",
+        "_timers",
+        "_unread",
+        "client",
+        "gives_way",
+        "handshake",
+        "lingering",
+        "listener",
+        "spare",
+    )
 
     def __init__(self, listener: Listener) -> None:
         super().__init__(
@@ -79,31 +104,68 @@ class Connection(web.RequestHandler):
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 1
         self._head = 0  # bytes of a header that is not complete
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._handler: asyncio.Task[Any] | None = None  # of a request until its answer begins
+        self._asked = 0.0  # when that began
+        self._unread: float | None = None  # since when the client reads less than there is for it
+        self.client = ""
+        self.gives_way = False  # its request is refused, because another client needs the place
+        self.handshake: asyncio.Task[None] | None = None
         self.listener = listener
         self.lingering = False  # it has its last answer, and owes the rest of a body that nobody wants
         self.spare = False
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for the header of a request."""
-        return self._waiter is not None and not self._waiter.done()
+        """Whether it waits for the header of a request, or for a handshake."""
+        return self.handshake is not None or (self._waiter is not None and not self._waiter.done())
+
+    @property
+    def unanswered(self) -> bool:
+        return self._handler is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its client has long kept it waiting: for a body, or by reading nothing of an answer."""
+        since = self._unread
+        if since is None and self._current_request is not None and not self._current_request.content.is_eof():
+            since = self._asked
+        return since is not None and self._loop.time() > since + PATIENCE
 
     @property
     def silent(self) -> bool:
         """Whether no request has come yet."""
         return self._request_count == 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+    def accepted(self, address: str) -> None:
+        self.client = without_key(address).name
         self.listener.opened(self)
         seconds = HEADER_SECONDS / 6 if self.spare else HEADER_SECONDS
         self._timers["header"] = self._loop.call_later(seconds, self._greeted)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def gone(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
         self.listener.closed(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.handshake is None:
+            peer = transport.get_extra_info("peername")
+            self.accepted(str(peer[0]) if peer else "")
+        self.handshake = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.gone()
         super().connection_lost(exc)
+
+    def asked(self, client: str) -> None:
+        """The running task begins to handle a request of ``client``."""
+        self._handler, self._asked = asyncio.current_task(), self._loop.time()
+        self.listener.belongs(self, client)
+
+    def answers(self) -> None:
+        """The answer begins."""
+        self._handler = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -118,12 +180,15 @@ class Connection(web.RequestHandler):
         if self.spare and self.transport is not None:
             self._timers["answer"] = self._loop.call_later(LINGER_SECONDS, self.transport.abort)
         result = await super().finish_response(request, resp, start_time)
+        self._handler = None
         self.lingering = not request.content.is_eof()
         return result
 
     def make_room(self) -> None:
         """Close it for another one: a spare one at once, else as soon as the client has read what was sent."""
         transport = self.transport
+        if self.handshake is not None:
+            self.handshake.cancel()
         if transport is None:
             return
         if self.spare:
@@ -131,16 +196,36 @@ class Connection(web.RequestHandler):
         self.force_close()
         self._timers["last"] = self._loop.call_later(LINGER_SECONDS, transport.abort)
 
+    def give_way(self) -> None:
+        """Close it for another client: its request is refused, unless the answer has begun."""
+        transport = self.transport
+        if transport is None:
+            return
+        if self._handler is None:
+            transport.abort()
+            return
+        self.gives_way = True
+        self._handler.cancel()
+        self._timers["last"] = self._loop.call_later(LINGER_SECONDS, transport.abort)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._unread = self._loop.time()
         self._watch_unread()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._unread = None
         self._timers.pop("unread").cancel()
 
     def _greeted(self) -> None:
-        if self.silent:
+        if self.handshake is not None:
+            self.handshake.cancel()
+        elif self.silent:
             self.force_close()
 
     def _watch_unread(self, before: int | None = None) -> None:
@@ -157,7 +242,8 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.Server):
-    """Makes connections. At most ``limit`` stay open, besides ``SPARE`` for health and metrics."""
+    """Makes connections. At most ``limit`` stay open, handshakes of TLS among them, besides ``SPARE`` for health and metrics and
+    ``SPARE`` that have to go."""
 
     def __init__(self, server: web.Server, limit: int) -> None:
         super().__init__(
@@ -167,7 +253,9 @@ class Listener(web.Server):
         )
         self.limit = limit
         self._places: dict[Connection, None] = {}  # the oldest first
+        self._shares: dict[str, dict[Connection, None]] = {}  # of these, by client
         self._spare: dict[Connection, None] = {}
+        self._leaving: dict[Connection, None] = {}
         self._all_busy_until = 0.0
 
     def __call__(self) -> Connection:
@@ -181,12 +269,16 @@ class Listener(web.Server):
         return len(self._places) >= self.limit
 
     def opened(self, connection: Connection) -> None:
-        """Find a place: a free one, that of idle connections, or a spare one, if need be that of the oldest."""
+        """Find a place: a free one, that of idle connections, that of a client that has more, or a spare one, if need be that of the
+        oldest."""
         if self.full:
             self._close_idle()
+        if self.full:
+            self._take_from_others(connection.client)
         connection.spare = self.full
         if not connection.spare:
             self._places[connection] = None
+            self._shares.setdefault(connection.client, {})[connection] = None
             return
         if len(self._spare) >= SPARE:
             oldest = min(self._spare, key=lambda spare: not spare.lingering)
@@ -195,28 +287,97 @@ class Listener(web.Server):
         self._spare[connection] = None
 
     def closed(self, connection: Connection) -> None:
-        self._places.pop(connection, None)
+        self._drop(connection)
         self._spare.pop(connection, None)
+        self._leaving.pop(connection, None)
+
+    def belongs(self, connection: Connection, client: str) -> None:
+        if connection.client == client:
+            return
+        if connection in self._places:
+            self._drop(connection)
+            self._places[connection] = None
+            self._shares.setdefault(client, {})[connection] = None
+        connection.client = client
+
+    def _drop(self, connection: Connection) -> None:
+        if connection in self._places:
+            del self._places[connection]
+            share = self._shares[connection.client]
+            del share[connection]
+            if not share:
+                del self._shares[connection.client]
+
+    def _leave(self, connection: Connection) -> None:
+        """Its place is free; what it still sends and gets is bounded in time, and there are few such."""
+        self._drop(connection)
+        if len(self._leaving) >= SPARE:
+            oldest = next(iter(self._leaving))
+            del self._leaving[oldest]
+            oldest.abort()
+        self._leaving[connection] = None
+
+    def _take_from_others(self, client: str) -> None:
+        """Have a connection of a client that has more than this one make room: the oldest that its client keeps waiting, or the newest
+        whose answer has not begun."""
+        enough = len(self._shares.get(client, ())) + 1
+        for share in heapq.nlargest(LOOKED_AT, self._shares.values(), key=len):
+            if len(share) <= enough:
+                return
+            found = next((each for each in share if each.waits), None)
+            found = found or next((each for each in reversed(share) if each.unanswered), None)
+            if found is not None:
+                self._leave(found)
+                found.give_way()
+                return
 
     def _close_idle(self) -> None:
         """Close a sixteenth of those that wait for a request or linger: looking takes a while.
 
-        Those go first that never had a request, and those last that linger: they may not have seen their answer.
+        Those of the client that has most go first; of one client's those that never had a request, and last those that linger:
+        they may not have seen their answer.
         """
         now = asyncio.get_running_loop().time()
         if now < self._all_busy_until:
             return
         idle = [connection for connection in self._places if connection.idle or connection.lingering]
-        idle.sort(key=lambda connection: (connection.lingering, not connection.silent))
+        held = {client: len(share) for client, share in self._shares.items()}
+        idle.sort(key=lambda each: (-held[each.client], each.lingering, not each.silent))
         for connection in idle[: max(1, self.limit // 16)]:
-            del self._places[connection]
+            self._leave(connection)
             connection.make_room()
         if not idle:
             self._all_busy_until = now + 0.1
 
 
-def is_spare(request: web.Request) -> bool:
-    return isinstance(request.protocol, Connection) and request.protocol.spare
+def asked(request: web.Request, client: str) -> None:
+    """The running task begins to handle ``request``."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.asked(client)
+
+
+async def answers(request: web.Request, response: web.StreamResponse) -> None:
+    """For ``on_response_prepare``."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.answers()
+
+
+def is_last(request: web.Request) -> bool:
+    """Whether the connection ends with this request."""
+    connection = request.protocol
+    return isinstance(connection, Connection) and (connection.spare or connection.gives_way)
+
+
+def gives_way(request: web.Request) -> Overloaded | None:
+    """Why the request's handler was cancelled, if it was for another client."""
+    connection = request.protocol
+    if not isinstance(connection, Connection) or not connection.gives_way:
+        return None
+    return Overloaded(
+        f"{connection.listener.limit} connections are open, which is the limit, and most of them are yours: this one makes room "
+        "for another client; retry later or raise --max-connections",
+        retry_after=1.0,
+    )
 
 
 def check_spare(request: web.Request, may: bool) -> None:
@@ -227,6 +388,87 @@ def check_spare(request: web.Request, may: bool) -> None:
             f"{connection.listener.limit} connections are open, which is the limit; retry later or raise --max-connections",
             retry_after=1.0,
         )
+
+
+class Handshakes:
+    """Accepts connections of TLS, which have their places from then on, and greets them."""
+
+    def __init__(self, listener: Listener, sockets: list[socket.socket], context: ssl.SSLContext) -> None:
+        self.sockets = sockets
+        self._listener = listener
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._tasks = {self._loop.create_task(self._accept(each)) for each in sockets}
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for each in self.sockets:
+            each.close()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                accepted, address = await self._loop.sock_accept(listening)
+            except OSError as error:  # the client has gone, or there are no descriptors
+                log.warning("a connection cannot be accepted: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            connection = self._listener()
+            connection.handshake = self._loop.create_task(self._greet(connection, accepted))
+            connection.accepted(str(address[0]))
+            self._tasks.add(connection.handshake)
+            connection.handshake.add_done_callback(partial(self._greeted, connection, accepted))
+
+    async def _greet(self, connection: Connection, accepted: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                ssl_shutdown_timeout=LINGER_SECONDS,
+            )
+
+    def _greeted(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if connection.handshake is not None:  # it came to nothing
+            accepted.close()
+            connection.gone()
+
+
+class TLSSite(web.BaseSite):
+    """As TCPSite, with ``Handshakes``."""
+
+    __slots__ = ("_host", "_port")
+
+    def __init__(
+        self, runner: web.AppRunner, host: str, port: int, ssl_context: ssl.SSLContext, backlog: int
+    ) -> None:
+        super().__init__(runner, ssl_context=ssl_context, backlog=backlog)
+        self._host, self._port = host, port
+
+    @property
+    def name(self) -> str:
+        return f"https://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Raises OSError."""
+        await super().start()
+        listener = self._runner.server
+        assert isinstance(listener, Listener)
+        assert self._ssl_context is not None
+        infos = await asyncio.get_running_loop().getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        with contextlib.ExitStack() as opened:
+            sockets = []
+            for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
+                listening = socket.create_server(address, family=family, backlog=self._backlog)
+                sockets.append(opened.enter_context(listening))
+                listening.setblocking(False)
+            opened.pop_all()
+        self._server = Handshakes(listener, sockets, self._ssl_context)  # type: ignore[assignment]
 
 
 class Runner(web.AppRunner):

@@ -20,7 +20,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
-from sgla.http.connections import Runner, backlog, connection_limit, raise_file_limit
+from sgla.http.connections import Runner, TLSSite, backlog, connection_limit, raise_file_limit
 from sgla.leaving import LastResort
 from sgla.memory import keep_little
 from sgla.messages import Facts, Progress
@@ -164,7 +164,11 @@ def unreadable(record: logging.LogRecord) -> bool:
 
 async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
     tls = tls_context(config)
-    site = web.TCPSite(runner, config.host, config.port, backlog=waiting, reuse_address=True, ssl_context=tls)
+    site: web.BaseSite = (
+        web.TCPSite(runner, config.host, config.port, backlog=waiting, reuse_address=True)
+        if tls is None
+        else TLSSite(runner, config.host, config.port, tls, waiting)
+    )
     try:
         await site.start()
     except OSError as error:

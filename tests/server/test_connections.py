@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import logging
 import resource
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +20,8 @@ from sgla.actors.system import System
 from sgla.config import Config
 from sgla.http import connections
 from sgla.http.app import ROUTES, make_app
-from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, connection_limit
+from sgla.http.clients import with_key
+from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, TLSSite, connection_limit
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
 
@@ -27,8 +31,10 @@ class Server:
         self.port = port
         self.listener = listener
 
-    async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(
+        self, data: bytes = b"", address: str = "127.0.0.1", **tls: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0), **tls)
         writer.write(data)
         return reader, writer
 
@@ -48,13 +54,16 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(limit: int) -> AsyncIterator[Server]:
-    config = Config(executor="fake")
+async def serving(limit: int, tls: ssl.SSLContext | None = None, **settings: Any) -> AsyncIterator[Server]:
+    config = Config(executor="fake", **settings)
     system = System(config)
     await system.start()
     runner = Runner(make_app(system.ingress, config, system.metrics), limit, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    if tls is None:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+    else:
+        await TLSSite(runner, "127.0.0.1", 0, tls, 128).start()
     assert isinstance(runner.server, Listener)
     try:
         yield Server(runner.addresses[0][1], runner.server)
@@ -142,6 +151,134 @@ async def test_spare_connections_are_not_held(monkeypatch: pytest.MonkeyPatch) -
             writer.close()
 
 
+ELSEWHERE = "127.0.0.2"
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def held(server: Server) -> dict[str, int]:
+    return {client: len(share) for client, share in server.listener._shares.items()}
+
+
+async def answers(server: Server, address: str) -> asyncio.StreamWriter:
+    """A connection from there that has had an answer."""
+    reader, writer = await server.connect(VERSION, address)
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+    return writer
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+async def test_who_holds_most_connections_makes_room(
+    monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """The body that arrives for longest ends, or the newest request; with an answer that says why."""
+    monkeypatch.setattr(connections, "PATIENCE", patience)
+    monkeypatch.setattr(connections, "LINGER_SECONDS", 0.3)
+    async with serving(limit=8) as server:
+        busy = [await server.connect(POST) for _ in range(8)]
+        await server.all_busy(8)
+        assert held(server) == {"127.0.0.1": 8}
+        assert (await server.get("/version"))[0] == 429
+        modest = [await server.connect(POST, ELSEWHERE) for _ in range(4)]
+        for reader, _ in busy[:4] if patience == 0 else busy[4:]:
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert b" 429 " in answer
+            assert b"makes room for another client" in answer
+        await server.all_busy(8)
+        assert held(server) == {"127.0.0.1": 4, ELSEWHERE: 4}
+        reader, last = await server.connect(VERSION, ELSEWHERE)
+        assert b" 429 " in await asyncio.wait_for(reader.readline(), 10)
+        for _, writer in (*busy, *modest, (None, last)):
+            writer.close()
+        while len(server.listener):
+            await asyncio.sleep(0.01)
+        assert not server.listener._shares
+        assert not server.listener._leaving
+
+
+async def test_unread_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def much(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(64 << 20))
+
+    monkeypatch.setitem(ROUTES, "/version", {"GET": much})
+    monkeypatch.setattr(connections, "PATIENCE", 0.1)
+    async with serving(limit=4) as server:
+        unread = [await server.connect(VERSION) for _ in range(4)]
+        while not all(each.waits for each in server.listener._places):
+            await asyncio.sleep(0.01)
+        _, modest = await server.connect(POST, ELSEWHERE)
+        while held(server) != {"127.0.0.1": 3, ELSEWHERE: 1}:
+            await asyncio.sleep(0.01)
+        for _, writer in (*unread, (None, modest)):
+            writer.close()
+
+
+async def test_idle_connections_of_who_holds_most_go_first() -> None:
+    async with serving(limit=8) as server:
+        modest = await answers(server, ELSEWHERE)
+        writers = [await answers(server, "127.0.0.1") for _ in range(20)]
+        assert held(server) == {"127.0.0.1": 7, ELSEWHERE: 1}
+        for writer in (modest, *writers):
+            writer.close()
+
+
+async def test_connections_are_the_clients_that_keys_and_proxies_name() -> None:
+    data = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nX-Forwarded-For: %b\r\n\r\n"
+    for settings, clients in (
+        ({"api_key": ["anna", "ben"]}, {with_key(key, False).name for key in (b"anna", b"ben")}),
+        ({"forwarded_allow_ips": ["127.0.0.1"]}, {"1.1.1.1", "2.2.2.2"}),
+    ):
+        async with serving(8, **settings) as server:  # type: ignore[arg-type]
+            known = [
+                await server.connect(data % sent) for sent in ((b"anna", b"1.1.1.1"), (b"ben", b"2.2.2.2"))
+            ]
+            for reader, _ in known:
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+            assert set(held(server)) == clients
+            for _, writer in known:
+                writer.close()
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """The server's and a client's."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    files = [str(tmp_path_factory.mktemp("tls") / name) for name in ("cert", "key")]
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
+    subprocess.run([*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    server.load_cert_chain(*files)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    return server, client
+
+
+async def test_handshakes_are_connections(
+    monkeypatch: pytest.MonkeyPatch, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    """Those that do not end make room like silent connections, and end in time."""
+    async with serving(limit=8, tls=contexts[0]) as server:
+        silent = [await server.connect() for _ in range(20)]
+        known = [
+            await server.connect(VERSION, address, ssl=contexts[1]) for address in ("127.0.0.1", ELSEWHERE)
+        ]
+        for reader, _ in known:
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+        assert len(server.listener) == 8
+        assert all([await ended(reader) for reader, _ in silent[:14]])
+        assert held(server) == {"127.0.0.1": 7, ELSEWHERE: 1}
+        for _, writer in silent:
+            writer.close()
+        while len(server.listener) > 2:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.2)
+        reader, last = await server.connect()
+        assert await ended(reader)
+        for writer in (last, *(writer for _, writer in known)):
+            writer.close()
+        while len(server.listener):
+            await asyncio.sleep(0.01)
+
+
 async def test_headers_come_in_time_and_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.4)
@@ -202,10 +339,10 @@ def test_connections_fit_the_files(caplog: pytest.LogCaptureFixture) -> None:
     for files, asked, limit, warned in (
         (1 << 20, None, 16384, False),
         (1 << 20, 50_000, 50_000, False),
-        (8192, None, 8192 - 1024 - SPARE - OWN_FILES, False),
-        (1024, None, 1024 - 128 - SPARE - OWN_FILES, True),
+        (8192, None, 8192 - 1024 - 2 * SPARE - OWN_FILES, False),
+        (1024, None, 1024 - 128 - 2 * SPARE - OWN_FILES, True),
         (1024, 100, 100, False),
-        (1024, 1000, 1024 - 128 - SPARE - OWN_FILES, True),
+        (1024, 1000, 1024 - 128 - 2 * SPARE - OWN_FILES, True),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
