@@ -31,7 +31,7 @@ from sgla.grammar.errors import GrammarError
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.grammar.source import explain, source_of
-from sgla.grammar.tags import schemas_of
+from sgla.grammar.tags import grammars_of
 from sgla.memory import give_back, keep_little
 from sgla.messages import Grammar
 from sgla.processes import die_with
@@ -151,10 +151,10 @@ def compile_as_it_is(tokenizer: LLTokenizer, special: dict[str, int], grammar: G
 
 
 def blame(tokenizer: LLTokenizer, grammar: Grammar, message: str) -> GrammarError:
-    """The compiler's error for the user. Of the schemas of a structural tag, the one that does not compile alone is named."""
-    schemas = schemas_of(json.loads(grammar.text)) if grammar.kind == "structural_tag" else ()
-    for name, schema in schemas:
-        alone = msgspec.structs.replace(grammar, kind="json_schema", text=json.dumps(schema))
+    """The compiler's error for the user. Of the parts of a structural tag, the one that does not compile alone is named."""
+    found = grammars_of(json.loads(grammar.text)) if grammar.kind == "structural_tag" else ()
+    for name, kind, text in found:
+        alone = msgspec.structs.replace(grammar, kind=kind, text=text)
         matcher = make_matcher(tokenizer, source_of(alone, {}))
         if matcher.is_error():
             error = explain(alone, first_lines(matcher.get_error()))

@@ -2,7 +2,7 @@
 
 Two forms are understood: SGLang's and vLLM's first one (``structures`` and ``triggers``), and xgrammar's ``format``, whose
 types are ``const_string``, ``json_schema``, ``regex``, ``grammar``, ``any_text``, ``sequence``, ``or``, ``tag``,
-``triggered_tags`` and ``tags_with_separator``. A schema may have a name for errors.
+``triggered_tags`` and ``tags_with_separator``. A schema or a grammar may have a name for errors.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _Writer:
 TYPES: dict[str, tuple[str, ...]] = {
     "any_text": (),
     "const_string": ("value",),
-    "grammar": ("grammar",),
+    "grammar": ("grammar", "name"),
     "json_schema": ("json_schema", "name", "style"),
     "or": ("elements",),
     "regex": ("pattern",),
@@ -203,17 +203,19 @@ TYPES: dict[str, tuple[str, ...]] = {
 }
 
 
-def schemas_of(spec: Json) -> Iterator[tuple[str, Json]]:
-    """The JSON Schemas in a structural tag, with their names ("" for none)."""
+def grammars_of(spec: Json) -> Iterator[tuple[str, str, str]]:
+    """Of the schemas and grammars in a structural tag the names ("" for none), kinds and texts."""
     if isinstance(spec, list):
         for each in spec:
-            yield from schemas_of(each)
+            yield from grammars_of(each)
     elif isinstance(spec, dict):
         for key, value in spec.items():
             if key in ("schema", "json_schema"):
-                yield str(spec.get("name", "")), value
+                yield str(spec.get("name", "")), "json_schema", json.dumps(value)
+            elif key == "grammar":
+                yield str(spec.get("name", "")), "ebnf", str(value)
             else:
-                yield from schemas_of(value)
+                yield from grammars_of(value)
 
 
 def _quoted(text: str) -> str:

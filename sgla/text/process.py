@@ -209,11 +209,17 @@ class BoundedTemplate:
     Raises ConfigError for a source that does not compile or goes on for ever.
     """
 
-    def __init__(self, source: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | dict[str, str],
+        special_tokens: dict[str, str] | None = None,
+        tool_prompt: bool = True,
+    ) -> None:
         sources = {"default": source} if isinstance(source, str) else source
         self.source = "\n".join(sources.values())  # what the model's output looks like can be told from it
         self._sources = tuple(sources.items())
         self._special_tokens = special_tokens or {}
+        self._tool_prompt = tool_prompt
         try:
             ask(Render(self._sources, self._special_tokens))
         except Died as died:
@@ -239,6 +245,7 @@ class BoundedTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tool_prompt": self._tool_prompt,
             **kwargs,
         }
         name: str = kwargs.get("chat_template") or ""

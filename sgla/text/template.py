@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -20,12 +20,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sgla import census
 from sgla.census import TooComplex
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
+from sgla.text.tools.generic import shows_tools, with_tools
 
 Message = dict[str, Any]
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Variables with a field of their own in a request, so that ``chat_template_kwargs`` should not set them.
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tool_prompt"}
+)
 PROBE = "Kq7wZ"
 MAX_SOURCE = 1 << 16  # characters of a template that comes with a request
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -100,10 +103,13 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is the source of another.
+        A template that knows no tools shows them as text, unless ``tool_prompt`` is False.
 
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
         variant = self._pick(kwargs.pop("chat_template", None), tools)
+        if kwargs.pop("tool_prompt", True) and not variant.shows_tools:
+            messages, tools = variant.told(messages, tools), None
         if continue_final_message and (not messages or messages[-1].get("content") in (None, [])):
             raise InvalidField(
                 "continue_final_message needs a last message with text to continue",
@@ -163,6 +169,7 @@ class _Variant:
                 f"the chat template does not compile: {error.message} (line {error.lineno})",
                 param="chat_template",
             ) from error
+        self.shows_tools = shows_tools(source)
         self._knows_developer = "developer" in source
         self._takes_parts = self._shows([{"type": "text", "text": PROBE}])
         self._takes_text = not self._takes_parts or self._shows(PROBE)
@@ -183,6 +190,18 @@ class _Variant:
                 f"the chat template cannot show the messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from error
+
+    def told(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+        """``messages`` with tools, calls and results as text, if there are any."""
+        if not tools and not any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
+            return messages
+        return with_tools([_plain(message) for message in messages], tools, self._takes_system)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return PROBE in self._attempt(
+            [{"role": "system", "content": PROBE}, {"role": "user", "content": "x"}]
+        )
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content comes out as its text."""
@@ -233,6 +252,13 @@ class _Variant:
                 [{"type": "text", "text": text} for text in texts] if self._takes_parts else "\n".join(texts)
             )
         return content if self._takes_text else [{"type": "text", "text": content}]
+
+
+def _plain(message: Message) -> Message:
+    """With content as one text and parsed calls."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    text = "\n".join(map(_part_text, content)) if isinstance(content, list) else content
+    return {**message, "content": text} | ({"tool_calls": list(map(_parsed_call, calls))} if calls else {})
 
 
 def _part_text(part: Any) -> str:

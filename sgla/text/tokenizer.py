@@ -205,6 +205,7 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     """Tokenizer and chat template of the model, or those that the flags name. Raises ConfigError."""
     from sgla.hub.fetch import resolve_tokenizer
     from sgla.text.process import BoundedTemplate
+    from sgla.text.tools.families import GENERIC
 
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
     check_ids(source)
@@ -220,7 +221,10 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     template = tokenizer.chat_template
     if config.chat_template is not None:
         template = read_template(Path(config.chat_template).expanduser())
-    return tokenizer, BoundedTemplate(template, tokenizer.special_tokens) if template else None
+    if not template:
+        return tokenizer, None
+    tool_prompt = config.tool_call_parser in (None, GENERIC)
+    return tokenizer, BoundedTemplate(template, tokenizer.special_tokens, tool_prompt)
 
 
 def check_ids(source: ModelSource) -> None:

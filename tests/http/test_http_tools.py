@@ -351,13 +351,35 @@ async def test_required_and_named_calls_are_constrained(serve: Serve) -> None:
 
 
 async def test_calls_that_must_be_are_read_in_any_model(serve: Serve) -> None:
-    """What no template tells is JSON."""
+    """What no template tells is JSON; without tools in the template, between the tags that the model is told of."""
     text = '{"name": "time", "parameters": {"x": 1}}'
     message = await both(serve, lambda: Writer(text, source="no tools"), tool_choice=NAMED)
     assert message["tool_calls"] == [{"name": "time", "arguments": '{"x": 1}'}]
     thought = "<think>\nhm\n</think>\n\n"
-    message = await both(serve, lambda: Writer(thought + text, source="<think></think>"), tool_choice=NAMED)
+    message = await both(serve, lambda: Writer(thought + SECOND, source="<think></think>"), tool_choice=NAMED)
     assert (message["reasoning_content"], len(message["tool_calls"]), message["content"]) == ("hm", 1, None)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+async def test_a_model_that_knows_no_tools_calls_them(serve: Serve, choice: Any) -> None:
+    message = await both(serve, lambda: Writer(f"{CALL}\n{SECOND}", source="plain"), tool_choice=choice)
+    assert [call["name"] for call in message["tool_calls"]] == ["weather", "time"]
+    assert message["content"] is None
+    _, spec = await constraint(serve, source="plain", tool_choice=choice)
+    assert spec["type"] == ("triggered_tags" if choice == "auto" else "sequence")
+
+
+@pytest.mark.parametrize("length", range(1, len(CALL), 7))
+async def test_a_call_that_is_cut_is_no_content(serve: Serve, length: int) -> None:
+    writer = Writer(CALL[:length])
+    writer.finish = "length"
+    site = await serve(writer)
+    for choice in ("required", "auto"):
+        if choice == "auto" and length < len("<tool_call>"):  # may be text
+            continue
+        (whole,) = (await ask(site, tool_choice=choice)).choices
+        streamed = put_together(await chunks_of(site, tool_choice=choice))
+        assert (whole.finish_reason, whole.message.content or "", streamed["content"]) == ("length", "", None)
 
 
 async def test_harmony_is_constrained_as_a_whole(serve: Serve) -> None:

@@ -12,6 +12,9 @@ from http_fake import FakeIngress, ScriptedIngress, expected_text, make_event
 from http_site import Serve, Site
 
 from sgla.errors import BadRequest, WorkerDied
+from sgla.grammar.llg import load_tokenizer, make_matcher
+from sgla.grammar.protocol import Vocabulary
+from sgla.grammar.sandbox import compile_grammar
 from sgla.http.answer.collect import Choice
 from sgla.http.responses.input import RESPONSES, chat_request, check_fields, input_items, resolved
 from sgla.http.responses.routes import Answer, ResponseStream
@@ -587,3 +590,58 @@ async def test_a_bug_in_an_answer_reaches_nobody_else(serve: Serve, monkeypatch:
         assert (await site.post("/v1/responses", {"input": "x"}))[0] == 500
     assert (await site.post("/v1/responses", {"input": "x"}))[0] == 200
     site.ingress.check()
+
+
+LARK = 'start: "say " WORD LINE\nWORD: /[a-z]+/\nLINE: "\\n\\"" /.+/ "\\""'
+
+
+def grammar_tool(syntax: str, definition: str) -> dict[str, Any]:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    return {"type": "custom", "name": "speak", "format": form}
+
+
+async def test_a_custom_tool_with_a_grammar(serve: Serve) -> None:
+    """Text of a Lark grammar stands between tags, as it is; that of an expression in JSON."""
+    said = 'say hi\n"x"'
+    texts = {
+        "lark": f'<tool_call>\n{{"name": "speak", "arguments": <input>\n{said}\n</input>}}\n</tool_call>',
+        "regex": '<tool_call>\n{"name": "speak", "arguments": {"input": "a+b"}}\n</tool_call>',
+    }
+    for choice in ("auto", "required"):
+        for syntax, definition, given in (("lark", LARK, said), ("regex", "a\\+b|c", "a+b")):
+            ingress = ScriptedIngress(texts[syntax], HERMES, 3)
+            assert ingress.facts is not None
+            ingress.facts.grammars = True
+            site = await serve(ingress)
+            response = await site.client.responses.create(
+                model="fake",
+                input="x",
+                tools=[grammar_tool(syntax, definition)],  # type: ignore[list-item]
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+            assert response.output[-1].input == given  # type: ignore[union-attr]
+            grammar = ingress.jobs[-1].sampling.grammar
+            assert grammar is not None
+            answer = compile_grammar(BYTES, {}, grammar)
+            assert answer.error is None
+            outputs = [texts[syntax], texts[syntax].replace("say hi", "say 1").replace("a+b", "b")]
+            assert [takes(answer.source, output) for output in outputs] == [True, False]
+
+
+async def test_a_grammar_that_nothing_can_honour_is_refused(serve: Serve) -> None:
+    body = {"input": "x", "tools": [grammar_tool("lark", LARK)]}
+    site = await serve(ScriptedIngress("x", "<|python_tag|>"))
+    status, reply = await site.post("/v1/responses", body)
+    assert (status, reply["error"]["param"]) == (400, "tools")
+    assert "use tool_choice required" in reply["error"]["message"]
+    body["tools"] = [{"type": "custom", "name": "x", "format": {"type": "grammar", "syntax": "abnf"}}]
+    status, reply = await site.post("/v1/responses", body)
+    assert (status, reply["error"]["param"]) == (400, "tools")
+    assert "tools[0].format" in reply["error"]["message"]
+
+
+BYTES = load_tokenizer(Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256]))
+
+
+def takes(source: str, text: str) -> bool:
+    return make_matcher(BYTES, source).validate_tokens(list(text.encode())) == len(text.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -115,7 +116,7 @@ def test_text_equals_transformers(name: str, reference: Any) -> None:
     texts = 0
     for chat, tools, flags in itertools.product(CHATS, (None, [WEATHER]), FLAGS):
         expected = outcome(Exception, reference.apply_chat_template, chat, tools, tokenize=False, **flags)
-        got = outcome(BadRequest, ours.render, chat, tools, **flags)
+        got = outcome(BadRequest, ours.render, chat, tools, tool_prompt=False, **flags)
         assert got == expected, (chat, tools, flags)
         texts += got is not None
     assert texts > 20
@@ -161,9 +162,44 @@ def test_arguments_of_calls_may_be_json_text() -> None:
 
 def test_missing_content_is_an_empty_text() -> None:
     template = ChatTemplate(CHATML)
-    with_none = template.render([message("user", "?"), message("assistant", None, tool_calls=[call("{}")])])
+    called = [message("user", "?"), message("assistant", None, tool_calls=[call("{}")])]
+    with_none = template.render(called, tool_prompt=False)
     assert with_none == template.render([message("user", "?"), message("assistant", "")])
     assert template.render([{"role": "user"}]) == template.render([message("user", "")])
+
+
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+TOOL_TURNS = [
+    message("user", "weather?"),
+    message("assistant", None, tool_calls=[call('{"city": "Köln"}'), call({"city": "Köln"})]),
+    message("tool", "rain"),
+    message("tool", [{"type": "text", "text": "sun"}]),
+    message("user", "so?"),
+]
+
+
+def test_a_template_without_tools_shows_them_as_text() -> None:
+    text = ChatTemplate(CHATML).render([message("system", "be kind"), *TOOL_TURNS], [WEATHER])
+    system, user, assistant, results, _ = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\nbe kind\n\n# Tools\n")
+    assert json.dumps(WEATHER, ensure_ascii=False) in system
+    assert user == "user\nweather?<|im_end|>\n"
+    assert assistant == f"assistant\n{CALLED}\n{CALLED}<|im_end|>\n"
+    responses = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
+    assert results == f"user\n{responses}\nso?<|im_end|>\n"
+
+
+def test_tools_stand_in_the_first_turn_where_there_is_no_system() -> None:
+    text = ChatTemplate(GEMMA, TOKENS).render(TOOL_TURNS, [WEATHER])
+    first, called, results, _ = text.split("<start_of_turn>")[1:]
+    assert first.startswith("user\n# Tools")
+    assert first.endswith("weather?<end_of_turn>\n")
+    assert (called.split("\n")[0], results.split("\n")[0]) == ("assistant", "user")
+
+
+def test_a_template_with_tools_shows_them_itself() -> None:
+    assert "<tool_call>" not in ChatTemplate(TOOLS, TOKENS).render([message("user", "x")], [WEATHER])
+    assert "# Tools" not in ChatTemplate(CHATML).render([message("user", "x")])
 
 
 def test_named_templates() -> None:

@@ -18,10 +18,10 @@ from sgla.http.server import Server
 from sgla.messages import Event, Grammar, SamplingParams, Thinking
 from sgla.text.reasoning.harmony import FINAL
 from sgla.text.reasoning.think import Think
-from sgla.text.tools.cursor import ARGUMENTS, CALL, REASONING, Piece
+from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from sgla.text.tools.families import Dialect, choose
 from sgla.text.tools.parser import OutputParser
-from sgla.text.tools.writing import arguments
+from sgla.text.tools.writing import arguments, grammar_of, text_input
 
 TAIL = 16  # tokens at a prompt's end in which a tag that opens reasoning is looked for
 
@@ -46,6 +46,7 @@ class Reading:
                 "the server's --tool-call-parser names a format",
             )
         self.separate = fields.separate_reasoning is not False
+        self.calls_only = self._choice.forced and self.separate
         self.active = self.tools is not None or (self.separate and self.dialect.reasoning is not None)
         facts = server.ingress.facts
         self._grammars = facts is not None and facts.grammars
@@ -68,30 +69,36 @@ class Reading:
         """The grammar for the answer: what is ``asked`` for, calls that there must be, or either."""
         tools, forced, once, fewer = self._choice
         writing = self.dialect.writing
-        if not tools or writing is None:
+        if not tools:
             return asked
+        if writing is None:
+            return self._unbound(asked)
         if forced:
             return tagged(writing.calls(tools, once), Grammar(kind="", param="tools"))
         if self.dialect.harmony:
-            return self._unless(fewer, asked)
+            return self._unbound(asked)
         if asked is not None:
             schema = schema_of(asked)
             if schema is None:
-                return asked
+                return self._unbound(asked)
             return tagged({"type": "or", "elements": [writing.calls(tools, once), arguments(schema)]}, asked)
-        if self._grammars and (fewer or any(tool["function"].get("strict") is True for tool in tools)):
-            return (
-                self._unless(fewer, None)
-                if (calls := self._calls_within_text(tools, once)) is None
-                else calls
-            )
-        return self._unless(fewer, None)
+        strict = any(tool["function"].get("strict") is True for tool in tools)
+        if self._grammars and (fewer or strict or self.dialect.generic):
+            calls = self._calls_within_text(tools, once)
+            if calls is not None:
+                return calls
+        return self._unbound(None)
 
-    def _unless(self, fewer: bool, grammar: Grammar | None) -> Grammar | None:
-        if fewer:
+    def _unbound(self, grammar: Grammar | None) -> Grammar | None:
+        """``grammar`` where nothing constrains the calls. Raises UnsupportedField if something has to."""
+        if self._choice.fewer:
             raise unsupported(
                 "tool_choice", " as allowed_tools in mode auto with this model: use mode required"
             )
+        for i, tool in enumerate(self._choice.tools):
+            if grammar_of(text_input(tool["function"].get("parameters"))) is not None:
+                told = f" with a grammar (tools[{i}]) that this model need not call: use tool_choice required"
+                raise unsupported("tools", told)
         return grammar
 
     def _calls_within_text(self, tools: list[dict[str, Any]], once: bool) -> Grammar | None:
@@ -226,7 +233,7 @@ class ChatReader:
         pieces = self._parser.feed(text)
         self._count(self._parser, text, event.tokens)
         if event.finish is not None:
-            pieces += self._parser.close()
+            pieces += self._parser.close(cut=event.finish == "length")
         wanted = [piece for piece in map(self._wanted, pieces) if piece is not None]
         if event.finish is not None and self._reading.tools is not None:
             self._reading.metrics.tools_read(self._calls)
@@ -238,6 +245,8 @@ class ChatReader:
             piece = Piece(CALL, piece.text, piece.id or self._reading.new_id())
         if piece.kind == REASONING and not self._shown:
             return None
+        if piece.kind == CONTENT and self._reading.calls_only:
+            return None  # of a call that was cut
         if (
             piece.kind in (CALL, ARGUMENTS)
             and self._most_calls is not None

@@ -186,8 +186,25 @@ def chat_tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     if tool["type"] == "custom":
-        function |= {"parameters": CUSTOM_INPUT}
+        function |= custom_input(tool.get("format"), f"tools[{i}].format")
     return {"type": "function", "function": function}
+
+
+def custom_input(form: Any, path: str) -> dict[str, Any]:
+    """What the function of a custom tool has besides its name. Its text may have to fit a grammar."""
+    kind = form.get("type", "text") if isinstance(form, dict) else form and "?"
+    if kind in (None, "text"):
+        return {"parameters": CUSTOM_INPUT}
+    syntax, definition = form.get("syntax"), form.get("definition")
+    if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
+        raise InvalidField(
+            f"{path} must be {{type: text}} or {{type: grammar, syntax: lark or regex, definition}}",
+            param="tools",
+        )
+    text = {"type": "string", "x-grammar": {"syntax": syntax, "definition": definition}}
+    if syntax == "regex":
+        text["pattern"] = f"^({definition})$"
+    return {"parameters": {**CUSTOM_INPUT, "properties": {"input": text}}, "strict": True}
 
 
 def custom_names(fields: ResponsesRequest) -> frozenset[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from sgla.text.tools.calls import Call, Toolbox, word
+from sgla.text.tools.calls import Call, Toolbox, json_arguments, word
 from sgla.text.tools.cursor import Cursor, Mismatch, Steps, space_trimmed, tags
-from sgla.text.tools.values import LITERALS, members
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
@@ -31,7 +30,7 @@ def harmony(
         try:
             yield from message(cur, tag, toolbox, separate, report)
         except Mismatch:
-            cur.reject()
+            cur.give_up()
         tag = yield from cur.until(tags(START, CHANNEL), cur.content, space_trimmed)
         if not tag:
             return
@@ -44,7 +43,7 @@ def message(
     """One message whose first tag, if it is ``tag``, has been stepped over."""
     channel, recipient = yield from header(cur, tag)
     if recipient and toolbox is not None:
-        yield from members(cur, LITERALS, Call(cur, recipient.removeprefix("functions.")))
+        yield from json_arguments(cur, Call(cur, recipient.removeprefix("functions.")))
         yield from cur.follow(tags(CALL, END))
         return
     cur.unmark()

@@ -29,6 +29,8 @@ IDENTIFIER = re.compile(r"\w*")
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 HELD = 8192  # characters of arguments that may come before the name
+# Around a custom tool's text, in the place of JSON arguments. The line end ends what a grammar calls "the rest of the line".
+RAW = ("<input>\n", "\n</input>")
 QUOTES = tags('"', "'")
 
 
@@ -158,8 +160,9 @@ def calls(cur: Cursor, form: Format, toolbox: Toolbox, known: Container[str] | N
                 cur.mark(start)
                 yield from form.call(cur, toolbox, known)
             start = cur.position
+        cur.drop_begun(after)
     except Mismatch:
-        cur.reject()
+        cur.give_up() if known is None else cur.reject()
 
 
 def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
@@ -201,6 +204,9 @@ def json_call(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> St
 
 def json_arguments(cur: Cursor, emit: Callable[[str], None]) -> Steps[None]:
     """An object; or a string that holds one, as OpenAI's API writes it; or null."""
+    if (yield from cur.follow(tags(RAW[0]))):
+        yield from raw_input(cur, emit)
+        return
     yield from cur.space()
     char = yield from cur.peek()
     if char == "{":
@@ -216,6 +222,13 @@ def json_arguments(cur: Cursor, emit: Callable[[str], None]) -> Steps[None]:
     if not text.startswith("{"):
         raise Mismatch
     emit(text)
+
+
+def raw_input(cur: Cursor, emit: Callable[[str], None]) -> Steps[None]:
+    """A text up to its end tag, as the only argument of a custom tool."""
+    emit('{"input": "')
+    yield from cur.until(tags(RAW[1]), lambda text: emit(quoted(text)[1:-1]))
+    emit('"}')
 
 
 def text_value(cur: Cursor) -> Steps[str]:
@@ -269,7 +282,10 @@ def named_call(
         if separators:
             while (yield from cur.follow(tags(*separators))):
                 pass
-        yield from members(cur, syntax, Call(cur, name, call_id))
+        if (yield from cur.follow(tags(RAW[0]))):
+            yield from raw_input(cur, Call(cur, name, call_id))
+        else:
+            yield from members(cur, syntax, Call(cur, name, call_id))
 
     return read
 

@@ -107,6 +107,7 @@ class Cursor:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.cut = False  # the output ended where there was no more room
         self.calls = 0
         self._openers = openers
         self._pieces: list[tuple[str, list[str], str | None]] = []  # kind, fragments of the text, id
@@ -183,6 +184,14 @@ class Cursor:
             self.content(self.text[start:resume])
             self.at = resume
 
+    def give_up(self) -> None:
+        """``reject``; but at the end of an output that was cut, the marked text is a call that was begun, and no content."""
+        if self.ended and self.cut and self._mark is not None:
+            self._mark = None
+            self.at = len(self.text)
+        else:
+            self.reject()
+
     def unmark(self) -> None:
         self._mark = None
 
@@ -226,6 +235,12 @@ class Cursor:
             if self.ended or not found.may_start(self.text, start):
                 return ""
             yield
+
+    def drop_begun(self, found: Tags) -> None:
+        """At the end of an output that was cut, step over a tag that was begun."""
+        start = ALL_SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+        if self.ended and self.cut and start < len(self.text) and found.may_start(self.text, start):
+            self.at = len(self.text)
 
     def expect(self, literal: str) -> Steps[None]:
         """Step over whitespace and ``literal``. Raises Mismatch if something else comes."""

@@ -20,6 +20,7 @@ from sgla.text.tools.calls import (
     numbered,
     python_call,
 )
+from sgla.text.tools.generic import shows_tools
 from sgla.text.tools.values import Syntax
 from sgla.text.tools.writing import NAME, Writing
 from sgla.text.tools.xml import OTHER, STRING, Shape, xml_call
@@ -194,6 +195,7 @@ ARCHITECTURES = {
 }
 
 
+GENERIC = "generic"
 FAMILIES = (
     Family(
         "gpt-oss", r"<\|channel\|>", harmony=True, aliases=("openai", "gpt_oss", "openai_gptoss", "harmony")
@@ -336,6 +338,7 @@ FAMILIES = (
         ("granite3.2",),
     ),
     Family("think", r"</?think>", None, THINK, ("seed",)),
+    Family(GENERIC, r"(?!)", HERMES),  # as generic.py tells the model
     Family("magistral_think", r"\[THINK\]", None, Think("[THINK]", "[/THINK]")),
 )
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
@@ -365,6 +368,11 @@ class Dialect:
         )
 
     @property
+    def generic(self) -> bool:
+        """Whether the model has not been trained to write its calls."""
+        return self.tools is not None and self.tools.name == GENERIC
+
+    @property
     def harmony(self) -> bool:
         return any(family is not None and family.harmony for family in (self.tools, self.reasoning))
 
@@ -389,7 +397,7 @@ def choose(
 ) -> Dialect:
     """The dialect of a model with the chat template ``template``; the names override what its text shows.
 
-    A template that shows tools but no call is that of its ``architecture``'s family. Raises ConfigError for names that
+    A template that shows tools but no call is that of its ``architecture``'s family; one without either is told of them. Raises ConfigError for names that
     no family has.
     """
     found = next((family for family in FAMILIES if re.search(family.mark, template)), None)
@@ -398,6 +406,8 @@ def choose(
         beginning = next((name for name in ARCHITECTURES if architecture.startswith(name)), None)
         tools = BY_NAME[ARCHITECTURES[beginning]] if beginning else None
         found = tools if tools and tools.harmony else found
+    if tools is None and template and not shows_tools(template):
+        tools = BY_NAME[GENERIC]
     if tool_parser is not None:
         tools = named(tool_parser, "tool-call-parser")
     if reasoning_parser is not None:

@@ -38,9 +38,9 @@ class OutputParser:
         self._cur.feed(text)
         return self._advance()
 
-    def close(self) -> list[Piece]:
-        """What was held back; the output is over."""
-        self._cur.ended = True
+    def close(self, cut: bool = False) -> list[Piece]:
+        """What was held back; the output is over, or ``cut`` for want of room."""
+        self._cur.ended, self._cur.cut = True, cut
         return self._advance()
 
     def _advance(self) -> list[Piece]:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sgla.text.tools.calls import kinds_of
+from sgla.text.tools.calls import RAW, kinds_of
 from sgla.text.tools.raw import KEYWORDS, expression, refused
 from sgla.text.tools.xml import STRING, Shape
 
@@ -60,15 +60,32 @@ class Writing:
     def _call(self, function: dict[str, Any]) -> Tag:
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
         schema = function.get("parameters") or {"type": "object", "properties": {}}
-        shape = self.shape
-        content = (
-            arguments(schema, function["name"])
-            if shape is None
-            else elements(shape, schema, function["name"])
-        )
+        if self.shape is not None:
+            content = elements(self.shape, schema, function["name"])
+        elif (lark := lark_of(text_input(schema))) is not None:
+            content = tag(RAW[0], {"type": "grammar", "name": function["name"], "grammar": lark}, RAW[1])
+        else:
+            content = arguments(schema, function["name"])
         if self.numbered:
             content = sequence([{"type": "regex", "pattern": "[0-9]{1,3}"}, constant(self.numbered), content])
         return tag(self.begin.replace(NAME, name), content, self.end)
+
+
+def text_input(schema: Any) -> Any:
+    """The schema of a custom tool's only argument."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties.get("input") if isinstance(properties, dict) and len(properties) == 1 else None
+
+
+def grammar_of(schema: Any) -> dict[str, Any] | None:
+    """The ``x-grammar`` of a text: its ``syntax``, lark or regex, and ``definition``."""
+    found = schema.get("x-grammar") if isinstance(schema, dict) else None
+    return found if isinstance(found, dict) and isinstance(found.get("definition"), str) else None
+
+
+def lark_of(schema: Any) -> str | None:
+    found = grammar_of(schema)
+    return found["definition"] if found and found.get("syntax") == "lark" else None
 
 
 def tag(begin: str, content: Tag, end: str) -> Tag:
@@ -121,7 +138,9 @@ def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any], p
     )
     gap = "\n" if shape.value[0] else ""
     begin = f"{shape.key[0]}{name}{key_end}{gap}{shape.value[0]}{line}"
-    if kinds == STRING or ("string" in kinds and not shape.key_ends):
+    if (lark := lark_of(schema)) is not None:
+        content: Tag = {"type": "grammar", "name": path, "grammar": lark}
+    elif kinds == STRING or ("string" in kinds and not shape.key_ends):
         content = raw_text(name, schema)
     else:
         content = arguments({**schema, **definitions} if isinstance(schema, dict) else {}, path)
