@@ -1,23 +1,30 @@
-# CPU image (default):  docker build -t sgla .
-# GPU image:            docker build -t sgla:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 \
-#                           --build-arg EXTRAS=[cuda] --build-arg RUNTIME_PACKAGES="gcc libc6-dev" .
-ARG PYTHON=3.12
+# CPU image, for x86-64 and ARM:  docker build -t sgla .
+# GPU image:                      docker build -t sgla:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 \
+#                                     --build-arg FLASHINFER=flashinfer-python==0.6.13 --build-arg RUNTIME_PACKAGES="gcc libc6-dev" .
+ARG PYTHON=3.12.12
 
-FROM python:${PYTHON}-slim AS build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=
+FROM python:${PYTHON}-slim-bookworm AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/sgla
-ENV PATH=/opt/sgla/bin:$PATH XDG_CACHE_HOME=/opt/cache
-RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"
-COPY pyproject.toml README.md LICENSE /src/
+ENV PATH=/opt/sgla/bin:$PATH PIP_NO_CACHE_DIR=1
+# What seldom changes comes first: torch, then the other dependencies, then the source.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH=2.11.0
+RUN pip install --index-url "$TORCH_INDEX" "torch==$TORCH"
+ARG FLASHINFER=
+COPY configs/image-requirements.txt /src/configs/
+RUN pip install -r /src/configs/image-requirements.txt $FLASHINFER
+COPY pyproject.toml setup.py README.md LICENSE /src/
 COPY csrc /src/csrc
 COPY sgla /src/sgla
-RUN pip install --no-cache-dir "/src${EXTRAS}"
-# Kernels for the CPUs the image may meet: the runtime stage has no compiler.
-RUN python -m sgla.kernels.build --isa avx2,avx512,avx512_vnni,avx512_bf16,amx
+# Kernels for every CPU that the image may meet: the runtime stage has no compiler.
+ARG TARGETARCH=amd64
+RUN case "$TARGETARCH" in \
+        amd64) levels=generic,avx2,avx512,avx512_vnni,avx512_bf16,amx ;; \
+        *) levels=generic ;; \
+    esac && SGLA_WHEEL_KERNELS=$levels pip install --no-deps /src
 
-FROM python:${PYTHON}-slim
+FROM python:${PYTHON}-slim-bookworm
 # Triton compiles its launchers when a GPU is used; the CPU image needs nothing.
 ARG RUNTIME_PACKAGES=
 RUN if [ -n "$RUNTIME_PACKAGES" ]; then \
@@ -25,12 +32,12 @@ RUN if [ -n "$RUNTIME_PACKAGES" ]; then \
     fi
 RUN useradd --create-home --uid 10001 sgla && install -d -o sgla -g sgla /models
 COPY --from=build /opt/sgla /opt/sgla
-COPY --from=build --chown=sgla:sgla /opt/cache /home/sgla/.cache
-ENV PATH=/opt/sgla/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/sgla/bin:$PATH PYTHONUNBUFFERED=1 SGLA_HOST=0.0.0.0 SGLA_DOWNLOAD_DIR=/models
 USER sgla
 WORKDIR /home/sgla
 VOLUME /models
 EXPOSE 30000
-HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:30000/health/ready', timeout=4)"]
-ENTRYPOINT ["sgla", "serve", "--host", "0.0.0.0", "--download-dir", "/models"]
+# The command asks the server where its flags and variables put it: another port, TLS.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s CMD ["sgla", "health"]
+ENTRYPOINT ["sgla"]
+CMD ["serve"]

@@ -37,6 +37,7 @@ GROUPS = {
 ARGUMENTS = {
     "bench": "[options]",
     "doctor": "[options]",
+    "health": "[options]",
     "replay": "FILE [options]",
     "list": "[options]",
     "rm": "MODEL ... [options]",
@@ -188,6 +189,11 @@ def build() -> Parser:
     _add_bench(_command(commands, "bench", "load a server and measure it; one JSON object a line"))
     doctor = _command(commands, "doctor", "show what of this machine will be used and what is missing")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    health = _command(commands, "health", "say whether the server on this machine is ready")
+    health.add_argument("--url", metavar="URL", help="another one, for example http://127.0.0.1:30000")
+    health.add_argument(
+        "--timeout", type=float, default=4.0, metavar="SECONDS", help="for an answer (default: %(default)s)"
+    )
     _add_replay(_command(commands, "replay", "play a step log again, or send dumped requests to a server"))
     pull = _command(commands, "pull", "download a model")
     _add_config(pull, groups=(), names=("model", "load_format", "model_source", "revision", "download_dir"))
