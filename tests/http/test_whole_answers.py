@@ -112,8 +112,7 @@ async def test_long_lists_of_vectors_are_made_elsewhere_and_are_the_same(
 async def test_long_answers_are_made_elsewhere_and_are_the_same(
     site: Site, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], lengths: dict[str, Any]
 ) -> None:
-    for module in ("answer.whole", "openai.text"):
-        monkeypatch.setattr(f"sgla.http.{module}.PART", 64)
+    monkeypatch.setattr(whole, "PART", 64)
     await same(site, monkeypatch, route, body | lengths)
 
 

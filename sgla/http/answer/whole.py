@@ -14,7 +14,8 @@ from sgla.http.answer.collect import Choice
 from sgla.http.wire import encode
 
 INLINE = 4096  # values of an answer that the loop makes itself
-PART = 256  # items that are encoded in one go, since other threads wait for each call of the encoder
+PART = 256  # items that are encoded in one go, since other threads wait for each call of the encoder; fewer where they have
+VALUES = 1024  # values in all
 TEXT = 64 << 10  # characters that are encoded in one go
 PIECE = 128 << 10  # bytes that are sent at once, at least
 
@@ -48,6 +49,11 @@ def in_parts(count: int, part: Callable[[slice], list[Any]], size: int = PART) -
 def each(count: int, item: Callable[[int], Any], size: int = PART) -> Any:
     """``in_parts`` of items that are made one by one."""
     return in_parts(count, lambda part: [item(i) for i in range(part.start, part.stop)], size)
+
+
+def few(values: int) -> int:
+    """How many items of so many values each are encoded in one go."""
+    return max(1, VALUES // values)
 
 
 def slices(count: int, size: int = PART) -> list[slice]:

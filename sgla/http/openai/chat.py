@@ -12,7 +12,7 @@ from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
-from sgla.http.answer.whole import answered, in_parts
+from sgla.http.answer.whole import answered, few, in_parts
 from sgla.http.errors import Aborted
 from sgla.http.openai import beams
 from sgla.http.openai.common import (
@@ -26,6 +26,7 @@ from sgla.http.openai.common import (
     shown_prompt,
     stop_fields,
     usage_object,
+    width,
 )
 from sgla.http.openai.functions import as_tools, old_delta, old_message
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
@@ -200,7 +201,9 @@ class Shapes:
         if self._sampling.logprobs is None or entries is None:
             return None
         content = in_parts(
-            len(entries), lambda part: chat_logprobs(self._tokenizer, entries[part], self._as_ids)
+            len(entries),
+            lambda part: chat_logprobs(self._tokenizer, entries[part], self._as_ids),
+            few(width(self._sampling)),
         )
         return {"content": content, "refusal": None}
 

@@ -9,7 +9,7 @@ from typing import Any
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.sse import Encoder
-from sgla.http.answer.whole import encode_all, in_parts
+from sgla.http.answer.whole import encode_all, few, in_parts
 from sgla.http.errors import error_body
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
@@ -79,12 +79,19 @@ def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> Any:
         return None
     tokens, entries = choice.prompt_tokens, choice.prompt_logprobs
     assert len(tokens) == len(entries)
-    return in_parts(len(tokens), lambda part: prompt_logprobs(tokenizer, tokens[part], entries[part], k))
+    return in_parts(
+        len(tokens), lambda part: prompt_logprobs(tokenizer, tokens[part], entries[part], k), few(1 + k)
+    )
+
+
+def width(sampling: SamplingParams) -> int:
+    """Values of a token that is shown with its logprobs."""
+    return 1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) + len(sampling.logprob_token_ids)
 
 
 def answer_size(choices: Iterable[Choice], sampling: SamplingParams) -> int:
     """About how many values an answer has: tokens, logprobs, and what it takes to read the text."""
-    shown = 1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) + len(sampling.logprob_token_ids)
+    shown = width(sampling)
     return sum(
         (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown + sum(map(len, choice.texts)) // 2
         for choice in choices

@@ -13,7 +13,7 @@ from sgla.errors import InvalidField
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.reading import server_dialect, thinking_of
-from sgla.http.answer.whole import PART, Long, answered, slices
+from sgla.http.answer.whole import Long, answered, few, slices
 from sgla.http.errors import Aborted
 from sgla.http.openai import beams
 from sgla.http.openai.common import (
@@ -27,6 +27,7 @@ from sgla.http.openai.common import (
     shown_prompt,
     stop_fields,
     usage_object,
+    width,
 )
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_max_tokens, first, sampling_params
@@ -233,10 +234,11 @@ class Shapes:
         at += self._output_offsets(choice).feed(new)
         tokens += new
         entries += choice.logprobs or []
-        if len(tokens) <= PART:
+        size = few(width(self._sampling))
+        if len(tokens) <= size:
             return completion_logprobs(self._tokenizer, tokens, entries, at, self._as_ids)
         written: dict[str, list[bytes]] = {}
-        for part in slices(len(tokens)):
+        for part in slices(len(tokens), size):
             columns = completion_logprobs(
                 self._tokenizer, tokens[part], entries[part], at[part], self._as_ids
             )
