@@ -86,6 +86,12 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             " Q4_1), fp8 on a GPU"
         ),
     ] = None
+    logits_processors: Annotated[
+        list[str],
+        Doc(
+            description="classes MODULE:CLASS on PYTHONPATH that requests may name in logits_processors, to change their logits (CPU)"
+        ),
+    ] = []
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
     deterministic: Annotated[
         bool, Doc(description="a request's results are the same bits in any batch; slower on a GPU")

@@ -65,6 +65,13 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     min_count: int = 0
 
 
+class Processor(msgspec.Struct, array_like=True, frozen=True):
+    """A logit processor that the server has (``sampling/processors.py``), and the keyword arguments to make it with."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
@@ -104,6 +111,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     logprob_token_ids: list[int] = []
     n: int = 1
     grammar: Grammar | None = None
+    processors: list[Processor] = []
     repetition_detection: Repetition | None = None
 
 
@@ -216,6 +224,7 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     # None: the row produces tokens. Else it produces one vector when its prompt is computed: [] what the model's head makes
     # of the hidden states; ids: log-probabilities of these tokens as the next one (of a model that generates).
     pool: list[int] | None = None
+    processors: list[Processor] = []
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -468,6 +477,7 @@ class Facts(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why
     grammars: bool = False  # the sampler honours RowSampling.grammar
+    processors: list[str] = []  # names that RowSampling.processors may have
     pooling: Pooling | None = None  # the model answers with vectors alone
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
 

@@ -97,6 +97,11 @@ def resolve(
             raise ConfigError(
                 f"--{name.replace('_', '-')} {backend} needs a GPU; leave it out on the CPU", param=name
             )
+    if config.logits_processors and (device == "cuda" or config.executor == "fake"):
+        where = "on a GPU" if device == "cuda" else "by --executor fake"
+        raise ConfigError(
+            f"--logits-processors cannot be honoured {where}; leave it out", param="logits_processors"
+        )
     if config.deterministic:
         check_deterministic(config, device)
     dtype = settle("dtype", choose_dtype(encoder))

@@ -122,7 +122,9 @@ class System:
         watchdog = self._watchdog = Watchdog(config.watchdog_timeout, self._stuck)
         schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._fail, self._crashed)
         detokenize.schedule = schedule
-        preparer = Preparer(tokenizer, template, facts, ingress.random, grammars=compiler is not None)
+        preparer = Preparer(
+            tokenizer, template, facts, ingress.random, compiler is not None, facts.processors
+        )
         tokenize = Tokenize(
             preparer, detokenize, schedule, ingress.reject, self._crashed, ingress.lanes, compiler
         )

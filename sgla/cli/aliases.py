@@ -308,7 +308,7 @@ REFUSED: list[tuple[str, str]] = [
     ("tool-server", "tools are called by the client"),
     (
         "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids return-input-ids return-output-ids "
-        "incremental-streaming-output allow-auto-truncate enable-return-* return-* enable-custom-logit-processor logits-processor* "
+        "incremental-streaming-output allow-auto-truncate enable-return-* return-* enable-custom-logit-processor "
         "aux-hidden-* constrained-json-* structured-outputs-config guided-decoding-* sampling-mask-* use-fp64-gumbel "
         "*watermark-* enable-watermark sampling-backend default-priority-value fingerprint-* "
         "cohere-* enable-per-request-*",

@@ -6,6 +6,8 @@ preemption and with steps planned ahead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 from sgla.messages import RowSampling, ThinkLimit
 from sgla.sampling.draw import Floats
+from sgla.sampling.processors import Custom, Kind
 
 
 class Rule(Protocol):
@@ -122,9 +125,13 @@ class ThinkingBudget:
 
 
 def make_rules(
-    tokens: NDArray[np.int32], prompt_len: int, sampling: RowSampling, vocab_size: int
+    tokens: NDArray[np.int32],
+    prompt_len: int,
+    sampling: RowSampling,
+    vocab_size: int,
+    processors: Mapping[str, Kind] = MappingProxyType({}),
 ) -> list[Rule]:
-    """The rules of one request, in the order they apply."""
+    """The rules of one request, in the order they apply. ``processors``: those that the server has."""
     rules: list[Rule] = []
     if sampling.repetition != 1 or sampling.frequency or sampling.presence:
         rules.append(Penalties(tokens, prompt_len, sampling))
@@ -138,4 +145,6 @@ def make_rules(
         rules.append(Allowed(sampling.allowed, vocab_size))
     if sampling.thinking is not None:
         rules.append(ThinkingBudget(sampling.thinking, tokens, prompt_len))
+    for asked in sampling.processors:
+        rules.append(Custom(processors[asked.name], asked, tokens, prompt_len))
     return rules

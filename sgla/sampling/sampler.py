@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from sgla.messages import Failed, LogprobBlock, RowSampling
 from sgla.sampling import faults
 from sgla.sampling.draw import Draw, Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
+from sgla.sampling.processors import Kind, ProcessorFailed
 from sgla.sampling.rules import Rule, make_rules
 
 COLD = 1e-5  # temperatures below are greedy
@@ -56,7 +59,9 @@ class Sampler:
         matchers: Matchers | None = None,
         draw: Draw = draw,
         jumps: bool = True,
+        processors: Mapping[str, Kind] = MappingProxyType({}),
     ) -> None:
+        self._processors = processors
         self._matchers = matchers
         self._draw = draw
         self._jumps = jumps
@@ -69,7 +74,7 @@ class Sampler:
 
     def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
         """A request takes ``slot``; whatever the slot had is forgotten."""
-        rules = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab_size)
+        rules = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab_size, self._processors)
         constraint = None
         if sampling.grammar and self._matchers is not None:
             constraint = self._matchers.constraint(self._tokens[slot], prompt_len, sampling)
@@ -129,7 +134,7 @@ class Sampler:
                 chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
                 if run := self._jump(slot, position, int(chosen[i])):
                     forced.append((i, run))
-            except MatchFailed as error:
+            except (MatchFailed, ProcessorFailed) as error:
                 chosen[i] = 0
                 failed.append(Failed(row, str(error)))
             except Unusable as error:

@@ -18,6 +18,7 @@ from sgla.messages import (
     MAX_STOP_IDS,
     Grammar,
     Job,
+    Processor,
     RowSampling,
     SamplingParams,
     Submit,
@@ -79,12 +80,14 @@ class Preparer:
         limits: Limits,
         rng: random.Random,
         grammars: bool = False,
+        processors: Sequence[str] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
         self.rng = rng
         self.grammars = grammars
+        self.processors = processors
         self._latest: tuple[SamplingParams, Common] | None = None
 
     def __call__(self, job: Job, grammar: str = "") -> list[Submit]:
@@ -135,11 +138,21 @@ class Preparer:
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             self._check_known(name, getattr(job.sampling, name) or ())
         check_stops(job.sampling)
+        self._check_processors(job.sampling.processors)
         source = self._grammar(job.sampling.grammar, grammar)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
         common = Common(infill, stop_ids, row_sampling(job.sampling, stop_ids, source, words))
         self._latest = job.sampling, common
         return common
+
+    def _check_processors(self, processors: Sequence[Processor]) -> None:
+        for asked in processors:
+            if asked.name not in self.processors:
+                there = ", ".join(self.processors) or "none; --logits-processors gives it some"
+                raise UnsupportedField(
+                    f"logits_processors: there is no {asked.name[:100]!r}; this server has {there}",
+                    param="logits_processors",
+                )
 
     def _pooled(self, job: Job, labels: list[int]) -> Submit:
         """For a request that wants a vector. Raises ContextTooLong if the input is too long and may not be cut."""
@@ -414,6 +427,7 @@ def row_sampling(
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
         logprob_ids=sampling.logprob_token_ids,
         grammar=grammar,
+        processors=sampling.processors,
     )
 
 

@@ -40,6 +40,7 @@ from sgla.sampling.draw import draw
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
+from sgla.sampling.processors import load as load_processors
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.forward import Forward, describe, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
@@ -77,6 +78,7 @@ class Runner:
 
     def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        processors = load_processors(config.logits_processors)
         slots, step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         spec = ModelSpec.from_config(source.config)
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
@@ -101,7 +103,7 @@ class Runner:
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
         jumps = self.shard.size == 1  # other ranks are told one token a row
-        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps)
+        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps, processors)
         self.facts = Facts(
             pages=size.pages,
             page_size=config.page_size,
@@ -114,6 +116,7 @@ class Runner:
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (describe(config.native_kernels), size.note) if note],
             grammars=True,
+            processors=list(processors),
             scores=True,
         )
 

@@ -33,6 +33,11 @@ def cpu_runner(
     pooling = read_pooling(source, config.task)
     if config.deterministic:
         check_deterministic(source, pooling)
+    if config.logits_processors and pooling is not None:
+        raise ConfigError(
+            "--logits-processors cannot be honoured for models that answer with vectors; leave it out",
+            param="logits_processors",
+        )
     if pooling is None:
         return Runner(config, source, rank, size, rendezvous, report)
     if pooling.encoder:

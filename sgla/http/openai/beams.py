@@ -36,6 +36,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "stop_regex": (None, "", []),
     "logprob_token_ids": (None, []),
     "suffix": (None, ""),
+    "logits_processors": (None, []),
+    "vllm_xargs": (None, {}),
 }
 OPTIONS = {"beam_width": (None, 1), "length_penalty": (None, 1), "early_stopping": (None, False)}
 

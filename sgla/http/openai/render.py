@@ -54,7 +54,9 @@ async def submitted(request: web.Request, server: Server, job: Job) -> Submit:
 def preparer(server: Server) -> Preparer:
     facts, ingress = server.ingress.facts, server.ingress
     assert facts is not None
-    return Preparer(ingress.tokenizer, ingress.template, facts, random.Random(), facts.grammars)
+    return Preparer(
+        ingress.tokenizer, ingress.template, facts, random.Random(), facts.grammars, facts.processors
+    )
 
 
 def rendered(job: Job, submit: Submit, fields: OpenAIFields) -> dict[str, Any]:

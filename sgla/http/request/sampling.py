@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgla.defaults import SAMPLING, Defaults
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.request.grammar import grammar_of
 from sgla.http.request.schema import (
     MAX_ALLOWED,
@@ -17,7 +17,7 @@ from sgla.http.request.schema import (
     SamplingFields,
     check_count,
 )
-from sgla.messages import MAX_BIASES, SamplingParams
+from sgla.messages import MAX_BIASES, Processor, SamplingParams
 
 PLAIN = (
     *(name for name in SAMPLING if name != "max_tokens"),
@@ -28,6 +28,7 @@ PLAIN = (
 )
 BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")  # vLLM's, DashScope's, SGLang's
 MAX_WORDS = 256
+MAX_PROCESSORS = 16
 SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens")
 
 
@@ -67,7 +68,34 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=logprob_token_ids or [],
         grammar=grammar_of(fields),
+        processors=processors(fields),
     )
+
+
+def processors(fields: SamplingFields) -> list[Processor]:
+    """Those that ``logits_processors`` names, alone or as vLLM's ``qualname`` and ``kwargs``, and those that are keys of ``vllm_xargs``,
+    with their arguments. The engine knows which there are."""
+    asked = []
+    check_count("logits_processors", fields.logits_processors or [], MAX_PROCESSORS)
+    for item in fields.logits_processors or []:
+        named = {"qualname": item} if isinstance(item, str) else item
+        name, arguments = named.get("qualname"), named.get("kwargs") or {}
+        if not isinstance(name, str) or not isinstance(arguments, dict) or named.get("args"):
+            raise InvalidField(
+                "logits_processors must be names, or objects with a qualname and kwargs",
+                param="logits_processors",
+            )
+        asked.append(Processor(name, arguments))
+    check_count("vllm_xargs", fields.vllm_xargs or {}, MAX_PROCESSORS)
+    for name, arguments in (fields.vllm_xargs or {}).items():
+        if not isinstance(arguments, dict):
+            raise UnsupportedField(
+                f"vllm_xargs.{name[:100]} is not supported by this server; its keys are names of logit processors, with objects of "
+                "their arguments",
+                param="vllm_xargs",
+            )
+        asked.append(Processor(name, arguments))
+    return asked
 
 
 def first(*values: Any) -> Any:

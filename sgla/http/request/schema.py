@@ -192,6 +192,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     repetition_detection: Repetition | None = None
+    logits_processors: list[str | dict[str, Any]] | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
