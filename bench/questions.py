@@ -52,6 +52,39 @@ EASY = {
     "Which language do people speak in Brazil?": "portuguese",
     "What is the plural of mouse?": "mice",
 }
+# As easy, and never used to choose a setting.
+HELD_BACK = {
+    "What is the capital of England?": "london",
+    "What is the capital of Russia?": "moscow",
+    "What is the capital of China?": "beijing",
+    "What is the capital of Canada?": "ottawa",
+    "What is the capital of Greece?": "athens",
+    "What is 3 + 4?": "7|seven",
+    "What is 5 times 2?": "10|ten",
+    "What is 9 minus 4?": "5|five",
+    "How many minutes are in an hour?": "60|sixty",
+    "How many seconds are in a minute?": "60|sixty",
+    "How many legs does a dog have?": "4|four",
+    "How many fingers are on one hand?": "5|five",
+    "What colour is grass?": "green",
+    "What colour do you get if you mix red and yellow?": "orange",
+    "What is the opposite of big?": "small|little",
+    "What is the opposite of day?": "night",
+    "What do bees make?": "honey",
+    "What is the smallest planet in the solar system?": "mercury",
+    "What goes around the Earth at night and shines?": "moon",
+    "Who wrote Hamlet?": "shakespeare",
+    "Who discovered gravity when an apple fell?": "newton",
+    "Who was the first man on the moon?": "armstrong",
+    "What gas do humans need to breathe?": "oxygen",
+    "At how many degrees Celsius does water freeze?": "0|zero",
+    "Which animal says woof?": "dog|dogs",
+    "What is the largest animal in the world?": "whale|whales",
+    "Which is the tallest mountain on Earth?": "everest",
+    "On which continent is France?": "europe",
+    "Which language do people speak in Mexico?": "spanish",
+    "What is the plural of child?": "children",
+}
 OPEN = [
     "Hello! Who are you?",
     "Tell me a joke.",
@@ -111,15 +144,15 @@ def ask(engine: Engine, questions: list[str], setting: dict[str, Any], tokens: i
         return list(pool.map(chat, questions))
 
 
-def measure(engine: Engine, setting: dict[str, Any], told: bool) -> dict[str, Any]:
+def measure(engine: Engine, easy: dict[str, str], setting: dict[str, Any], told: bool) -> dict[str, Any]:
     began = time.monotonic()
-    easy = ask(engine, list(EASY), setting, EASY_TOKENS)
+    answers = ask(engine, list(easy), setting, EASY_TOKENS)
     wrong = {
         question: output.text[:200]
-        for (question, words), output in zip(EASY.items(), easy)
+        for (question, words), output in zip(easy.items(), answers)
         if not right(output.text, words)
     }
-    result = {"setting": setting, "right": len(EASY) - len(wrong), "wrong": wrong}
+    result = {"setting": setting, "right": len(easy) - len(wrong), "wrong": wrong}
     if told:
         outputs = ask(engine, OPEN, setting, OPEN_TOKENS)
         ended = Counter(output.finish for output in outputs)
@@ -137,10 +170,11 @@ def main() -> None:
     parser.add_argument("--chat-template", help="file, for a model without one")
     parser.add_argument("--settings", nargs="+", default=["{}"], metavar="JSON")
     parser.add_argument("--open", action="store_true", help="ask the open questions, too")
+    parser.add_argument("--held-back", action="store_true", help="ask 30 other easy questions")
     args = parser.parse_args()
     with Engine(args.model, chat_template=args.chat_template, context_length=2048) as engine:
         for setting in args.settings:
-            found = measure(engine, json.loads(setting), args.open)
+            found = measure(engine, HELD_BACK if args.held_back else EASY, json.loads(setting), args.open)
             print(json.dumps({"model": args.model, "template": args.chat_template, **found}), flush=True)
 
 
