@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import http.server
 import io
 import json
+import os
+import pty
 import re
+import select
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +29,7 @@ import pytest
 import sgla
 from sgla import cli
 from sgla.bench import load, report, workloads
-from sgla.cli import chat, doctor, serve, show
+from sgla.cli import chat, conversation, doctor, serve, show, terminal
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.serve import ready_text
 from sgla.config import Config
@@ -312,6 +319,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
     """Answers with the prompt's length, one word a chunk; ``bodies`` keeps the requests."""
 
     bodies: list[dict[str, Any]] = []
+    chat_params: dict[str, Any] = {}  # as our server has them; {}: it is another one
 
     def do_GET(self) -> None:
         known = {
@@ -321,7 +329,11 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             },
             "/version": {"version": "9"},
         }
-        self._send(200, json.dumps(known[self.path]).encode())
+        known["/get_model_info"] = {"model_path": "demo", "chat_params": self.chat_params}
+        if not self.chat_params:
+            del known["/get_model_info"]
+        found = known.get(self.path)
+        self._send(200 if found else 404, json.dumps(found or {"error": {"message": "no route"}}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -331,6 +343,8 @@ class StandIn(http.server.BaseHTTPRequestHandler):
                 404, json.dumps({"error": {"message": "no such model", "code": "model_not_found"}}).encode()
             )
         chat_route = self.path == "/v1/chat/completions"
+        if chat_route and body["messages"][-1]["content"] == "slow":
+            return self._stall()
         events: list[Any] = (
             [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}] if chat_route else []
         )
@@ -360,6 +374,16 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             ": ping\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         )
         self._send(200, data.encode())
+
+    def _stall(self) -> None:
+        """One word, and then none until the client goes away."""
+        self.send_response(200)
+        self.end_headers()
+        event = b'data: {"choices": [{"delta": {"content": "half an answer"}}]}\n\n'
+        with contextlib.suppress(OSError):
+            for data in (event, *[b": ping\n\n"] * 100):
+                self.wfile.write(data)
+                time.sleep(0.1)
 
     def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -510,7 +534,8 @@ def test_chat_keeps_history_and_resets(server: str, monkeypatch: pytest.MonkeyPa
     argv = ["--url", server + "/v1", "--system", "be brief", "--max-tokens", "2", "--temperature", "0"]
     code, out, err = talk(monkeypatch, "one\ntwo\n/reset\n/what\nthree\n/exit\nnever\n", *argv)
     assert (code, err) == (0, "")
-    assert out.splitlines() == [" w0 w1", " w0 w1", chat.HELP, " w0 w1"]
+    forgotten = "the conversation is forgotten"
+    assert out.splitlines() == [" w0 w1", " w0 w1", forgotten, *conversation.HELP.splitlines(), " w0 w1"]
     roles = [[message["role"] for message in body["messages"]] for body in StandIn.bodies]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
     assert StandIn.bodies[1]["messages"][2]["content"] == " w0 w1"
@@ -524,16 +549,168 @@ def test_chat_goes_on_after_an_error(server: str, monkeypatch: pytest.MonkeyPatc
     assert [len(body["messages"]) for body in StandIn.bodies] == [1, 1]
 
 
+def test_chat_asks_our_server_for_an_end_to_every_answer(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"max_tokens": 2, "repetition_detection": {"max_pattern_size": 9, "min_count": 3}}
+    talk(monkeypatch, "one\n", "--url", server)
+    assert not StandIn.bodies[-1].keys() & ends
+    monkeypatch.setattr(StandIn, "chat_params", ends)
+    talk(monkeypatch, "one\n/set max_tokens 4\ntwo\n", "--url", server)
+    assert [body["max_tokens"] for body in StandIn.bodies[-2:]] == [2, 4]
+    assert StandIn.bodies[-1]["repetition_detection"] == ends["repetition_detection"]
+
+
+class Mute:
+    """A backend that is never asked."""
+
+    name, about, finish = "mute", "", None
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {"repetition_detection": {}}
+
+    def stream(self, messages: conversation.Messages) -> Any:
+        raise AssertionError
+
+
+def test_commands_change_the_conversation(tmp_path: Path) -> None:
+    talked = conversation.Conversation(Mute(), "be brief")
+    hello = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    talked.messages += hello
+    assert talked.command("/set temperature 0.5") == "temperature 0.5"
+    assert talked.command("/set seed 7") == "temperature 0.5, seed 7"
+    assert talked.command("/set colour red").startswith("/set knows temperature")
+    assert talked.command("/set top_p many").startswith("/set: ")
+    assert talked.command(f"/save {tmp_path / 'a.json'}").startswith("3 messages written")
+    assert talked.command("/system answer in verse") == "system message set"
+    assert talked.messages == [{"role": "system", "content": "answer in verse"}, *hello]
+    assert talked.command("/set temperature") == "seed 7"
+    assert talked.command("/clear") == "the conversation is forgotten"
+    assert talked.messages == [{"role": "system", "content": "answer in verse"}]
+    assert talked.command("/system") == "no system message"
+    assert talked.messages == []
+    assert talked.command(f"/load {tmp_path / 'a.json'}").startswith("3 messages read")
+    assert talked.messages == [{"role": "system", "content": "be brief"}, *hello]
+    assert talked.backend.options == {"repetition_detection": {}, "temperature": 0.5, "seed": 7}
+    assert talked.command(f"/save {tmp_path / 'a.json'}").startswith("3 messages written")
+    assert talked.command("/help") == talked.command("/nonsense") == conversation.HELP
+    with pytest.raises(conversation.Leave):
+        talked.command("/exit")
+
+
+@pytest.mark.parametrize("content", ["text", "[]", '{"messages": [{"role": "user"}]}', "[" * 9999])
+def test_files_that_hold_no_conversation_stay_as_they_are(tmp_path: Path, content: str) -> None:
+    talked, path = conversation.Conversation(Mute()), tmp_path / "file"
+    path.write_text(content)
+    for command in ("/load", "/save"):
+        assert "holds no conversation" in talked.command(f"{command} {path}")
+    assert path.read_text() == content
+    assert talked.command("/load") == "/load: name a file"
+    assert "No such file" in talked.command("/load nowhere")
+
+
+def test_markdown_is_shown_block_by_block_and_without_controls() -> None:
+    whole = "# Title\n\nA **bold** word.\n\n```python\nx = 1\n\ny = 2\n```\n\nThe \x1b]0;evil\x07end."
+    for size in (1, 7, 1000):
+        out = io.StringIO()
+        screen = terminal.Screen(file=out, force_terminal=True, width=60, color_system=None)
+        screen.answer(whole[i : i + size] for i in range(0, len(whole), size))
+        text = out.getvalue()
+        assert "\x1b]0" not in text
+        assert "\x07" not in text
+        for part in ("Title", "A bold word.", "x = 1", "y = 2", "end."):
+            assert part in text
+    assert terminal.complete_blocks("a\n\n```\nb\n\nc") == ("a\n\n", "```\nb\n\nc")
+    assert terminal.complete_blocks("```\nb\n\nc") == ("", "```\nb\n\nc")
+
+
+PROMPT = b"\x1b[?2004h"  # asks the terminal to mark what is pasted
+
+
+class Keyboard:
+    """``sgla chat`` on a terminal of its own."""
+
+    def __init__(self, url: str, home: Path) -> None:
+        self.screen = b""
+        self._end, other = pty.openpty()
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        environment = os.environ | {
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "XDG_STATE_HOME": str(home),
+        }
+        command = [sys.executable, "-m", "sgla", "chat", "--url", url]
+        self.process = subprocess.Popen(
+            command, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(other)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._end, keys)
+
+    def see(self, text: bytes) -> None:
+        """Wait until ``text`` is on the screen, behind what was seen before."""
+        end = time.monotonic() + 60
+        while text not in self.screen:
+            assert time.monotonic() < end, self.screen
+            if select.select([self._end], [], [], 1)[0]:
+                self.screen += os.read(self._end, 65536)
+        self.screen = self.screen.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._end)
+
+
+def test_chat_on_a_terminal(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several lines, commands, history, Ctrl-C and Ctrl-D, by the keys that a user presses."""
+    monkeypatch.setattr(StandIn, "chat_params", {"max_tokens": 3})
+    keyboard = Keyboard(server, tmp_path)
+    try:
+        keyboard.see(b"/help lists the commands")
+        keyboard.see(b"SmolLM2-135M-Instruct")
+        keyboard.see(PROMPT)
+        keyboard.press(b"one\x1b\rtwo\r")
+        keyboard.see(b"w0 w1 w2")
+        keyboard.see(b"ended by max_tokens")
+        assert StandIn.bodies[-1]["messages"] == [{"role": "user", "content": "one\ntwo"}]
+        keyboard.see(PROMPT)
+        keyboard.press(b"/set temperature 0\r")
+        keyboard.see(b"temperature 0, max_tokens 3")
+        keyboard.see(PROMPT)
+        keyboard.press(b"slow\r")
+        keyboard.see(b"half an answer")
+        keyboard.press(b"\x03")
+        keyboard.see(b"stopped")
+        keyboard.see(PROMPT)
+        keyboard.press(b"\x1b[A\x1b[A\x1b[A\r")  # up to the first message
+        keyboard.see(b"w0 w1 w2")
+        said = [message["content"] for message in StandIn.bodies[-1]["messages"]]
+        assert said[-2:] == ["half an answer", "one\ntwo"]
+        assert StandIn.bodies[-1]["temperature"] == 0
+        keyboard.see(PROMPT)
+        keyboard.press(b"\x04")
+        assert keyboard.process.wait(20) == 0
+    finally:
+        keyboard.close()
+    history = tmp_path / "sgla" / "chat_history"
+    assert "+slow" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
 class Stopped:
     """A backend whose answer is interrupted by Ctrl-C after its first word."""
 
-    name = "stopped"
+    name, about, finish = "stopped", "", None
 
     def __init__(self) -> None:
         self.closed = 0
+        self.options: dict[str, Any] = {}
         self.seen: list[int] = []
 
-    def stream(self, messages: chat.Messages) -> Any:
+    def stream(self, messages: conversation.Messages) -> Any:
         self.seen.append(len(messages))
         try:
             yield "half"
@@ -571,7 +748,9 @@ def test_chat_in_process_uses_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         def sampling(self, **fields: Any) -> Any:
             return Defaults({"temperature": 0.2}, {"temperature": "file"}).params(**fields)
 
-        def stream(self, *, messages: chat.Messages, sampling: Any) -> Iterator[Event]:
+        chat_params = {"max_tokens": 50, "top_k": 3}
+
+        def stream(self, *, messages: conversation.Messages, sampling: Any) -> Iterator[Event]:
             self.asked = sampling
             for text in ("He", "llo"):
                 yield Event(rid="r", index=0, text=text, usage=Usage())
@@ -580,7 +759,7 @@ def test_chat_in_process_uses_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     code, out, _ = talk(monkeypatch, "hi\n", "gemma3-270m", "--threads", "1", "--max-tokens", "9")
     assert (code, out) == (0, "Hello\n")
     assert (made[0].config.model, made[0].config.threads) == ("gemma3-270m", 1)
-    assert (made[0].asked.max_tokens, made[0].asked.temperature) == (9, 0.2)
+    assert (made[0].asked.max_tokens, made[0].asked.temperature, made[0].asked.top_k) == (9, 0.2, 3)
     assert made[0].closed
 
 

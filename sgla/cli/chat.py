@@ -5,30 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
+from sgla.cli.conversation import Backend, Conversation, Leave, Messages
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import load_config
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
+from sgla.hub.demo import about
 from sgla.streams import decode_event
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops the answer"
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-Messages = list[dict[str, Any]]
-
-
-class Backend(Protocol):
-    """Where answers come from. Closing the generator before its end cancels the request."""
-
-    name: str
-
-    def stream(self, messages: Messages) -> Generator[str, None, None]: ...
+ENDS = {"length": "ended by max_tokens", "repetition": "ended because it repeated itself"}
 
 
 class Remote:
@@ -39,14 +33,28 @@ class Remote:
         self.headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
         )
-        self.options = options
+        self.finish: str | None = None
         local = urllib.parse.urlsplit(self.url).hostname in LOOPBACK
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
         self.name = model or self._first_model()
+        info = self._info()
+        self.options = info.get("chat_params", {}) | options
+        self.about = about(str(info.get("model_path")))
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:
             return json.load(response)["data"][0]["id"]
+
+    def _info(self) -> dict[str, Any]:
+        """What a server of this kind tells of itself; nothing of another one."""
+        try:
+            with self._open("/get_model_info") as response:
+                info = json.load(response)
+        except ConfigError:
+            raise
+        except (SglaError, ValueError):
+            return {}
+        return info if isinstance(info, dict) and "chat_params" in info else {}
 
     def _open(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -64,6 +72,7 @@ class Remote:
 
     def stream(self, messages: Messages) -> Generator[str, None, None]:
         body = {"model": self.name, "messages": messages, "stream": True} | self.options
+        self.finish = None
         with self._open("/v1/chat/completions", body) as response:
             for line in response:
                 data = line.strip().removeprefix(b"data:").strip()
@@ -73,6 +82,7 @@ class Remote:
                 if message is None or message.error:
                     raise SglaError(error_text(data))
                 for choice in message.choices or []:
+                    self.finish = choice.finish_reason or self.finish
                     yield choice.output
 
 
@@ -89,11 +99,15 @@ class Local:
     def __init__(self, engine: Any, options: dict[str, Any]) -> None:
         self.engine = engine
         self.name = engine.config.model
-        self.sampling = engine.sampling(**options)
+        self.about = about(engine.config.model)
+        self.options = engine.chat_params | options
+        self.finish: str | None = None
 
     def stream(self, messages: Messages) -> Generator[str, None, None]:
-        events: Iterator[Any] = self.engine.stream(messages=messages, sampling=self.sampling)
+        sampling = self.engine.sampling(**self.options)
+        events: Iterator[Any] = self.engine.stream(messages=messages, sampling=sampling)
         for event in events:
+            self.finish = event.finish
             yield event.text
 
 
@@ -122,51 +136,77 @@ def _run_local(config: Config, options: dict[str, Any], system: str | None) -> i
 
 
 def talk(backend: Backend, system: str | None = None) -> int:
-    """Read lines from stdin until its end. Answers and nothing else go to stdout."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  line editing and history
-        print(f"{backend.name}. {HELP}.")
-    start: Messages = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    """A conversation, to the end of stdin."""
+    conversation = Conversation(backend, system)
+    if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        return talk_on_terminal(conversation)
+    return talk_plainly(conversation)
+
+
+def talk_plainly(conversation: Conversation) -> int:
+    """Answers and what commands say go to stdout, nothing else."""
+    typed = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if terminal else "").strip()
-        except EOFError:
+            line = input("> " if typed else "").strip()
+            if line.startswith("/"):
+                print(conversation.command(line))
+            elif line:
+                ask(conversation, line, write, lambda text: print(f" [{text}]"))
+        except (EOFError, Leave):
             return 0
         except KeyboardInterrupt:
             print()
-            continue
-        if line == "/exit":
+
+
+def talk_on_terminal(conversation: Conversation) -> int:
+    from sgla.cli.terminal import Screen, line_reader
+
+    screen, reader, backend = Screen(), line_reader(), conversation.backend
+    screen.say(f"{backend.name}. /help lists the commands, Ctrl-D leaves." + f" {backend.about}".rstrip())
+    while True:
+        try:
+            line = reader.prompt("> ").strip()
+            if line.startswith("/"):
+                screen.say(conversation.command(line))
+            elif line:
+                ask(conversation, line, screen.answer, screen.say)
+                if backend.finish in ENDS:
+                    screen.say(f"[{ENDS[backend.finish]}]")
+        except (EOFError, Leave):
             return 0
-        if line == "/reset":
-            messages = list(start)
-        elif line.startswith("/"):
-            print(HELP)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            answer = _answer(backend, messages)
-            if answer is None:
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
+        except KeyboardInterrupt:
+            pass
 
 
-def _answer(backend: Backend, messages: Messages) -> str | None:
-    """Print the answer as it comes; what came of it if Ctrl-C stopped it; None if the request failed."""
+def write(pieces: Iterator[str]) -> None:
+    for text in pieces:
+        print(text, end="", flush=True)
+    print()
+
+
+def ask(
+    conversation: Conversation, line: str, show: Callable[[Iterator[str]], None], say: Callable[[str], None]
+) -> None:
+    """Have the answer shown as it comes. Both belong to the conversation then, unless the request fails; if Ctrl-C stops it,
+    what came of it does."""
+    conversation.messages.append({"role": "user", "content": line})
     parts: list[str] = []
-    stream = backend.stream(messages)
+    stream = conversation.backend.stream(conversation.messages)
     try:
-        for text in stream:
-            parts.append(text)
-            print(text, end="", flush=True)
-        print()
+        show(kept(stream, parts))
     except KeyboardInterrupt:
-        print(" [stopped]")
+        say("stopped")
     except (SglaError, OSError) as error:
         print(f"\nsgla: {error}", file=sys.stderr)
-        return None
+        conversation.messages.pop()
+        return
     finally:
         stream.close()
-    return "".join(parts)
+    conversation.messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+def kept(stream: Iterator[str], parts: list[str]) -> Iterator[str]:
+    for text in stream:
+        parts.append(text)
+        yield text

@@ -15,6 +15,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
 from sgla.hub.cache import origin
+from sgla.hub.demo import about
 from sgla.hub.fetch import find_local
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging
@@ -63,7 +64,7 @@ def ready_text(
         + (f", KV cache {(facts.pages - 1) * facts.page_size} tokens\n" if facts.pages > 1 else "\n")
         + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
-        + "".join(f"note: {note}\n" for note in facts.notes)
+        + "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))
         + f"try: curl {url}{route} {key}-H 'Content-Type: application/json' -d '{text}'"
     )
 

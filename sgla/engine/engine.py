@@ -250,6 +250,12 @@ class Engine(VectorCalls):
         return SamplingParams(**{**defaults.values, "max_tokens": defaults.max_tokens(), **fields})
 
     @property
+    def chat_params(self) -> dict[str, Any]:
+        """What ``sgla chat`` and the page ask for besides, so that every answer ends (see ``sampling``)."""
+        facts = self._ready().ingress.facts
+        return self._defaults.talk(facts.context_len) if facts is not None else {}
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer (``sgla.text.tokenizer.Tokenizer``)."""
         return self._ready().ingress.tokenizer

