@@ -14,6 +14,7 @@ import torch
 from test_gpu_runner import plan
 
 from sgla.config import Config
+from sgla.errors import OutOfMemory
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling
@@ -112,3 +113,31 @@ def test_nothing_runs_out(runner: Any) -> None:
     assert stats["num_ooms"] == 0
     assert peak <= ledger["activations"]
     assert least > 0
+
+
+def test_a_part_of_the_memory_stays_free() -> None:
+    from sgla.worker.cuda import CudaRunner
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    recorder, total = ops.recorder, torch.cuda.mem_get_info()[1]
+
+    def make(fraction: float) -> CudaRunner:
+        config = Config(
+            device="cuda",
+            load_format="dummy",
+            max_running_requests=8,
+            step_tokens=512,
+            memory_fraction=fraction,
+        )
+        source = ModelSource("dummy", Path("."), (), MODEL, {})
+        return CudaRunner(config, source, 0, 1, "", lambda progress: None)
+
+    runner = make(0.5)
+    assert 0.49 * total < torch.cuda.mem_get_info()[0] < 0.52 * total
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    with pytest.raises(OutOfMemory, match="raise --memory-fraction"):
+        make(0.001)
+    ops.recorder = recorder
