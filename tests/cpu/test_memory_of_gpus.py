@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 
 from sgla.attention import torch_ops
 from sgla.attention.base import DeviceBatch, ExtendRows
+from sgla.config import Config
 from sgla.dist import gpus
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.model.spec import ModelSpec
+from sgla.worker.cuda import CudaRunner
 from sgla.worker.gpu_memory import Advice, Peak, Weights, size_pool, splits, within_memory
 
 HERE = Path(__file__).parent
@@ -201,3 +204,18 @@ def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     out[:3] = torch_ops.TorchDecode().forward(q[:3], kv, batch, 0.3, 0, 0.0)
     torch_ops.TorchExtend().forward(q[3:], kv, batch, 0.3, 0, 0.0, out[3:])
     torch.testing.assert_close(out, whole)
+
+
+def test_a_part_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1000 MiB with 900 free and nothing else kept, 0.75 leaves 650 to the pool, and 0.01 too little."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900 * MIB, 1000 * MIB))
+    monkeypatch.setattr("sgla.worker.cuda.ledger_of", lambda peak, graphs: {"reserve": 0})
+    state = types.SimpleNamespace(
+        slots=1, step_tokens=1, prompts=types.SimpleNamespace(limit=1), _captures=False, ledger={}, kv_dtype=None,
+        allocate=lambda *sizes: None, _smaller_pool=None,
+    )  # fmt: skip
+    for fraction, pages in ((1.0, 900), (0.75, 650)):
+        assert CudaRunner._pool(state, Config(memory_fraction=fraction), MIB, Peak(0, 0)) == pages  # type: ignore[arg-type]
+    with pytest.raises(OutOfMemory, match="raise --memory-fraction") as caught:
+        CudaRunner._pool(state, Config(memory_fraction=0.1), MIB, Peak(0, 0))  # type: ignore[arg-type]
+    assert caught.value.param == "memory_fraction"
