@@ -2,7 +2,8 @@
 
     python bench/questions.py --model demo --settings '{"temperature": 0}' '{"temperature": 0.2, "repetition_penalty": 1.1}'
 
-A setting has the fields of ``SamplingParams``, and may have ``system``, a system message. An answer is right if it has one of the
+A setting has the fields of ``SamplingParams``, and may have ``system``, a system message, and ``talk``: what the page and
+``sgla chat`` ask for besides. An answer is right if it has one of the
 words before its 200th character; it loops if eight words in a row come back four times.
 The questions are what a newcomer asks first, and were written down before any model was measured.
 """
@@ -132,10 +133,12 @@ def loops(answer: str) -> bool:
 
 
 def ask(engine: Engine, questions: list[str], setting: dict[str, Any], tokens: int) -> list[Output]:
-    fields = dict(setting)
+    fields = {"max_tokens": tokens, "seed": 0} | setting
+    if fields.pop("talk", False):
+        fields = engine.chat_params | fields
     system = fields.pop("system", None)
     begin = [{"role": "system", "content": system}] if system else []
-    sampling = engine.sampling(**{"max_tokens": tokens, "seed": 0} | fields)
+    sampling = engine.sampling(**fields)
 
     def chat(question: str) -> Output:
         return engine.chat([*begin, {"role": "user", "content": question}], sampling)

@@ -81,11 +81,12 @@ GIVEN = "--preferred-sampling-params"
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """``values``: by names of ``SAMPLING``. ``sources``: where each comes from. ``notes``: what the files say that is not
+    """``values``: by names of ``SAMPLING``. ``sources``: where each comes from. ``talks``: what the card has for conversations besides. ``notes``: what the files say that is not
     honoured, and why."""
 
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    talks: dict[str, Any] = {}
     notes: list[str] = []
 
     @property
@@ -105,7 +106,8 @@ class Defaults(msgspec.Struct, frozen=True):
     def talk(self, context_len: int) -> dict[str, Any]:
         """What the page and ``sgla chat`` ask for besides, where nobody says otherwise: an end to every answer."""
         ends = {"max_tokens": min(TALK_TOKENS, max(1, context_len // 4)), REPETITION: TALK_REPETITION}
-        return {name: self.values.get(name, end) for name, end in ends.items()}
+        asked = ends | {name: self.values[name] for name in ends if name in self.values} | self.talks
+        return asked | {name: value for name, value in self.given.items() if name in asked}
 
     def __str__(self) -> str:
         """``temperature 0.2, top_p 0.9 (the model's card)``."""
@@ -122,10 +124,15 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
     """``source``: the model's files, if they are there. Raises ConfigError for what the user has given; nonsense in the model's
     files is a note."""
     layers: list[tuple[str, Mapping[str, Any]]] = []
+    talks: Mapping[str, Any] = {}
     notes: list[str] = []
     if config.sampling_defaults in ("model", "auto"):
         packaged = MODELS.get(config.model)
-        layers.append(("the model's card", packaged.sampling if packaged else {}))
+        if packaged is not None:
+            layers.append(
+                ("the demo's card" if config.model == "demo" else "the model's card", packaged.sampling)
+            )
+            talks = packaged.talk
         if source is not None:
             file = "general.sampling" if source.gguf_path else "generation_config.json"
             layers.append((file, read_file(source.generation_config, file, notes)))
@@ -141,7 +148,7 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
     layers.append((GIVEN, read_given(config)))
     values = {name: value for _, layer in layers for name, value in layer.items()}
     sources = {name: where for where, layer in layers for name in layer}
-    return Defaults(values, sources, notes)
+    return Defaults(values, sources, dict(talks), notes)
 
 
 def read_file(file: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:

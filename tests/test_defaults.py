@@ -13,11 +13,12 @@ from sgla import cli
 from sgla.cli.args import parse
 from sgla.cli.settings import load_config
 from sgla.config import Config
-from sgla.defaults import GIVEN, SAMPLING, Defaults, find_defaults
+from sgla.defaults import GIVEN, SAMPLING, TALK_REPETITION, Defaults, find_defaults
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.hub.source import ModelSource
 from sgla.messages import SamplingParams
+from sgla.text.template import ChatTemplate
 
 FILE = "generation_config.json"
 
@@ -37,13 +38,37 @@ def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pyt
     found = find_defaults(config, source(top_p=0.5, max_new_tokens=9, eos_token_id=3))
     assert found.values == {"temperature": 0.2, "top_p": 0.5, "min_p": 0, "max_tokens": 7}
     assert found.sources == {
-        "temperature": "the model's card", "top_p": FILE, "min_p": GIVEN, "max_tokens": GIVEN,
+        "temperature": "the demo's card", "top_p": FILE, "min_p": GIVEN, "max_tokens": GIVEN,
     }  # fmt: skip
     assert str(found) == (
-        "temperature 0.2 (the model's card), top_p 0.5 (generation_config.json), "
+        "temperature 0.2 (the demo's card), top_p 0.5 (generation_config.json), "
         "min_p 0, max_tokens 7 (--preferred-sampling-params)"
     )
     assert found.notes == []
+
+
+def test_conversations_end_and_have_the_cards_penalty_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = replace(demo.MODELS["demo"], sampling={"repetition_penalty": 1.1}, talk={"repetition_penalty": 1})
+    monkeypatch.setitem(demo.MODELS, "demo", card)
+    talk = find_defaults(Config(), None).talk(1000)
+    assert talk == {"max_tokens": 250, "repetition_detection": TALK_REPETITION, "repetition_penalty": 1}
+    given = {"repetition_penalty": 1.3, "max_tokens": 9, "repetition_detection": {}, "top_k": 5}
+    asked = find_defaults(Config(preferred_sampling_params=given), None).talk(1000)
+    assert asked == {"max_tokens": 9, "repetition_detection": None, "repetition_penalty": 1.3}
+    assert find_defaults(Config(model="x/y"), source(max_new_tokens=2048)).talk(1000)["max_tokens"] == 2048
+    assert find_defaults(Config(sampling_defaults="openai"), None).talk(1 << 20)["max_tokens"] == 4096
+
+
+def test_the_demo_answers_briefly_unless_it_is_told_otherwise() -> None:
+    template = ChatTemplate(demo.SHORT_ANSWERS)
+    asked = [{"role": "user", "content": "Hi"}]
+    end = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    brief = "You are a helpful AI assistant. Give short, correct answers."
+    assert template.render(asked) == f"<|im_start|>system\n{brief}<|im_end|>\n{end}"
+    told = [{"role": "system", "content": "Be long."}, *asked]
+    assert template.render(told) == f"<|im_start|>system\nBe long.<|im_end|>\n{end}"
 
 
 def test_who_says_nothing_gets_the_models_length_but_for_short_routes() -> None:

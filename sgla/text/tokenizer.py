@@ -203,6 +203,7 @@ class _Bytes(_Pieces):
 
 def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTemplate | None]:
     """Tokenizer and chat template of the model, or those that the flags name. Raises ConfigError."""
+    from sgla.hub.demo import MODELS
     from sgla.hub.fetch import resolve_tokenizer
     from sgla.text.process import BoundedTemplate
     from sgla.text.tools.families import GENERIC
@@ -218,7 +219,8 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
             f"the tokenizer in {path} has {own} tokens and the model {size}: it belongs to another model",
             param="tokenizer",
         )
-    template = tokenizer.chat_template
+    packaged = MODELS.get(config.model)
+    template = (packaged and packaged.chat_template) or tokenizer.chat_template
     if config.chat_template is not None:
         template = read_template(Path(config.chat_template).expanduser())
     if not template:
