@@ -588,6 +588,9 @@ async def test_a_bug_in_an_answer_reaches_nobody_else(serve: Serve, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Answer, "take", broken)
         assert (await site.post("/v1/responses", {"input": "x"}))[0] == 500
+        body = {"input": "x", "background": True, "stream": True}
+        async with site.http.post("/v1/responses", json=body) as response:
+            assert b"response.queued" in await response.read()
     assert (await site.post("/v1/responses", {"input": "x"}))[0] == 200
     site.ingress.check()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from aiohttp import web
 
 from sgla.http.answer.sse import HEADERS, Encoder
 from sgla.messages import Event, Rejected, Usage
+
+log = logging.getLogger(__name__)
 
 BLOCK = 64  # bytes that a block takes beside its text
 PIECE = 64  # blocks that are written at once, so that a client that does not read is not given everything
@@ -32,11 +35,15 @@ class Recorder:
     def push(self, message: Event | Rejected) -> None:
         if self.ended.is_set():
             return
-        if isinstance(message, Event):
-            self._add(self._encoder.encode(message))
-        else:
-            self._add(self._encoder.error(message))
-        if isinstance(message, Rejected) or message.finish is not None:
+        try:
+            if isinstance(message, Event):
+                self._add(self._encoder.encode(message))
+            else:
+                self._add(self._encoder.error(message))
+            if isinstance(message, Rejected) or message.finish is not None:
+                self.ended.set()
+        except Exception:  # a bug here must not reach the actor that serves all requests
+            log.exception("a response in the background failed")
             self.ended.set()
         self._news.set()
         self._news = asyncio.Event()
