@@ -15,6 +15,7 @@ from sgla.config import SECRETS
 from sgla.errors import InvalidField
 from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
+from sgla.hub.demo import about
 from sgla.sched.stats import Stats
 
 ANTHROPIC_VERSION = "anthropic-version"  # a header
@@ -133,6 +134,7 @@ async def model_info(request: web.Request) -> web.Response:
             "model_path": config.model,
             "tokenizer_path": config.tokenizer or config.model,
             "served_model_name": server.ingress.model_names[0],
+            "about": about(config.model),
             "is_generation": facts is None or facts.pooling is None,
             "preferred_sampling_params": server.sampling_defaults.values,
             "chat_params": server.sampling_defaults.talk(facts.context_len if facts is not None else 0),

@@ -47,10 +47,14 @@ async def ask(tab: chromium.Tab, text: str) -> None:
 async def test_a_conversation(site: Site, tmp_path: Path) -> None:
     async with chromium.browsing(tmp_path, site.url) as tab:
         await tab.until("document.getElementById('state').className === 'up'")
+        shown = [await tab.js(f"$('{name}').placeholder") for name in ("temperature", "max_tokens", "seed")]
+        assert shown == ["0.6", "1024", "default"]
+        assert "SmolLM2-135M-Instruct" in await tab.js("$('about').innerText")
         await tab.set("system", "Be brief.")
         await tab.set("seed", "7")
         await tab.set("stops", "END\nFIN")
         await tab.set("schema", json.dumps(SCHEMA))
+        await tab.set("max_tokens", "24")
         await ask(tab, "First <b>question</b>")
         await tab.until(answers(1))
         assert await tab.js("document.querySelector('article.user b')") is None
@@ -62,12 +66,17 @@ async def test_a_conversation(site: Site, tmp_path: Path) -> None:
         assert job.sampling.grammar is not None
         assert json.loads(job.sampling.grammar.text) == SCHEMA
 
+        assert job.sampling.repetition_detection is not None
+        assert job.sampling.max_tokens == 24
+
         await tab.set("schema", "")
+        await tab.set("max_tokens", "")
         site.ingress.pace = 0.05
         await ask(tab, "Second question")
         await tab.until("document.querySelectorAll('article.assistant .text')[1]?.innerText.length > 10")
         await tab.press("Escape", 27)
         await tab.until(answers(2))
+        assert site.ingress.jobs[-1].sampling.max_tokens == 1024  # a quarter of the context
         assert "ended by you" in await tab.js("document.querySelectorAll('.foot')[1].innerText")
         await tab.until("!document.getElementById('send').hidden")
         while not site.ingress.cancels:  # the server sees the hang-up a little later
