@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request repeatable
     whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
     ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
-    ``prompt_logprobs`` the same for prompt tokens; ``logprob_token_ids``: tokens whose logprobs come in addition, wherever
+    ``prompt_logprobs`` the same for prompt tokens (-1: the whole vocabulary); ``logprob_token_ids``: tokens whose logprobs come in addition, wherever
     there are any. ``max_tokens=None`` means: up to the context length.
     ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see ``text.regex``.
     ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed. ``allowed_token_ids``: the only

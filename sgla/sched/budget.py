@@ -138,7 +138,7 @@ def can_wait(running: Iterable[Request], waiting: Iterable[Request], longest: in
 class Budget:
     """What is left of one step for prefill: tokens, and seconds at ``b`` a token and ``c`` a pair."""
 
-    __slots__ = ("_b", "_c", "_decodes", "_floor", "_rows", "_tile", "_used", "seconds", "tokens")
+    __slots__ = ("_b", "_c", "_decodes", "_floor", "_rows", "_tile", "_used", "seconds", "tokens", "wide")
 
     def __init__(
         self,
@@ -158,6 +158,7 @@ class Budget:
         self._tile = tile
         self._floor = floor
         self._rows = rows
+        self.wide = False  # a row with many logprobs of its prompt has its part
         _, self._b, self._c = coefficients
 
     def grant(self, start: int, want: int, share: float = 1.0) -> int:

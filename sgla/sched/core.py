@@ -17,7 +17,7 @@ from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
-from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits
+from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, wide_tokens
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import Prompt, Request, State
@@ -254,7 +254,12 @@ class Core:
         if self.limits.encoder:  # all or nothing; what is longer than a step goes alone
             return need if need <= budget.tokens or budget.tokens == self.limits.step_tokens else 0
         share = 0.5 if others and need > self.limits.step_tokens else 1.0
-        count = budget.grant(request.planned, need, share)
+        wide = self._wide(request)
+        if wide is not None and budget.wide:
+            return 0
+        count = budget.grant(request.planned, need if wide is None else min(need, wide), share)
+        if wide is not None:
+            return count
         if count < need or budget.seconds < math.inf:
             count = budget.whole_tiles(request.planned, count, others)
         if count < need:
@@ -263,6 +268,11 @@ class Core:
             if aligned > 0:
                 count = aligned
         return count
+
+    @staticmethod
+    def _wide(request: Request) -> int | None:
+        """``wide_tokens`` as long as the request owes logprobs of its prompt."""
+        return None if request.prompt_logprobs is None else wide_tokens(request.submit.sampling)
 
     def _fit(self, request: Request, count: int) -> int:
         """Get pages for ``count`` more tokens; returns for how many there are."""
@@ -277,10 +287,12 @@ class Core:
     def _add_prefill(self, step: Step, request: Request, count: int, budget: Budget) -> None:
         complete = request.planned + count == request.known
         long = request.known - request.planned > self.limits.step_tokens
+        wide = self._wide(request) is not None
+        budget.wide |= wide
         budget.spend(request.planned, count)
         step.add_prefill(request, count)
         self._memory.share(request)
-        if not complete and not long:
+        if not (complete or long or wide):
             # The rest of an aligned chunk must not go to a request that would compute the same page.
             budget.close()
 

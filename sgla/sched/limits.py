@@ -13,6 +13,8 @@ from sgla.messages import LONGEST, RowSampling, Submit
 # one; and one request has at most so many beside its tokens. Their pages come on top: with pages of one token as many bytes.
 BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
+WIDE = 256  # logprobs of a prompt token from which on a step has few such tokens, of one request
+ALTERNATIVES = 1 << 17  # of these tokens together; one token may have more
 ID, BIAS = 5, 15  # most bytes of an id and of an (id, bias) in a plan
 LONGEST_SEED = (1 << 63) - 1
 _encode = msgspec.msgpack.Encoder().encode
@@ -65,7 +67,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         prompt = len(submit.tokens)
         if not prompt:
             raise InvalidField("The prompt is empty.", param="prompt")
-        if self._answer(submit.sampling) > ANSWER:
+        if self._answer(submit.sampling) > ANSWER or 8 * submit.sampling.prompt_logprobs > 2 * ANSWER:
             message = "The request wants more logprobs of a token than a step can bring; ask for fewer."
             raise InvalidField(message, param="logprobs")
         longest = min(self.context_len, self.pool_tokens)
@@ -78,9 +80,17 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     def _answer(self, sampling: RowSampling) -> int:
         """Bytes of logprobs and scores in a step full of such requests."""
-        tokens = self.step_tokens if sampling.prompt_logprobs >= 0 else self.rows
-        named = max(sampling.logprobs, sampling.prompt_logprobs) + len(sampling.logprob_ids)
+        tokens = self.step_tokens if 0 <= sampling.prompt_logprobs < WIDE else self.rows
+        prompt = sampling.prompt_logprobs if sampling.prompt_logprobs < WIDE else 0
+        named = max(sampling.logprobs, prompt) + len(sampling.logprob_ids)
         return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ()))
+
+
+def wide_tokens(sampling: RowSampling) -> int | None:
+    """How many prompt tokens of a request a step may read, because of what their logprobs take; None: as many as it likes."""
+    if sampling.prompt_logprobs < WIDE:
+        return None
+    return max(1, ALTERNATIVES // (sampling.prompt_logprobs + len(sampling.logprob_ids) + 1))
 
 
 def baggage_of(sampling: RowSampling) -> int:

@@ -141,7 +141,10 @@ class Preparer:
         self._check_processors(job.sampling.processors)
         source = self._grammar(job.sampling.grammar, grammar)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
-        common = Common(infill, stop_ids, row_sampling(job.sampling, stop_ids, source, words))
+        row = row_sampling(job.sampling, stop_ids, source, words)
+        if job.sampling.prompt_logprobs == -1:
+            row = replace(row, prompt_logprobs=self.limits.vocab_size)
+        common = Common(infill, stop_ids, row)
         self._latest = job.sampling, common
         return common
 

@@ -93,3 +93,18 @@ def test_prompt_logprobs_and_ranks(server: ServerProcess, hf: Any) -> None:
         for name, entry in entries.items():
             assert entry["logprob"] == close(float(row[int(name)]))
             assert entry["rank"] == 1 + int((row > row[int(name)]).sum())
+
+
+def test_prompt_logprobs_of_the_whole_vocabulary(server: ServerProcess, hf: Any) -> None:
+    ids = post(server, "/tokenize", {"prompt": TEXT})["tokens"]
+    body = {"prompt": TEXT, "max_tokens": 1, "prompt_logprobs": -1}
+    shown = post(server, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    assert (len(shown), shown[0]) == (len(ids), None)
+    for entries, row in zip(shown[1:], logprobs(hf, ids)):
+        assert len(entries) == len(row)
+        assert [entries[str(token)]["logprob"] for token in range(len(row))] == close(row.tolist())
+        assert sorted(entry["rank"] for entry in entries.values()) == [*range(1, len(row) + 1)]
+    chat = post(
+        server, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": -1}
+    )
+    assert {len(entries) for entries in chat["prompt_logprobs"][1:]} == {len(row)}

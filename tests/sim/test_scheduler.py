@@ -17,7 +17,8 @@ from sgla.cache.radix import RadixCache
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
-from sgla.messages import SAMPLE, RowSampling, StepPlan, StepResult, int32
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, RowSampling, StepPlan, StepResult, int32
+from sgla.sched import limits as limits_of_steps
 from sgla.sched.core import Core
 from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits, baggage_of
 from sgla.sched.policy import WINDOW, order
@@ -276,6 +277,33 @@ def test_echo_alone_ends_after_the_prompt_with_its_logprobs() -> None:
     assert simulation.model.computed_tokens - before == len(PROMPT), (
         "the cached prefix was not computed again"
     )
+
+
+def test_prompts_with_very_many_logprobs_are_read_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_of_steps, "ALTERNATIVES", 3 * 301)
+    simulation = Simulation(make_limits())
+    wide = RowSampling(prompt_logprobs=300)
+    for rid, sampling in (
+        ("a", wide),
+        ("b", wide),
+        ("c", RowSampling(prompt_logprobs=2)),
+        ("d", RowSampling()),
+    ):
+        simulation.offer(make_submit(rid, [len(rid), ord(rid) % 50, *PROMPT], sampling=sampling))
+    simulation.run()
+    simulation.verify()
+    slots: dict[int, int] = {}
+    for plan in simulation.plans:
+        for new in plan.new:
+            slots[new.slot] = new.sampling.prompt_logprobs
+        rows = zip(ints(plan.slots), ints(plan.q_lens), plan.flags)
+        owed = [count for slot, count, flags in rows if slots[slot] == 300 and flags & PROMPT_LOGPROBS]
+        assert len(owed) <= 1
+        assert sum(owed) <= 3
+    for rid in ("a", "b", "c"):
+        (found,) = [d.prompt_logprobs for d in simulation.deltas[rid] if d.prompt_logprobs is not None]
+        assert [entry.token for entry in found if entry] == simulation.submits[rid].tokens[1:]
+        assert {len(entry.top) for entry in found if entry} == {2 if rid == "c" else 300}
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks() -> None:

@@ -72,7 +72,7 @@ def chat_work(
 
     ``clip``: an answer that the context has no room for ends there, instead of being refused.
     """
-    check_fields(fields)
+    check_fields(fields, server)
     generate, continues = prompt_flags(fields)
     prompt = {
         "messages": checked_messages(fields.messages),
@@ -87,9 +87,9 @@ def chat_work(
     return make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
 
 
-def check_fields(fields: ChatRequest) -> None:
+def check_fields(fields: ChatRequest, server: Server) -> None:
     check_stream_options(fields)
-    check_prompt_logprobs(fields)
+    check_prompt_logprobs(fields, server)
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidField("top_logprobs needs logprobs: true", param="top_logprobs")
     check_logprob_ids(fields)

@@ -13,6 +13,7 @@ from sgla.http.answer.whole import encode_all, few, in_parts
 from sgla.http.errors import error_body
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
+from sgla.http.server import Server
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, Usage
 from sgla.text.logprobs import prompt_logprobs
@@ -51,7 +52,11 @@ def check_stream_options(fields: OpenAIFields) -> None:
         raise InvalidField("stream_options is only allowed with stream: true", param="stream_options")
 
 
-def check_prompt_logprobs(fields: OpenAIFields) -> None:
+def check_prompt_logprobs(fields: OpenAIFields, server: Server) -> None:
+    """-1 becomes the size of the vocabulary."""
+    facts = server.ingress.facts
+    if fields.prompt_logprobs == -1 and facts is not None:
+        fields.prompt_logprobs = facts.vocab_size
     if fields.prompt_logprobs is not None and fields.stream:
         raise InvalidField("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
 

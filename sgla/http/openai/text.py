@@ -136,7 +136,7 @@ def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
 def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     check_stream_options(fields)
     check_max_tokens("max_tokens", fields.max_tokens, echo=bool(fields.echo))
-    check_prompt_logprobs(fields)
+    check_prompt_logprobs(fields, server)
     check_logprob_ids(fields)
     check_best_of(fields)
     if fields.suffix and fields.echo:

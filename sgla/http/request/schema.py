@@ -132,7 +132,7 @@ RANGES: dict[str, Range] = SAMPLING | {
     "min_tokens": Range(0, 2**31 - 1),
     "min_new_tokens": Range(0, 2**31 - 1),
     "top_logprobs": Range(0, 20),
-    "prompt_logprobs": Range(0, 20),
+    "prompt_logprobs": Range(-1, 20),
     "top_logprobs_num": Range(0, 20),
     "logprob_start_len": Range(-1, 2**31 - 1),
     "thinking_token_budget": Range(-1, 2**31 - 1),
