@@ -64,8 +64,8 @@ class Died(Exception):
 
 
 class Processes:
-    """As many as there are threads that ask at a time; those that have nothing to do are kept. Whose task ends or slows one waits for
-    the next to start, so that others need not. Safe in any thread; blocks."""
+    """As many as there are threads that ask at a time, and one for the next. Whose task ends or slows one waits for another to start,
+    so that others need not. Safe in any thread; blocks."""
 
     def __init__(self) -> None:
         self.idle: list[Process] = []
@@ -76,6 +76,8 @@ class Processes:
             process, fresh = self.idle.pop(), False
         except IndexError:
             process, fresh = Process(), True
+        if not self.idle:
+            self.idle.append(Process())
         try:
             answer = process.ask(data)
         except Died as died:
@@ -95,7 +97,7 @@ class Processes:
 
     def _start(self) -> None:
         process = Process()
-        process.ask(NOTHING)
+        process.start()
         self.idle.append(process)
 
 
@@ -119,27 +121,32 @@ class Process:
         self._writable, self._readable = select.poll(), select.poll()
         self._writable.register(self._asks, select.POLLOUT)
         self._readable.register(self._answers, select.POLLIN)
-        self._patience = START  # the first answer comes after the imports
+        self._started = False
+
+    def start(self) -> None:
+        """Wait until its imports are done."""
+        if not self._started:
+            self._ask(NOTHING, time.monotonic() + START, START)
+            self._started = True
 
     def ask(self, data: list[bytes]) -> Answer:
+        self.start()
         begun = time.monotonic()
         try:
-            return self._ask(data, begun + SECONDS + self._patience)
+            return self._ask(data, begun + SECONDS, FIRST)
         except Died as died:  # where nobody ends it, it ends itself
             raise Died(died.late or time.monotonic() > begun + SECONDS) from died
 
-    def _ask(self, data: list[bytes], end: float) -> Answer:
+    def _ask(self, data: list[bytes], end: float, first: float) -> Answer:
         self._write(LENGTH.pack(sum(map(len, data))), end)
         for part in data:
             self._write(part, end)
-        if not self._readable.poll((FIRST + self._patience) * 1000):
+        if not self._readable.poll(first * 1000):
             self._stand_back()
         size = LENGTH.unpack(self._read(LENGTH.size, end))[0]
         if size > MOST:
             raise Died(late=False)
-        answer = msgspec.msgpack.decode(self._read(size, end), type=Answer)
-        self._patience = 0.0
-        return answer
+        return msgspec.msgpack.decode(self._read(size, end), type=Answer)
 
     def _write(self, data: bytes, end: float) -> None:
         rest = memoryview(data)
