@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1
 
@@ -21,6 +22,11 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(1)
+
+
+def cpu_seconds(pid: int) -> float:
+    """That the process has used. Raises OSError if there is none."""
+    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
 
 
 def python_path() -> str:

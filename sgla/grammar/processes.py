@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgla.grammar.protocol import LENGTH, Answer, Ask
-from sgla.processes import python_path
+from sgla.processes import cpu_seconds, python_path
 
 BUSY = 3  # times as long as its CPU time may a child take
 MOMENT = 0.02  # seconds
@@ -100,7 +100,7 @@ class Child:
         """That it has used."""
         assert self.pid is not None
         try:
-            return time.clock_gettime((~self.pid << 3) | 2)  # what clock_getcpuclockid(3) makes of a pid
+            return cpu_seconds(self.pid)
         except OSError as error:
             raise Died from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import select
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
-from sgla.processes import python_path
+from sgla.processes import cpu_seconds, python_path
 from sgla.text.template import MAX_SOURCE, Message, is_source
 
 LENGTH = struct.Struct("<I")  # before each record on the pipes
-SECONDS = 5.0  # that one task may take
+SECONDS = 5.0  # of CPU time that one task may take
+BUSY = 3  # times as long it may take on a busy machine
 FIRST = 0.5  # seconds until it stands back behind all others
 START = 60.0
 MEMORY = 512 << 20  # bytes that the tasks of a process may need
@@ -56,7 +58,7 @@ class Answer(msgspec.Struct):
 
 
 class Died(Exception):
-    """The process ended, or was ended after ``SECONDS`` (``late``)."""
+    """The process ended, or was ended because its task took too long (``late``)."""
 
     def __init__(self, late: bool) -> None:
         super().__init__("the process for texts ended")
@@ -122,6 +124,7 @@ class Process:
         self._writable.register(self._asks, select.POLLOUT)
         self._readable.register(self._answers, select.POLLIN)
         self._started = False
+        self._enough = math.inf  # seconds of CPU time until it is ended
 
     def start(self) -> None:
         """Wait until its imports are done."""
@@ -132,8 +135,9 @@ class Process:
     def ask(self, data: list[bytes]) -> Answer:
         self.start()
         begun = time.monotonic()
+        self._enough = self._cpu_seconds() + SECONDS
         try:
-            return self._ask(data, begun + SECONDS, FIRST)
+            return self._ask(data, begun + BUSY * SECONDS, FIRST)
         except Died as died:  # where nobody ends it, it ends itself
             raise Died(died.late or time.monotonic() > begun + SECONDS) from died
 
@@ -168,13 +172,22 @@ class Process:
         return bytes(data)
 
     def _wait(self, poll: select.poll, end: float) -> None:
-        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise Died(late=True)
+        patience = SECONDS
+        while not poll.poll(max(0.0, min(patience, end - time.monotonic())) * 1000):
+            if time.monotonic() >= end or self._cpu_seconds() >= self._enough:
+                raise Died(late=True)
+            patience = SECONDS / 10
+
+    def _cpu_seconds(self) -> float:
+        try:
+            return cpu_seconds(self._popen.pid)
+        except OSError:  # it died
+            return 0.0
 
     def _stand_back(self) -> None:
         self.stands_back = True
         with suppress(OSError):  # it died
-            os.setpriority(os.PRIO_PROCESS, self._popen.pid, 10)
+            os.setpriority(os.PRIO_PROCESS, self._popen.pid, 5)
 
     def kill(self) -> None:
         self._popen.kill()

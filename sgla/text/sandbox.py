@@ -20,7 +20,7 @@ import msgspec
 
 from sgla.errors import BadRequest, SglaError
 from sgla.memory import give_back, keep_little
-from sgla.text.process import LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
+from sgla.text.process import BUSY, LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.parser import parser_of
 
@@ -39,7 +39,7 @@ def main() -> None:
     asks, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(head := asks.read(LENGTH.size)) == LENGTH.size:
         data = asks.read(size := LENGTH.unpack(head)[0])
-        signal.setitimer(signal.ITIMER_REAL, 2 * SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, 2 * BUSY * SECONDS)
         data = answer(data)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(LENGTH.pack(len(data)) + data)
