@@ -185,7 +185,7 @@ class Automaton:
     def _expression(self, pattern: str) -> Node:
         try:
             parsed = _parser.parse(pattern)
-            node = self._sequence(parsed, parsed.state.flags, 0)
+            node = self._sequence(parsed, parsed.state.flags, 0, last=True)
         except RegexError as error:
             raise RegexError(f"{shown(pattern)} {error}") from error
         except (re.error, OverflowError, ValueError) as error:
@@ -199,25 +199,33 @@ class Automaton:
 
     # What the parser makes of an expression: pairs of an operator and its argument.
 
-    def _sequence(self, items: Any, flags: int, depth: int) -> Node:
+    def _sequence(self, items: Any, flags: int, depth: int, last: bool = False) -> Node:
+        """``last``: nothing of the expression follows."""
         if depth > DEPTH:
             raise RegexError("is nested too deeply")
         self._parts += 1 + len(items)
         if self._parts > PARTS:
             raise RegexError(f"is too large: with repetitions written out it has over {PARTS} parts")
-        return Cat(tuple(self._item(operator.name, argument, flags, depth) for operator, argument in items))
+        final = len(items) - 1 if last else -1
+        return Cat(
+            tuple(
+                self._item(operator.name, argument, flags, depth, i == final)
+                for i, (operator, argument) in enumerate(items)
+            )
+        )
 
-    def _item(self, operator: str, argument: Any, flags: int, depth: int) -> Node:
+    def _item(self, operator: str, argument: Any, flags: int, depth: int, last: bool) -> Node:
         match operator:
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
                 return self._char(char_test(operator, argument, flags))
             case "AT":
-                return self._at(argument.name, flags)
+                return self._at(argument.name, flags, last)
             case "BRANCH":
-                return Alt(tuple(self._sequence(branch, flags, depth + 1) for branch in argument[1]))
+                branches = (self._sequence(branch, flags, depth + 1, last) for branch in argument[1])
+                return Alt(tuple(branches))
             case "SUBPATTERN":
                 _, added, removed, body = argument
-                return self._sequence(body, (flags | added) & ~removed, depth + 1)
+                return self._sequence(body, (flags | added) & ~removed, depth + 1, last)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 least, most, repeated = argument
                 return self._repeat(least, most, repeated, flags, depth)
@@ -233,15 +241,15 @@ class Automaton:
         self._size += 1
         return Char(self._size - 1)
 
-    def _at(self, kind: str, flags: int) -> At:
+    def _at(self, kind: str, flags: int, last: bool) -> Node:
         if kind == "AT_BEGINNING":
             kind = "AT_BEGINNING_LINE" if flags & re.MULTILINE else "AT_BEGINNING_STRING"
         elif kind == "AT_END" and flags & re.MULTILINE:
             kind = "AT_END_LINE"
         elif kind in ("AT_END", "AT_END_STRING"):
-            raise RegexError(
-                "asks for the end of the text, which has none while it is written; (?m)$ is a line's"
-            )
+            if last:  # a match always ends where the text does, as far as it is written
+                return EMPTY
+            raise RegexError("asks for the end of the text before its own; (?m)$ is a line's end")
         elif flags & re.ASCII and "BOUNDARY" in kind:
             raise RegexError("has a word boundary with the flag a, which is not supported")
         self._asserts = True

@@ -75,6 +75,10 @@ def test_a_call_ends_reasoning_where_its_tag_is_a_token() -> None:
     ]
 
 
+def test_kimi_has_marks_of_its_own() -> None:
+    assert check_cuts("kimi", "◁think▷hm◁/think▷yes") == [Piece("reasoning", "hm"), Piece("content", "yes")]
+
+
 def test_tags_around_the_answer_are_dropped() -> None:
     text = "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>"
     assert check_cuts("command", text) == [Piece("reasoning", "hm"), Piece("content", "yes")]

@@ -145,6 +145,13 @@ def test_strings_beside_expressions(
     assert ("".join(shown), matched) == searched(text, [*expressions, *stops], include)
 
 
+@pytest.mark.parametrize("expression", ["END$", r"END\Z", "(END$)", "(?:END|STOP$)", "(?:END$|STOP)"])
+def test_the_end_of_the_text_is_where_a_match_ends(expression: str) -> None:
+    """As where ``re.search`` looks at what is written so far, after each character."""
+    shown, matched = run(["an E", "ND!"], RegexMatcher(Automaton([expression])))
+    assert ("".join(shown), matched) == ("an ", expression)
+
+
 def test_strings_beside_expressions_may_be_long() -> None:
     stops = make_stops(SamplingParams(stop=["x" * 1000, "y" * 1000], stop_regex=["z+!"]))
     assert stops is not None
@@ -182,8 +189,9 @@ def test_only_what_may_become_a_match_is_held(expression: str, text: str, held: 
         ("(?=a)b", "look-around"),
         ("(?<!a)b", "look-around"),
         ("a++", "possessive"),
-        ("a$", "end of the text"),
-        (r"a\Z", "end of the text"),
+        ("a$b", "end of the text"),
+        (r"(?:a\Z)+b", "end of the text"),
+        ("(?:a$)+", "end of the text"),
         ("(?a)a\\b", "flag a"),
         ("(?a)(?u)x", "no regular expression"),
         ("a{1000}", "too large"),

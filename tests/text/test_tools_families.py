@@ -45,8 +45,12 @@ EXCERPTS = [
     ("<|tool_call_start|>[", "lfm2", None),
     ("<seed:tool_call>\n<function=", "seed_oss", None),
     ("<minimax:tool_call><think>", "minimax_m2", "minimax_m2"),
-    ("<|im_start|>{% if '</think>' in content %}", None, "think"),
-    ("<start_of_turn>model", None, None),
+    ("<steptml:invoke name=<think>", "step3", "step3"),
+    ("{% for tool in tools %}<|tool_calls_section_begin|>◁think▷◁/think▷", "kimi_k2", "kimi"),
+    ("{% if '◁think▷' in content %}", "generic", "kimi"),
+    ("<|im_start|>{% if '</think>' in content %}", "generic", "think"),
+    ("<start_of_turn>model", "generic", None),
+    ("<start_of_turn>model {% for tool in tools %}", None, None),
     ("", None, None),
 ]
 
@@ -110,7 +114,7 @@ def test_the_architecture_tells_where_the_template_does_not() -> None:
     harmony = choose(shows, architecture="GptOssForCausalLM")
     assert harmony.harmony
     assert harmony.reasoning is harmony.tools
-    assert choose("{{ messages }}", architecture="LlamaForCausalLM").tools is None
+    assert choose("{{ messages }}", architecture="LlamaForCausalLM").generic
     assert choose(shows + "<tool_call>", architecture="LlamaForCausalLM").tools is BY_NAME["hermes"]
     assert choose(shows, "none", architecture="LlamaForCausalLM").tools is None
 

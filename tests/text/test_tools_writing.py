@@ -155,7 +155,7 @@ def test_harmony_may_think_before_it_calls() -> None:
     assert not Matching("gpt-oss", calls_spec("gpt-oss"), True).takes(thought)
 
 
-XML = ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "seed_oss"]
+XML = ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "seed_oss", "step3"]
 
 
 def tool_with(schema: Any, **more: Any) -> list[dict[str, Any]]:
@@ -203,6 +203,13 @@ def test_what_a_string_without_quotes_cannot_honour_is_refused(schema: Any, keyw
     with pytest.raises(UnsupportedField, match=f"'{keyword}'.* argument 'a'"):
         calls_spec("qwen3_coder", tool_with(schema))
     calls_spec("hermes", tool_with(schema))
+
+
+def test_a_format_that_nobody_knows_is_an_annotation() -> None:
+    with_format, without = (
+        calls_spec("glm45", tool_with({"type": "string"} | more)) for more in ({"format": "cron"}, {})
+    )
+    assert with_format == without
 
 
 @pytest.mark.parametrize("more", [{"anyOf": [{"required": ["a"]}]}, {"minProperties": 1}])

@@ -93,6 +93,17 @@ def minimax_xml(calls: Calls) -> list[str]:
     ]
 
 
+def step_xml(calls: Calls) -> list[str]:
+    return [
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n'
+        + "".join(
+            f'<steptml:parameter name="{k}">{element(v)}</steptml:parameter>\n' for k, v in args.items()
+        )
+        + "</steptml:invoke><｜tool_call_end｜>"
+        for name, args in calls
+    ]
+
+
 def dsml(calls: Calls) -> list[str]:
     def parameter(key: str, value: Any) -> str:
         text = "true" if isinstance(value, str) else "false"
@@ -129,6 +140,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "seed_oss": each("<seed:tool_call>\n", qwen_xml, "\n</seed:tool_call>"),
     "glm45": each("<tool_call>", glm_xml, "\n</tool_call>"),
     "minimax_m2": lines("<minimax:tool_call>", minimax_xml, "</minimax:tool_call>"),
+    "step3": lines("<｜tool_calls_begin｜>", step_xml, "<｜tool_calls_end｜>"),
     "deepseek_v32": lines("<｜DSML｜function_calls>", dsml, "</｜DSML｜function_calls>"),
     "llama3_json": lambda calls: "<|python_tag|>" + "; ".join(objects("parameters")(calls)),
     "pythonic": listed("<|python_start|>", python, "<|python_end|>"),

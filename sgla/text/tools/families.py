@@ -143,6 +143,27 @@ DSML_SHAPE = Shape(
     name_end='">',
     key_ends={'" string="true">': STRING, '" string="false">': OTHER},
 )
+STEP_SHAPE = Shape(
+    key=('<steptml:parameter name="', '">'),
+    value=("", "</steptml:parameter>"),
+    ends=("</steptml:invoke>",),
+    name_end='">',
+)
+STEP_CALL = ("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", '<steptml:invoke name="')
+STEP = Format(
+    xml_call(STEP_SHAPE),
+    ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>"),
+    STEP_CALL,
+    ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+    writing=Writing(
+        "".join(STEP_CALL) + NAME + '">\n',
+        "</steptml:invoke><｜tool_call_end｜>\n",
+        "<｜tool_calls_begin｜>\n",
+        "",
+        "<｜tool_calls_end｜>",
+        shape=STEP_SHAPE,
+    ),
+)
 
 
 def gemma(open_tag: str, closes: tuple[str, ...], quote: str) -> Format:
@@ -230,8 +251,8 @@ FAMILIES = (
         r"<\|tool_calls_section_begin\|>",
         KIMI,
         Think("<think>", "</think>", until=("<|tool_calls_section_begin|>",)),
-        ("kimi",),
     ),
+    Family("step3", r"<steptml:", STEP, THINK),
     Family("glm45", r"<arg_key>", xml_format(GLM_SHAPE, "<tool_call>"), THINK, ("glm", "glm46", "glm47")),
     Family(
         "seed_oss",
@@ -339,6 +360,7 @@ FAMILIES = (
     ),
     Family("think", r"</?think>", None, THINK, ("seed",)),
     Family(GENERIC, r"(?!)", HERMES),  # as generic.py tells the model
+    Family("kimi", "◁think▷", None, Think("◁think▷", "◁/think▷")),
     Family("magistral_think", r"\[THINK\]", None, Think("[THINK]", "[/THINK]")),
 )
 BY_NAME = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}

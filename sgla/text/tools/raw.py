@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sgla.errors import UnsupportedField
+from sgla.grammar.schema import NARROWER, OWN, PATTERNS
 
 ANY = r"(.|\n)"
 _DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"  # without the days that not every month has
@@ -17,6 +18,9 @@ FORMATS = {
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
 }
+TOLD = (OWN | NARROWER.keys() | PATTERNS.keys()) - {
+    "unknown"
+}  # by the formats that are known, of a string's characters
 LENGTHS = ("minLength", "maxLength")
 KEYWORDS = ("pattern", "format", *LENGTHS)
 COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef")
@@ -27,7 +31,7 @@ def expression(schema: dict[str, Any], name: str) -> str | None:
 
     Raises UnsupportedField that names the keyword of argument ``name`` which cannot be honoured.
     """
-    wanted = [key for key in KEYWORDS if key in schema]
+    wanted = [key for key in KEYWORDS if key in schema and (key != "format" or schema[key] in TOLD)]
     lengths = [key for key in LENGTHS if key in schema]
     for key in COMBINED:
         if key in schema:
