@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def items(target: Target) -> bytes:
     part = b'{"type":"input_text","text":"a"}'
     return (
         b'{"max_output_tokens":1,"input":'
-        + listed(target.many(8192), b'{"role":"user","content":' + listed(2, part) + b"}")
+        + listed(target.many(8192), b'{"role":"user","content":' + listed(1, part) + b"}")
         + b"}"
     )
 
@@ -159,8 +160,8 @@ def stops(target: Target) -> dict[str, Any]:
 
 
 def regex_streams(target: Target) -> dict[str, Any]:
-    patterns = [f"(a?){{{100 + i}}}b{i}" for i in range(target.many(64))]
-    return {"prompt": "a", "n": 128, "max_tokens": 16, "stream": True, "stop_regex": patterns}
+    more = {"stop": [f"{i:03}" + "ab" * 60 for i in range(target.many(64))], "stop_regex": "(a?){250}b"}
+    return {"prompt": "a", "n": 128, "max_tokens": 16, "stream": True, **more}
 
 
 async def cut_prompts(target: Target) -> Outcome:
@@ -283,9 +284,16 @@ def call(target: Target) -> dict[str, Any]:
 
 
 async def background(target: Target) -> Outcome:
+    """Responses that are stored with all they came with; then they are deleted, since what is stored takes memory."""
     metadata = {"a": "m" * target.many(2 << 20)}
     body = {"input": "a", "background": True, "max_output_tokens": 64, "metadata": metadata}
-    return await send(target, *[request(RESPONSES, body)] * 60)
+    answers = await asyncio.gather(*(exchange(target, request(RESPONSES, body)) for _ in range(60)))
+    found = [
+        answer.split(b'"id":"')[1].split(b'"')[0].decode() for _, answer in answers if b'"id":"' in answer
+    ]
+    for uid in found:
+        await exchange(target, head(f"{RESPONSES}/{uid}", 0, KEY, "DELETE"))
+    return Outcome(Counter(status for status, _ in answers))
 
 
 def texts(field: str, more: dict[str, Any] | None = None) -> Body:
@@ -318,17 +326,19 @@ async def stopped_worker(target: Target) -> Outcome:
     pids = workers(target.pid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    outcome = Outcome()
+    waiting = asyncio.ensure_future(
+        send(target, *[request(TEXT, stream)] * target.many(50), patience=SHORT / 2)
+    )
     try:
-        outcome = await send(
-            target,
-            *[request("/start_profile", {})] * target.many(900),
-            *[request(TEXT, stream)] * target.many(50),
-            patience=3 * min(1, 5 * target.scale),
-        )
+        for _ in range(9):
+            commands = [request("/start_profile", {})] * target.many(100)
+            found = await send(target, *commands, patience=SHORT / 12)
+            outcome.statuses += found.statuses
+        outcome.statuses += (await waiting).statuses
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    await send(target, request("/stop_profile", {}), patience=SHORT)
     found = await send(target, request(TEXT, {"prompt": "a", "max_tokens": 1}, OTHER))
     outcome.more["other"] = dict(found.statuses)
     return outcome
@@ -345,7 +355,8 @@ async def lingering(target: Target) -> Outcome:
     outcome = Outcome()
     for _ in range(20):
         for writer in held:
-            await write(writer, [b"a"])
+            if not writer.transport.is_closing():
+                await write(writer, [b"a"])
         status, _ = await exchange(target, head("/health", 0, OTHER, "GET"), 5.0)
         outcome.statuses[status] += 1
         await asyncio.sleep(0.1)
@@ -365,10 +376,10 @@ PLAIN: dict[str, Attack] = {
     "262k strings for the template": one(CHAT, kwargs(262_000, b'"a"')),
     "65k objects for the template": one(CHAT, kwargs(65_000, b"{}")),
     "60k message objects": one(CHAT, messages(60_000, b'{"role":"user"}')),
-    "8,192 messages, 16,384 parts": one(CHAT, messages(8192, PARTS)),
-    "16,384 parts, /v1/messages": one("/v1/messages", messages(8192, PARTS)),
-    "8,192 messages with calls": one(CHAT, messages(8192, EMPTY_CALL)),
-    "8,192 items, 16,384 parts": one(RESPONSES, items),
+    "4,096 messages, 8,192 parts": one(CHAT, messages(4096, PARTS)),
+    "8,192 parts, /v1/messages": one("/v1/messages", messages(4096, PARTS)),
+    "4,096 messages with calls": one(CHAT, messages(4096, EMPTY_CALL)),
+    "8,192 items": one(RESPONSES, items),
     "unknown fields": one(TEXT, unknown_fields, copies=20),
     "unknown sampling fields": one(NATIVE, unknown_sampling),
     "2M backslashes": one(TEXT, backslashes),
@@ -397,9 +408,9 @@ PLAIN: dict[str, Attack] = {
     "reasoning of 15 MB": one("/separate_reasoning", reasoning),
     "80k calls": one("/parse_function_call", call),
     "60 background responses": background,
-    "stopped worker": stopped_worker,
 }
 FAKE: dict[str, Attack] = {
+    "stopped worker": stopped_worker,
     "4,096 prompts, no model": one(TEXT, prompts),
     "4,096 prompts, new grammar, no model": one(TEXT, new_grammar),
     "4,096 native prompts, no model": one(NATIVE, native_prompts),

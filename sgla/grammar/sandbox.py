@@ -32,12 +32,13 @@ from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.grammar.source import explain, source_of
 from sgla.grammar.tags import grammars_of
-from sgla.memory import give_back, keep_little
+from sgla.memory import give_back, keep_little, resident
 from sgla.messages import Grammar
 from sgla.processes import die_with
 
 STACK = 2 << 20  # a grammar that compiles on this stack does so in a worker, whose threads have more
 MEMORY = 512 << 20  # bytes that compiling may need
+GROWN = 8 << 20  # bytes
 SECONDS = 3.0  # of CPU time for a grammar
 STEP_SECONDS = 0.1  # of CPU time for one token of it
 WALK = 32  # tokens tried
@@ -101,7 +102,9 @@ def run_child(parent: int, file: int, work: Callable[[BinaryIO], None]) -> NoRet
 
 
 def serve(tokenizer: LLTokenizer, special: dict[str, int], stream: BinaryIO) -> None:
+    """Until the other end is closed, or this process keeps more than ``GROWN`` of what a grammar has taken: another is made in ms."""
     decode, encode = msgspec.msgpack.Decoder(Ask).decode, msgspec.msgpack.encode
+    small = resident()
     while len(head := stream.read(LENGTH.size)) == LENGTH.size:
         ask = decode(stream.read(LENGTH.unpack(head)[0]))
         if ask.output is None:
@@ -111,8 +114,11 @@ def serve(tokenizer: LLTokenizer, special: dict[str, int], stream: BinaryIO) -> 
         data = encode(answer)
         stream.write(LENGTH.pack(len(data)) + data)
         stream.flush()
+        compiled = ask.output is None
         del ask, answer, data
         give_back()
+        if compiled and resident() > small + GROWN:
+            return
 
 
 def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:

@@ -7,7 +7,7 @@ import asyncio
 from sgla import memory
 
 INTERVAL = 0.5  # seconds
-SLACK = 8 << 20  # bytes that are not worth the while
+SLACK = 4 << 20  # bytes that are not worth the while
 
 
 class MemoryWatch:
