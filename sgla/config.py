@@ -34,6 +34,12 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template: Annotated[
         str | None, Doc(description="file with a Jinja chat template, if not the model's")
     ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Doc(
+            description="variables of the chat template where requests do not set them, such as '{\"enable_thinking\": false}'"
+        ),
+    ] = {}
     trust_request_chat_template: Annotated[
         bool, Doc(description="let requests bring chat templates, which may keep the server busy for ever")
     ] = False

@@ -315,5 +315,18 @@ def check(config: Config) -> None:
             raise ConfigError(
                 f"--moderation-labels takes LABEL=CATEGORY, got {entry!r}", param="moderation_labels"
             )
+    check_template_variables(config)
     read_given(config)
     choose("", config.tool_call_parser, config.reasoning_parser)
+
+
+def check_template_variables(config: Config) -> None:
+    """Raise ConfigError for variables that requests have fields for."""
+    if config.default_chat_template_kwargs:
+        from sgla.text.template import RESERVED  # brings jinja2, which takes a tenth of a second
+
+        if wrong := config.default_chat_template_kwargs.keys() & (RESERVED | {"chat_template"}):
+            raise ConfigError(
+                f"--default-chat-template-kwargs cannot set {', '.join(sorted(wrong))}: requests do",
+                param="default_chat_template_kwargs",
+            )

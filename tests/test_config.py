@@ -95,6 +95,12 @@ def test_a_part_of_the_memory_is_a_gpus() -> None:
         resolve(Config(memory_fraction=0.5), LAPTOP)
 
 
+def test_variables_of_the_template_are_not_those_of_requests() -> None:
+    check(Config(default_chat_template_kwargs={"enable_thinking": False}))
+    with pytest.raises(ConfigError, match="cannot set messages, tools: requests do"):
+        check(Config(default_chat_template_kwargs={"tools": [], "messages": []}))
+
+
 @pytest.mark.parametrize("name", Config.__struct_fields__)
 def test_every_field_is_a_flag(name: str) -> None:
     flag = "--" + name.replace("_", "-")

@@ -238,6 +238,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     answers about ``cut`` break off in the middle, as many as it says."""
 
     asked: list[str] = []
+    starts: list[int] = []  # of the bytes of each file that is sent
     cut: dict[str, int] = {}
     protocol_version = "HTTP/1.1"
 
@@ -280,9 +281,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._send(200, json.dumps({"Code": 200, "Success": True, "Data": {"Name": repo}}).encode())
 
     def _file(self, name: str, data: bytes, headers: dict[str, str]) -> None:
+        start = int((self.headers["Range"] or "bytes=0-")[6:].split("-")[0])
         if self.command == "GET":
             self.asked.append(name)
-        start = int((self.headers["Range"] or "bytes=0-")[6:].split("-")[0])
+            self.starts.append(start)
         ranged = (
             {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if self.headers["Range"] else {}
         )
@@ -328,7 +330,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
     monkeypatch.setenv("MODELSCOPE_ENDPOINT", url)
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
     monkeypatch.setenv("MODELSCOPE_DOWNLOAD_INTRA_CLOUD", "false")
-    Hub.asked, Hub.cut = [], {}
+    Hub.asked, Hub.starts, Hub.cut = [], [], {}
     yield Hub
     server.shutdown()
     server.server_close()
@@ -474,11 +476,13 @@ def test_a_connection_that_breaks_is_taken_up_again(
     hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Any
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
     file = "small-Q4_K_M.gguf"
     hub.cut = {file: 1}
     config = Config(model="org/small-GGUF:Q4_K_M", model_source=source, download_dir=str(tmp_path))
     assert fetch.resolve_model(config).read_bytes() == GGUFS[file]
     assert hub.asked == [file] * 2
+    assert hub.starts[0] == 0 < hub.starts[1] <= len(GGUFS[file]) // 2 + 1
 
 
 def test_models_on_this_disk_are_listed_and_removed(

@@ -250,9 +250,9 @@ REFUSED: list[tuple[str, str]] = [
         "requests bring sampling fields; --preferred-sampling-params has the defaults of those that are left out",
     ),
     (
-        "default-chat-template-kwargs hf-chat-template-name completion-template enable-strict-thinking strip-thinking-cache "
+        "hf-chat-template-name completion-template enable-strict-thinking strip-thinking-cache "
         "exclude-tools-when-tool-choice-none reasoning-format reasoning-budget reasoning-config",
-        "requests may carry chat_template_kwargs, and --chat-template names a file of your own",
+        "--default-chat-template-kwargs and --chat-template are what the template is told; requests may carry chat_template_kwargs",
     ),
     ("tool-parser-plugin reasoning-parser-plugin", "name one of the parsers that --tool-call-parser lists"),
     (

@@ -10,7 +10,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -225,6 +227,7 @@ def ask(task: Render | Parse, foreign: bool = False) -> Answer:
 
 class BoundedTemplate:
     """A model's chat template, as ``template.ChatTemplate``, but rendered where its time and memory have limits. Thread-safe; blocks.
+    ``defaults``: variables where a request does not set them.
 
     Raises ConfigError for a source that does not compile or goes on for ever.
     """
@@ -234,12 +237,14 @@ class BoundedTemplate:
         source: str | dict[str, str],
         special_tokens: dict[str, str] | None = None,
         tool_prompt: bool = True,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         sources = {"default": source} if isinstance(source, str) else source
         self.source = "\n".join(sources.values())  # what the model's output looks like can be told from it
         self._sources = tuple(sources.items())
         self._special_tokens = special_tokens or {}
         self._tool_prompt = tool_prompt
+        self._defaults = defaults
         try:
             ask(Render(self._sources, self._special_tokens))
         except Died as died:
@@ -266,6 +271,7 @@ class BoundedTemplate:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tool_prompt": self._tool_prompt,
+            **self._defaults,
             **kwargs,
         }
         name: str = kwargs.get("chat_template") or ""

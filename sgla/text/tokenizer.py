@@ -226,7 +226,9 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     if not template:
         return tokenizer, None
     tool_prompt = config.tool_call_parser in (None, GENERIC)
-    return tokenizer, BoundedTemplate(template, tokenizer.special_tokens, tool_prompt)
+    return tokenizer, BoundedTemplate(
+        template, tokenizer.special_tokens, tool_prompt, config.default_chat_template_kwargs
+    )
 
 
 def check_ids(source: ModelSource) -> None:

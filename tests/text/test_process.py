@@ -125,3 +125,9 @@ def test_texts_are_parsed_as_here() -> None:
         ("reasoning", "a", None),
         ("content", "b", None),
     ]
+
+
+def test_variables_have_defaults() -> None:
+    template = BoundedTemplate("{{ mood }}, {{ depth }}", defaults={"mood": "calm", "depth": 1})
+    assert template.render([]) == "calm, 1"
+    assert template.render([], depth=2) == "calm, 2"
