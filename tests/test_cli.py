@@ -114,6 +114,7 @@ def test_version() -> None:
         (["serve", "--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["explain", "./nowhere"], "no file or folder './nowhere'"),
         (["fly"], "invalid choice: 'fly'"),
+        (["run", "llama3"], "there is no command 'run'; use 'sgla chat'"),
         (["bench", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
         (["chat", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
         (["chat", "--url", "nonsense"], "--url nonsense"),

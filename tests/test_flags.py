@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from test_config import sample
 
 from sgla.cli import flags_page
-from sgla.cli.aliases import ALIASES, REFUSED, SHORT, Always, Switch, refusal
+from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, Always, Switch, refusal
 from sgla.cli.args import parse
 from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
@@ -400,3 +401,11 @@ def test_mistakes_name_the_variable(variable: str, text: str, message: str) -> N
 def test_the_page_is_what_the_tables_are() -> None:
     text = (HERE.parent / "docs" / "flags.md").read_text()
     assert text == flags_page.page(), "run: python -m sgla.cli.flags_page docs/flags.md"
+
+
+def test_commands_of_peers_are_named_as_ours() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
+        parse(["fly"])
+    ours = set(re.findall(r"\w+", err.getvalue()))
+    assert set(COMMANDS.values()) <= ours
+    assert not COMMANDS.keys() & ours

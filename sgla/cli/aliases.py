@@ -344,6 +344,22 @@ REFUSED: list[tuple[str, str]] = [
     ),
 ]  # fmt: skip
 
+# Commands of Ollama, vLLM, SGLang and llama.cpp.
+COMMANDS = {
+    "run": "chat",
+    "ls": "list",
+    "download": "pull",
+    "delete": "rm",
+    "show": "explain",
+    "env": "doctor",
+    "collect-env": "doctor",
+    "check_env": "doctor",
+    "start": "serve",
+    "launch_server": "serve",
+    "api_server": "serve",
+    "server": "serve",
+}
+
 # Variables of the environment that peers read, and what to set instead. A * stands for the rest of the name.
 VARIABLES = {
     "VLLM_API_KEY": "SGLA_API_KEY",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla import __version__
-from sgla.cli.aliases import ALIASES, SHORT, Always, Switch, refusal
+from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, Always, Switch, refusal
 from sgla.cli.settings import (
     TOKENS,
     alias_value,
@@ -109,7 +109,10 @@ class GiveAlias(Give):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse; ``flags`` holds the fields of Config that were given, and ``hints`` how other servers' flags were understood, where
     a command takes them. Exits with 2 on a wrong flag."""
-    args, unknown = build().parse_known_args([_long(word) for word in argv])
+    parser = build()
+    if argv and argv[0] in COMMANDS:
+        parser.error(f"there is no command '{argv[0]}'; use 'sgla {COMMANDS[argv[0]]}'")
+    args, unknown = parser.parse_known_args([_long(word) for word in argv])
     if (
         "model_argument" in args
         and args.model_argument is None
