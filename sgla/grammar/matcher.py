@@ -226,6 +226,9 @@ class Constraint:
         self._stops = np.array([token for token in sampling.stop_ids if token < self._size], np.intp)
         self._ended = False
         self._words = np.empty((self._size + 31) // 32, np.uint32)
+        self._early = sampling.min_tokens > 0
+        self._stop_words = np.zeros_like(self._words)
+        set_bits(self._stop_words, self._stops)
 
     def narrow(
         self, logits: NDArray[np.float32], position: int
@@ -250,7 +253,7 @@ class Constraint:
             logits = logits[ids]
         else:
             logits[np.flatnonzero(~allowed)] = -np.inf
-        if logits.max() == -np.inf:  # another rule has forbidden what must come
+        if logits.max() == -np.inf and self.ends(self._words):
             logits[:] = 0 if ids is not None else np.where(allowed, 0, -np.inf)
         return logits, ids
 
@@ -280,6 +283,10 @@ class Constraint:
             set_bits(words, self._stops)
         if self._free is not None:
             self._free.allow(words)
+
+    def ends(self, words: Words) -> bool:
+        """Whether ``words`` leave nothing but stop tokens, for which it may be too early: the end of a grammar comes all the same."""
+        return self._early and not (words & ~self._stop_words).any()
 
     def forced(self) -> list[int]:
         """The tokens that must come next, RUN at most. Without asking they would be the same ones: where tokens are forced,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sgla.grammar.matcher import Constraint, Matchers, MatchFailed, Words, set_bits
 from sgla.messages import NewRow
+from sgla.sampling.rules import forbids
 
 Int32s = NDArray[np.int32]
 THREADS = 8  # that make masks, at most
@@ -22,10 +23,12 @@ JUMP_ROWS = 8  # rows of the largest steps after which forced tokens are told at
 
 
 class Masks(NamedTuple):
-    """``words`` int32[n, ceil(V / 32)], see ``grammar/matcher.py: Words``; ``rows`` int32[n]: the logits they belong to."""
+    """``words`` int32[n, ceil(V / 32)], see ``grammar/matcher.py: Words``; ``rows`` int32[n]: the logits they belong to; ``ends``
+    int32[n]: see ``Constraint.ends``, None where no row does."""
 
     rows: Tensor
     words: Tensor
+    ends: Tensor | None = None
 
 
 class Taken(NamedTuple):
@@ -49,12 +52,13 @@ class Constraints:
         self._new: dict[int, NewRow] = {}  # whose constraint has not been made
         self._constraints: dict[int, Constraint] = {}
         self._has = np.zeros(slots, bool)
-        self._scored = np.zeros(slots, bool)  # wants logprobs
+        self._sampled = np.zeros(slots, bool)  # wants to be told of no token that is not sampled
         self._known = np.zeros(
             slots, np.int32
         )  # positions before are not sampled: a grammar has forced their tokens
         self._executor = LLExecutor(mask_threads())
         self._rows = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
+        self._ends = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
         self._words = torch.zeros(slots, -(-vocab_size // 32), dtype=torch.int32, pin_memory=pin)
 
     def admit(self, new: NewRow) -> None:
@@ -63,7 +67,7 @@ class Constraints:
         self._constraints.pop(slot, None)
         self._new.pop(slot, None)
         self._has[slot] = bool(new.sampling.grammar)
-        self._scored[slot] = new.sampling.logprobs >= 0
+        self._sampled[slot] = new.sampling.logprobs >= 0 or forbids(new.sampling)
         self._known[slot] = 0
         if new.sampling.grammar:
             self._new[slot] = new
@@ -106,17 +110,21 @@ class Constraints:
             )  # neighbours go to the same thread: those of one template share a lock
             pairs = [(matcher, place) for _, matcher, place in wanted]
             self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
+        ends = self._ends.numpy()
         for place, constraint in enumerate(begun):
+            ends[place] = 0
             try:
                 if constraint is not None:
                     constraint.complete(words[place])
+                    ends[place] = constraint.ends(words[place])
             except MatchFailed as error:
                 failed.append((rows[place], str(error)))
         if not rows:
             return None, failed
         count = len(rows)
         self._rows.numpy()[:count] = rows
-        return Masks(*(x[:count].to(device, non_blocking=True) for x in (self._rows, self._words))), failed
+        parts = [self._rows, self._words, *([self._ends] if ends[:count].any() else [])]
+        return Masks(*(x[:count].to(device, non_blocking=True) for x in parts)), failed
 
     def take(self, slots: Int32s, positions: Int32s, tokens: Int32s) -> Taken:
         """``tokens`` have been sampled for ``positions`` of ``slots``; negative ones are none. What is forced behind them is in the
@@ -134,7 +142,7 @@ class Constraints:
             except MatchFailed as error:
                 failed.append((i, str(error)))
                 continue
-            if few and not self._scored[slot]:
+            if few and not self._sampled[slot]:
                 runs[i] = constraint.forced()
         # A step that reads several tokens of a row takes longer for all rows than one that reads one of each.
         if sum(len(run) - 1 for run in runs.values() if run) < len(slots):

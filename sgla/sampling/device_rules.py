@@ -70,15 +70,15 @@ class DeviceRules:
 
     def apply(self, logits: Tensor, slots: Tensor, positions: Tensor, on_host: tuple[Int32s, Int32s]) -> None:
         """Change ``logits`` float32[S, V] of the tokens that will stand at ``positions`` of ``slots``, int32[S] there and
-        ``on_host``; in the order of ``rules.py``: penalties, biases, bad words, allowed tokens, limits of reasoning."""
+        ``on_host``; in the order of ``rules.py``: biases, penalties, bad words, allowed tokens, limits of reasoning."""
         host_slots, host_positions = on_host
         wants = self._wants[host_slots]
         where = slots, positions, self._records
+        if (wants & BIASED).any():
+            rules.bias(logits, *where)
         penalized = host_positions[wants & PENALIZED != 0]
         if len(penalized):
             rules.penalize(logits, self._tokens, *where, self._counts, int(penalized.max()))
-        if (wants & BIASED).any():
-            rules.bias(logits, *where)
         if (wants & WORDS).any():
             rules.forbid(logits, self._tokens, *where, int(self._words[host_slots].max()))
         kept = np.flatnonzero(wants & ALLOWED)

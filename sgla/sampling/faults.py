@@ -19,7 +19,8 @@ def no_token(row: int, fault: int, ruled: bool) -> Failed:
         return Failed(row, f"the logits of the next token are no numbers: {BROKEN}", fault=True)
     if ruled:
         return Failed(
-            row, "no token is left to choose: what this request forbids is all that the model would say"
+            row,
+            "no token is left to choose: what this request forbids is all that its grammar, its allowed tokens or the model leave",
         )
     return Failed(row, "no token is left to choose: the model gives every token the logit -inf", fault=True)
 

@@ -94,7 +94,7 @@ class BadWords:
 
 
 class Allowed:
-    """No tokens but these. Where other rules forbid all of them, each is as likely as the next."""
+    """No tokens but these."""
 
     def __init__(self, ids: list[int], vocab_size: int) -> None:
         self._ids = np.array([token for token in ids if 0 <= token < vocab_size], np.int64)
@@ -102,7 +102,7 @@ class Allowed:
     def apply(self, logits: Floats, position: int) -> None:
         kept = logits[self._ids]
         logits[:] = -np.inf
-        logits[self._ids] = 0 if (kept == -np.inf).all() else kept
+        logits[self._ids] = kept
 
 
 class ThinkingBudget:
@@ -124,6 +124,12 @@ class ThinkingBudget:
             logits[limit.close] = 0
 
 
+def forbids(sampling: RowSampling) -> bool:
+    """Whether a request has rules that may forbid what its grammar forces."""
+    early = sampling.min_tokens > 0 and sampling.stop_ids
+    return bool(sampling.bad_words or sampling.allowed or early or sampling.processors)
+
+
 def make_rules(
     tokens: NDArray[np.int32],
     prompt_len: int,
@@ -131,12 +137,13 @@ def make_rules(
     vocab_size: int,
     processors: Mapping[str, Kind] = MappingProxyType({}),
 ) -> list[Rule]:
-    """The rules of one request, in the order they apply. ``processors``: those that the server has."""
+    """The rules of one request, in the order they apply: biases before penalties, as in transformers, vLLM and llama.cpp.
+    ``processors``: those that the server has."""
     rules: list[Rule] = []
-    if sampling.repetition != 1 or sampling.frequency or sampling.presence:
-        rules.append(Penalties(tokens, prompt_len, sampling))
     if sampling.logit_bias:
         rules.append(Bias(sampling.logit_bias, vocab_size))
+    if sampling.repetition != 1 or sampling.frequency or sampling.presence:
+        rules.append(Penalties(tokens, prompt_len, sampling))
     if sampling.min_tokens > 0 and sampling.stop_ids:
         rules.append(MinTokens(sampling.stop_ids, prompt_len + sampling.min_tokens, vocab_size))
     if sampling.bad_words:

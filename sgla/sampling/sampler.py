@@ -16,7 +16,7 @@ from sgla.sampling import faults
 from sgla.sampling.draw import Draw, Floats, Shape, draw, uniform
 from sgla.sampling.logprobs import score
 from sgla.sampling.processors import Kind, ProcessorFailed
-from sgla.sampling.rules import Rule, make_rules
+from sgla.sampling.rules import Rule, forbids, make_rules
 
 COLD = 1e-5  # temperatures below are greedy
 
@@ -44,6 +44,7 @@ class Choice(NamedTuple):
     constraint: Constraint | None
     logprobs: int
     logprob_ids: list[int]
+    jumps: bool  # tokens that the grammar forces may come without being sampled
 
 
 class Sampler:
@@ -82,8 +83,9 @@ class Sampler:
         if sampling.temperature >= COLD:
             shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._known[slot] = 0
+        jumps = self._jumps and sampling.logprobs < 0 and not forbids(sampling)
         self._choices[slot] = Choice(
-            shape, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids
+            shape, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids, jumps
         )
         self._plain[slot] = not (rules or constraint) and sampling.logprobs < 0
         cuts = (shape.temperature, shape.top_p, shape.min_p) if shape else (0.0, 1.0, 0.0)
@@ -175,10 +177,10 @@ class Sampler:
 
     def _jump(self, slot: int, position: int, token: int) -> bytes:
         """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None where logprobs are
-        wanted: those are of samples."""
+        wanted, which are those of samples, or rules may forbid them."""
         choice = self._choices[slot]
         assert choice is not None
-        if not self._jumps or choice.constraint is None or choice.logprobs >= 0:
+        if not choice.jumps or choice.constraint is None:
             return b""
         places = self._tokens[slot, position + 1 :]
         run = np.array(choice.constraint.jump(position, token)[: len(places)], np.int32)

@@ -130,7 +130,9 @@ def _sample_most(runner: CudaRunner) -> None:
     spec, out = runner.model.spec, torch.zeros_like(d_slots)
     logits = runner.logits_of(torch.zeros(runner.slots, spec.hidden, dtype=runner.dtype, device="cuda"))
     words = torch.zeros(runner.slots, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
-    runner.sampler.sample(Undrawn(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words))
+    runner.sampler.sample(
+        Undrawn(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words, d_ends)
+    )
 
 
 def warm_up(runner: CudaRunner) -> None:

@@ -31,13 +31,14 @@ class Counted(generation.LogitsProcessor):
 
 
 def processors(s: RowSampling) -> generation.LogitsProcessorList:
-    """In the order in which sgla applies them: penalties, biases, what is forbidden, temperature, top-k, top-p, min-p."""
+    """In the order of ``GenerationMixin._get_logits_processor``, which is sgla's: biases, penalties, what is forbidden, temperature,
+    top-k, top-p, min-p."""
     bias = {(token,): value for token, value in s.logit_bias}
     ends = generation.MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, list(s.stop_ids))
     every = [
+        (bias, lambda: generation.SequenceBiasLogitsProcessor(bias)),
         (s.repetition != 1, lambda: generation.RepetitionPenaltyLogitsProcessor(s.repetition)),
         (s.presence or s.frequency, lambda: Counted(s.presence, s.frequency)),
-        (bias, lambda: generation.SequenceBiasLogitsProcessor(bias)),
         (s.min_tokens, lambda: ends),
         (s.temperature != 1, lambda: generation.TemperatureLogitsWarper(s.temperature)),
         (s.top_k > 0, lambda: generation.TopKLogitsWarper(s.top_k)),
@@ -122,10 +123,11 @@ def test_draws_have_the_distribution_of_transformers(case: str, pick: Draw) -> N
 
 
 def test_the_test_sees_an_order_that_differs() -> None:
-    """Cuts before the temperature, and biases before the repetition penalty, give other distributions."""
-    sampling = RowSampling(**CASES["all"])
-    counts, chain = drawn(sampling, draw), processors(sampling)
-    for first, second in ((4, 6), (0, 2)):
+    """Cuts before the temperature, and biases behind the repetition penalty, give other distributions."""
+    biased = {"temperature": 1.0, "repetition": 2.0, "logit_bias": [(3, 4.0)]}
+    for case, first, second in ((CASES["all"], 4, 6), (biased, 0, 1)):
+        sampling = RowSampling(**case)
+        counts, chain = drawn(sampling, draw), processors(sampling)
         other = list(chain)
         other[first], other[second] = other[second], other[first]
         ids, scores = torch.tensor([PROMPT + OUTPUT]), torch.from_numpy(LOGITS.copy())[None]

@@ -290,6 +290,7 @@ def test_cuts_keep_what_the_host_sampler_keeps(top_k: int, top_p: float, min_p: 
 
 @pytest.mark.parametrize("vocab", [40, 5000])
 def test_masks_leave_what_is_allowed(vocab: int) -> None:
+    """Where that is forbidden already, nothing is left, but in a row whose grammar ends."""
     torch.manual_seed(vocab)
     logits = torch.randn(6, vocab, device=DEVICE)
     logits[2] = float("-inf")
@@ -300,10 +301,11 @@ def test_masks_leave_what_is_allowed(vocab: int) -> None:
     for n, row in enumerate(rows.tolist()):
         kept = allowed[n, :vocab]
         expected[row, ~kept] = float("-inf")
-        if n in (0, 2):
+        if n == 0:
             expected[row, kept] = 0.0
     bits = allowed.view(4, -1, 32).long() << torch.arange(32, device=DEVICE)
-    sampling.mask(logits, rows, bits.sum(-1).to(torch.int32))
+    ends = torch.tensor([1, 0, 0, 1], dtype=torch.int32, device=DEVICE)
+    sampling.mask(logits, rows, bits.sum(-1).to(torch.int32), ends)
     assert torch.equal(logits, expected)
 
 

@@ -18,6 +18,7 @@ from sgla.messages import RowSampling, StepPlan, StepResult
 from sgla.sampling import device
 from sgla.sampling.constraints import Constraints
 from sgla.sampling.device import DeviceSampler, Undrawn
+from sgla.sampling.faults import NONE_LEFT
 from sgla.sampling.rules import Rule, make_rules
 from sgla.worker.batch import build, read
 from sgla.worker.flights import Flight, Flights
@@ -49,6 +50,9 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, *tables: Any) -> No
     seeds, temperatures, tokens, out = tables[:4]
     for n, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
         temperature = float(temperatures[slot])
+        if logits[n].max() == float("-inf"):
+            out[n], tokens[slot, position] = NONE_LEFT, 0
+            continue
         if temperature:
             noise = torch.Generator().manual_seed(1000 * int(seeds[slot] % 1000) + position)
             out[n] = (logits[n] / temperature).softmax(-1).multinomial(1, generator=noise)
@@ -57,11 +61,11 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, *tables: Any) -> No
         tokens[slot, position] = out[n]
 
 
-def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    for row, mask in zip(rows.tolist(), words.numpy().view(np.uint8)):
+def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None) -> None:
+    for n, (row, mask) in enumerate(zip(rows.tolist(), words.numpy().view(np.uint8))):
         allowed = torch.from_numpy(np.unpackbits(mask, bitorder="little", count=logits.shape[1]).view(bool))
         logits[row, ~allowed] = float("-inf")
-        if logits[row].max() == float("-inf"):
+        if ends is not None and ends[n] and logits[row].max() == float("-inf"):
             logits[row, allowed] = 0.0
 
 

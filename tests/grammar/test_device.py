@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import FORCED, MIXED, outputs, params
+from test_engine import FORBIDDEN, FORCED, MIXED, check_ends_alone, outputs, params
 
 pytest.importorskip("triton")
 from sgla import Engine
@@ -56,6 +56,22 @@ def both(ahead: Engine, engine: Engine, grammars: list[Any], **changes: Any) -> 
 @pytest.mark.native
 def test_outputs_are_those_of_the_cpu(ahead: Engine, engine: Engine) -> None:
     both(ahead, engine, [*MIXED[::2], None], max_tokens=40, min_tokens=5)
+
+
+@pytest.mark.parametrize("changes", FORBIDDEN, ids=str)
+def test_a_request_that_forbids_all_that_its_grammar_leaves_ends_alone(
+    ahead: Engine, changes: dict[str, Any]
+) -> None:
+    check_ends_alone(ahead, changes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_end_of_a_grammar_comes_before_the_least_number_of_tokens(
+    ahead: Engine, temperature: float
+) -> None:
+    grammar = Grammar(kind="regex", text="ab")
+    out = ahead.generate("x", params(ahead, grammar, min_tokens=6, max_tokens=20, temperature=temperature))
+    assert (out.text, out.finish, len(out.tokens)) == ("ab", "stop", 7)
 
 
 @pytest.mark.native

@@ -212,6 +212,30 @@ def test_the_end_is_forced_whatever_else_is_asked(engine: Engine) -> None:
     assert (out.text, out.finish, len(out.tokens)) == ("ab", "stop", 7)
 
 
+FORBIDDEN: list[dict[str, Any]] = [
+    {"bad_words": ["a", "b", "c", "ab", "bc", "abc"]},
+    {"bad_words": ["a", "b", "c", "ab", "bc", "abc"], "temperature": 0.0, "logprobs": 1},
+    {"allowed_token_ids": [70, 71]},
+]
+
+
+@pytest.mark.parametrize("changes", FORBIDDEN, ids=str)
+def test_a_request_that_forbids_all_that_its_grammar_leaves_ends_alone(
+    engine: Engine, changes: dict[str, Any]
+) -> None:
+    check_ends_alone(engine, changes)
+
+
+def check_ends_alone(engine: Engine, changes: dict[str, Any]) -> None:
+    grammar, wish = Grammar(kind="regex", text="(abc)+"), {"max_tokens": 8}
+    calm = params(engine, Grammar(kind="regex", text="[xy]{4}"), **wish)
+    streams = [engine.stream("x", calm), engine.stream("x", params(engine, grammar, **wish | changes))]
+    with pytest.raises(SglaError, match="what this request forbids is all that its grammar") as caught:
+        list(streams[1])
+    assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
+    assert re.fullmatch("[xy]{4}", "".join(event.text for event in streams[0]))
+
+
 def test_other_stop_tokens_end_a_complete_output(engine: Engine) -> None:
     stop = engine.tokenizer.backend.token_to_id("<|pad|>")
     grammar = Grammar(kind="regex", text="(ab)+")
@@ -306,7 +330,7 @@ def test_forced_tokens_come_at_once_and_are_those_that_would_be_sampled(
     start: Start, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     engine = start(depth=depth)
-    changes: dict[str, Any] = {"frequency_penalty": 0.3, "repetition_penalty": 1.2, "bad_words": ["name"]}
+    changes: dict[str, Any] = {"frequency_penalty": 0.3, "repetition_penalty": 1.2}
 
     def made(grammars: list[Grammar]) -> tuple[list[tuple[list[int], str | None]], int]:
         before = engine.stats().steps

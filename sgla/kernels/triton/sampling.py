@@ -281,27 +281,31 @@ def _mask(logits, rows, words, left, vocab, width, chunks, BLOCK: tl.constexpr):
     tl.store(left + n * chunks + chunk, tl.max(x, 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "words"])
-def _level(logits, rows, words, left, vocab, width, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["rows", "words", "ends"])
+def _level(logits, rows, words, ends, left, vocab, width, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     n, chunk = tl.program_id(0), tl.program_id(1)
     c = tl.arange(0, CHUNKS)
     top = tl.max(tl.load(left + n * chunks + c, mask=c < chunks, other=float("-inf")), 0)
-    if top == float("-inf"):
+    if (top == float("-inf")) & (tl.load(ends + n) != 0):
         i = chunk * BLOCK + tl.arange(0, BLOCK)
         at = logits + tl.load(rows + n).to(tl.int64) * vocab + i
         tl.store(at, 0.0, mask=(i < vocab) & _allowed(words, width, i, vocab))
 
 
-def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None) -> None:
     """Leave in ``logits[rows[n]]``, float32[S, V], the tokens whose bits are set in ``words[n]``, int32[n, ceil(V / 32)]. Where
-    they are all -inf, each becomes as likely as the next."""
+    they are all -inf and ``ends[n]``, int32[n], is not 0, each becomes as likely as the next."""
     vocab, width = logits.shape[1], words.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     left = logits.new_empty(len(rows), chunks)
     grid = (len(rows), chunks)
     _mask[grid](logits, rows, words, left, vocab, width, chunks, BLOCK=CHUNK, num_warps=8)
+    if ends is None:
+        return
     block = triton.next_power_of_2(chunks)
-    _level[grid](logits, rows, words, left, vocab, width, chunks, CHUNKS=block, BLOCK=CHUNK, num_warps=8)
+    _level[grid](
+        logits, rows, words, ends, left, vocab, width, chunks, CHUNKS=block, BLOCK=CHUNK, num_warps=8
+    )
 
 
 def find_cuts(
