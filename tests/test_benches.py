@@ -103,3 +103,16 @@ def test_a_median_takes_plain_lines_of_known_commits(monkeypatch: pytest.MonkeyP
     ours = [{**line, "out_tok_s": value} for value in (1.0, 2.0, 4.0)]
     monkeypatch.setattr(plots, "lines", lambda name: [*ours, *others])
     assert plots.gpu_medians() == {"W1": {"qwen3-8b": 2.0}}
+
+
+def test_an_answer_counts_by_whole_words_at_its_beginning() -> None:
+    import questions
+
+    assert questions.right("It has twelve (12) months.", "12|twelve")
+    assert not questions.right("It is 124.", "12|twelve")
+    assert not questions.right("x" * 200 + " twelve", "12|twelve")
+    line = "one two three four five six seven eight nine "
+    assert questions.loops(line * 4)
+    assert not questions.loops(line * 3)
+    assert {len(part) for part in (questions.EASY, questions.HELD_BACK, questions.OPEN)} == {30}
+    assert not questions.EASY.keys() & questions.HELD_BACK.keys()
