@@ -15,8 +15,10 @@ For the HTTP layer:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from sgla.messages import TokenLogprob
 from sgla.text.detokenize import continues, make_detokenizer
@@ -24,6 +26,8 @@ from sgla.text.detokenize import continues, make_detokenizer
 if TYPE_CHECKING:
     from sgla.text.tokenizer import Tokenizer
 
+PART = 4096  # alternatives of one token that are encoded in one go; so many are the whole vocabulary
+encode = msgspec.json.Encoder().encode
 NO_PROBABILITY = -9999.0  # JSON has no -inf; vLLM and SGLang send this number, clients know it
 
 
@@ -96,14 +100,22 @@ def _alternatives(tokenizer: Tokenizer, entry: TokenLogprob, as_ids: bool) -> di
 
 def prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], k: int
-) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's ``prompt_logprobs``: for each of the prompt's ``tokens`` its ``k`` likeliest alternatives and itself, by id."""
+) -> list[Any]:
+    """vLLM's ``prompt_logprobs``: for each of the prompt's ``tokens`` its ``k`` likeliest alternatives and itself, by id. Where that is
+    the whole vocabulary it is JSON already, since other threads wait for each call of the encoder."""
 
     def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
-    def all_of(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
-        top = {str(token): one(token, value, rank) for rank, (token, value) in enumerate(entry.top[:k], 1)}
+    def some(pairs: Iterable[tuple[int, float]], before: int) -> dict[str, Any]:
+        return {str(token): one(token, value, before + i) for i, (token, value) in enumerate(pairs, 1)}
+
+    def all_of(entry: TokenLogprob) -> Any:
+        if k > PART:
+            whole = list(entry.top)
+            parts = [encode(some(whole[at : at + PART], at)) for at in range(0, len(whole), PART)]
+            return msgspec.Raw(b"{%b}" % b",".join(part[1:-1] for part in parts))
+        top = some(entry.top[:k], 0)
         return {str(entry.token): one(entry.token, entry.logprob, entry.rank)} | top
 
     assert len(tokens) == len(entries)

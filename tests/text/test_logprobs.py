@@ -6,8 +6,17 @@ import json
 import math
 from array import array
 
+import msgspec
+
 from sgla.messages import Pairs, TokenLogprob
-from sgla.text.logprobs import TextOffsets, chat_logprobs, completion_logprobs, token_name
+from sgla.text.logprobs import (
+    PART,
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_name,
+)
 from sgla.text.tokenizer import Tokenizer
 
 
@@ -73,3 +82,15 @@ def test_offsets_point_at_each_token_in_the_text(tokenizer: Tokenizer) -> None:
             "" if token in tokenizer.special_ids else tokenizer.token_bytes(token).decode("utf-8", "ignore")
         )
         assert text[offset:].startswith(shown) or (offset == 0 and text.startswith(shown.lstrip(" ")))
+
+
+def test_a_whole_vocabulary_is_shown_like_a_few_tokens(byte_level: Tokenizer) -> None:
+    top = [(token, -token / 7) for token in range(3 * PART + 5)]
+    entry = TokenLogprob(3, top[3][1], 4, top)
+    first, whole = prompt_logprobs(byte_level, [9, 3], [None, entry], len(top))
+    assert first is None
+    shown = msgspec.json.decode(bytes(whole))
+    assert shown.keys() == {str(token) for token, _ in top}
+    assert [entry["rank"] for entry in shown.values()] == [*range(1, len(top) + 1)]
+    (_, few) = prompt_logprobs(byte_level, [9, 3], [None, TokenLogprob(3, top[3][1], 4, top[:5])], 5)
+    assert few == {token: shown[token] for token in few}
