@@ -582,6 +582,10 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
     assert talked.command("/set seed 7") == "temperature 0.5, seed 7"
     assert talked.command("/set colour red").startswith("/set knows temperature")
     assert talked.command("/set top_p many").startswith("/set: ")
+    assert (
+        talked.command("/set top_p 2") == "/set: top_p must be a number greater than 0 and at most 1, not '2'"
+    )
+    assert talked.command("/set seed 0.5").startswith("/set: seed must be an integer")
     assert talked.command(f"/save {tmp_path / 'a.json'}").startswith("3 messages written")
     assert talked.command("/system answer in verse") == "system message set"
     assert talked.messages == [{"role": "system", "content": "answer in verse"}, *hello]

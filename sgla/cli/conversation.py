@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sgla.defaults import number
 from sgla.errors import SglaError
 
 Messages = list[dict[str, Any]]
@@ -40,7 +41,7 @@ class Saved(msgspec.Struct):
     """The content of a file."""
 
     messages: list[dict[str, Any]]
-    options: dict[str, float] = {}
+    options: dict[str, int | float] = {}
 
 
 class Leave(Exception):
@@ -83,7 +84,7 @@ class Conversation:
         if name and not value:
             options.pop(name, None)
         elif name:
-            options[name] = msgspec.json.decode(value, type=int | float)
+            options[name] = checked(name, msgspec.json.decode(value, type=int | float))
         return ", ".join(f"{name} {options[name]}" for name in SETTINGS if name in options) or "all defaults"
 
     def save(self, file: str) -> str:
@@ -98,13 +99,26 @@ class Conversation:
     def load(self, file: str) -> str:
         path = named(file)
         saved = read(path)
+        options = {name: checked(name, value) for name, value in saved.options.items() if name in SETTINGS}
         self.messages = saved.messages
-        self.backend.options |= {name: value for name, value in saved.options.items() if name in SETTINGS}
+        self.backend.options |= options
         return f"{len(self.messages)} messages read from {path}"
 
     def clear(self, text: str = "") -> str:
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         return "the conversation is forgotten"
+
+
+def checked(name: str, value: float) -> float:
+    """Raises ValueError for what the setting cannot be."""
+    if name != "seed":
+        try:
+            return number(name, value)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"seed must be an integer of at least 0, not {value}")
+    return value
 
 
 def named(file: str) -> Path:
