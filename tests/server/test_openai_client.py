@@ -130,7 +130,7 @@ def test_errors_are_typed(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=-1)
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"use_beam_search": True})
+        client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"lora_path": "x"})
     assert unsupported.value.code == "unsupported_parameter"
 
 
