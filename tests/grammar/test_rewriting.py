@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 from typing import Any
 
 import jsonschema_rs
@@ -16,6 +17,7 @@ from sgla.grammar.logic import Find, apart, opposite, unlisted_pattern
 from sgla.grammar.protocol import Answer, Vocabulary
 from sgla.grammar.sandbox import compile_grammar
 from sgla.grammar.schema import adapt
+from sgla.grammar.source import flaw
 from sgla.messages import Grammar
 
 TOKENIZER = load_tokenizer(Vocabulary([bytes([i]) for i in range(256)] + [b"</s>"], [256], [256]))
@@ -263,6 +265,18 @@ def test_a_refusal_names_keyword_and_place(schema: Any, told: str) -> None:
     error = compiled(schema).error
     assert error is not None
     assert told in error
+
+
+@pytest.mark.parametrize(
+    "draft", ["http://127.0.0.1:{}/s", "http://json-schema.org.x@127.0.0.1:{}/draft-07/schema"]
+)
+def test_nothing_is_fetched(draft: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        schema = {"$schema": draft.format(server.getsockname()[1]), "type": "object", "required": 3}
+        assert "(at /required)" in flaw(schema)
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 def test_a_refused_tool_is_named() -> None:
