@@ -125,7 +125,7 @@ def check_error(body: Any) -> dict[str, Any]:
         (TEXT, {"prompt": [2**40]}, "prompt", "vocabulary"),
         (TEXT, {"prompt": ["x"] * 4097}, "prompt", "4096 is the limit"),
         (TEXT, PROMPT | {"logprobs": 21}, "logprobs", "between 0 and 20"),
-        (TEXT, PROMPT | {"use_beam_search": True}, "use_beam_search", "use_beam_search is not supported"),
+        (TEXT, PROMPT | {"lora_path": "x"}, "lora_path", "lora_path is not supported"),
         ("/tokenize", {}, "prompt", "either prompt or messages"),
         ("/detokenize", {"tokens": [512]}, "tokens", "between 0 and 511"),
         ("/detokenize", {"tokens": [[1], 2]}, "tokens", "list of id lists"),
