@@ -75,21 +75,14 @@ def json_schema(schema: Any, additional: bool) -> Any:
         raise GrammarError(flaw(schema) or "it is not a JSON Schema of a draft that is supported") from error
 
 
-DRAFTS = (
-    "draft-04/schema",
-    "draft-06/schema",
-    "draft-07/schema",
-    "draft/2019-09/schema",
-    "draft/2020-12/schema",
-)
+DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/20(19-09|20-12))/schema#?")
 
 
 def flaw(schema: Any) -> str:
     """Why it is no JSON Schema; "" if it is one. Another ``$schema`` than those of JSON Schema itself would be fetched."""
     import jsonschema_rs
 
-    draft = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
-    if draft.rstrip("#").partition("://json-schema.org/")[2] not in DRAFTS and isinstance(schema, dict):
+    if isinstance(schema, dict) and not DRAFT.fullmatch(str(schema.get("$schema", ""))):
         schema = {key: value for key, value in schema.items() if key != "$schema"}
     try:
         jsonschema_rs.meta.validate(schema)
