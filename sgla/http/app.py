@@ -19,7 +19,7 @@ from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
 from sgla.http.connections import answers, asked, check_spare, gives_way, is_last
 from sgla.http.errors import MethodNotAllowed, error_response
-from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, Gate, add_headers, identify, preflight
+from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, PAGES, Gate, add_headers, identify, preflight
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
 from sgla.http.openai import chat as openai_chat
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MODELS = "/v1/models"
+ASSETS = "/page"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
 
 ROUTES: dict[str, dict[str, Handler]] = {
@@ -92,6 +93,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/separate_reasoning": {"POST": parsing.separate_reasoning},
     "/tokenizer_info": {"GET": admin.tokenizer_info},
     "/": {"GET": page.page},
+    "/docs": {"GET": page.reference},
+    f"{ASSETS}/{{id}}": {"GET": page.asset},
     "/health": {"GET": admin.ready},
     "/health/live": {"GET": admin.live},
     "/health/ready": {"GET": admin.ready},
@@ -122,10 +125,12 @@ ROUTES: dict[str, dict[str, Handler]] = {
 }
 
 
-# Names of models may have slashes.
+# Names of models and of the page's files may have slashes.
 PATTERNS = [
     (
-        re.compile(re.escape(route).replace(r"\{id\}", "(.+)" if route.startswith(MODELS) else "([^/]+)")),
+        re.compile(
+            re.escape(route).replace(r"\{id\}", "(.+)" if route.startswith((MODELS, ASSETS)) else "([^/]+)")
+        ),
         route,
     )
     for route in ROUTES
@@ -191,7 +196,7 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
     try:
         if request.method == "OPTIONS":
             return preflight(request)
-        check_spare(request, may=path.split("/")[1] in OPEN - {""})
+        check_spare(request, may=path.split("/")[1] in OPEN - PAGES)
         request[CLIENT] = request.app[GATE].check(request, path)
         asked(request, request[CLIENT].name)
         request[SHARE] = Share(request.app[SERVER].budget, request[CLIENT].name)

@@ -14,9 +14,8 @@ from sgla.http.clients import ADDRESS, Client, with_key, without_key
 from sgla.http.request.schema import header_value
 from sgla.http.server import IGNORED_FIELDS, RID, SERVER, UID, unique
 
-OPEN = frozenset(
-    {"", "health", "health_generate", "metrics", "ready", "readyz", "ping"}
-)  # first part of the path
+PAGES = frozenset({"", "docs", "page"})  # first parts of paths
+OPEN = PAGES | {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
 ADMIN = frozenset(
     [
         "flush_cache",

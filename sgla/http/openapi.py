@@ -183,6 +183,8 @@ OPERATIONS: dict[Any, Operation] = {
     admin.ready: Operation("Whether requests are accepted", answer=to.Status),
     admin.health_generate: Operation("SGLang: whether a token comes out of the engine", answer=to.Status),
     page.page: Operation("A page to chat with the model and to watch the server", media=HTML),
+    page.reference: Operation("A page that shows this description", media=HTML),
+    page.asset: Operation("A file of these pages", media=BINARY),
     admin.version: Operation("The server's version", answer=to.Version),
     admin.model_info: Operation("SGLang: facts of the model", answer=to.ModelInfo),
     admin.server_info: Operation(

@@ -13,7 +13,7 @@ import pytest
 from http_fake import ScriptedIngress
 from http_site import Serve, Site
 
-from sgla.http.page import document
+from sgla.http.page import assets
 
 TEMPLATE = "{% for t in tools %}<tool_call>{{ t }}</tool_call>{% endfor %}{{ messages }}<think></think>"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -31,7 +31,34 @@ async def test_the_page_needs_nothing_from_elsewhere(serve: Serve) -> None:
         assert response.content_type == "text/html"
         assert "default-src 'none'" in response.headers["Content-Security-Policy"]
     assert not re.findall(r"(?:src|href)=.(?!data:)|@import|url\(", text)
-    assert len(document()[0]) < 40_000
+
+
+async def test_files_of_the_page(serve: Serve) -> None:
+    site = await serve(api_key=["k"])
+    for name, (content, etag) in assets().items():
+        async with site.http.get(f"/page/{name}") as response:
+            assert (response.status, await response.read()) == (200, content)
+            assert "script-src 'self'" in response.headers["Content-Security-Policy"]
+        async with site.http.get(f"/page/{name}", headers={"If-None-Match": f'"{etag}"'}) as response:
+            assert (response.status, await response.read()) == (304, b"")
+    for name in ("none.js", "__init__.py", "../app.py", "vendor/%2e%2e/__init__.py", "vendor"):
+        async with site.http.get(f"/page/{name}") as response:
+            assert response.status in (401, 404)
+    notice = assets()["vendor/NOTICE.txt"][0].decode()
+    shipped = {name.removeprefix("vendor/") for name in assets() if re.fullmatch(r"vendor/[^/]+\.js", name)}
+    assert shipped == set(re.findall(r"^\S+\.js", notice, re.M))
+
+
+@browser
+async def test_the_api_reference(serve: Serve, tmp_path: Path) -> None:
+    site = await serve(api_key=["secret"])
+    async with chromium.browsing(tmp_path, f"{site.url}/docs") as tab:
+        await tab.until("document.activeElement.id === 'secret'")
+        await tab.type("secret")
+        await tab.enter()
+        text = "document.getElementById('reference').shadowRoot?.textContent ?? ''"
+        await tab.until(f"({text}).includes('OpenAI: answer a chat')")
+        assert not tab.problems
 
 
 def answers(count: int) -> str:
