@@ -73,12 +73,12 @@ def test_tls_and_json_logs(tiny_model: Path, tmp_path: Path) -> None:
         url = listening(process)
         assert url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=str(certificate))
-        with urllib.request.urlopen(f"{url}/health/live", context=context, timeout=10) as response:
+        with urllib.request.urlopen(f"{url}/openapi.json", context=context, timeout=10) as response:
             assert response.status == 200
     finally:
         process.stop()
     lines = [json.loads(line) for line in process.lines if line.startswith("{")]
-    assert any(line.get("route") == "/health/live" and line["status"] == 200 for line in lines)
+    assert any(line.get("route") == "/openapi.json" and line["status"] == 200 for line in lines)
 
 
 def listening(process: ServerProcess) -> str:
