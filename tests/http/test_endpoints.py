@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/generative_scoring": ({"query": "x", "items": ["y"], "label_token_ids": []}, "invalid_value"),
     "/v1/realtime": (None, "bad_request"),  # without a WebSocket
     "/invocations": (CHAT, None),
+    "/page/{id}": (None, "not_found"),
     "/v1/moderations": ({"input": "x"}, NO_VECTORS),
 }
 
