@@ -80,6 +80,7 @@ class Connection(web.RequestHandler):
         "_asked",
         "_handler",
         "_head",
+        "_resting",
         "_timers",
         "_unread",
         "client",
@@ -106,6 +107,7 @@ class Connection(web.RequestHandler):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._handler: asyncio.Task[Any] | None = None  # of a request until its answer begins
         self._asked = 0.0  # when that began
+        self._resting: float | None = None  # since when nothing is made for the client of a WebSocket
         self._unread: float | None = None  # since when the client reads less than there is for it
         self.client = ""
         self.gives_way = False  # its request is refused, because another client needs the place
@@ -125,8 +127,8 @@ class Connection(web.RequestHandler):
 
     @property
     def waits(self) -> bool:
-        """Whether its client has long kept it waiting: for a body, or by reading nothing of an answer."""
-        since = self._unread
+        """Whether its client has long kept it waiting: for a body or an event, or by reading nothing of an answer."""
+        since = self._resting if self._unread is None else self._unread
         if since is None and self._current_request is not None and not self._current_request.content.is_eof():
             since = self._asked
         return since is not None and self._loop.time() > since + PATIENCE
@@ -183,6 +185,9 @@ class Connection(web.RequestHandler):
         self._handler = None
         self.lingering = not request.content.is_eof()
         return result
+
+    def rests(self, whether: bool) -> None:
+        self._resting = self._loop.time() if whether else None
 
     def make_room(self) -> None:
         """Close it for another one: a spare one at once, else as soon as the client has read what was sent."""
@@ -360,6 +365,12 @@ async def answers(request: web.Request, response: web.StreamResponse) -> None:
     """For ``on_response_prepare``."""
     if isinstance(request.protocol, Connection):
         request.protocol.answers()
+
+
+def rests(request: web.Request, whether: bool) -> None:
+    """Whether nothing is made for the client of a WebSocket: if it has more connections than others, it may have to give this one away."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.rests(whether)
 
 
 def is_last(request: web.Request) -> bool:

@@ -61,15 +61,17 @@ class ClientEvent(msgspec.Struct, kw_only=True):
 
 NESTED: dict[str, type[msgspec.Struct]] = {"session": SessionWishes, "response": ResponseWishes}
 EVENTS = Schema(ClientEvent, NESTED)
-_raw = msgspec.json.Decoder(dict[str, Any]).decode
+NULL = msgspec.Raw(b"null")
+_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def check_known(data: bytes) -> None:
     """Raise UnsupportedField for a setting that has a value and no meaning here; there is no header to tell it in."""
+    event = _raw(data)
     for place, kind in NESTED.items():
-        given = _raw(data).get(place)
-        for name, value in given.items() if isinstance(given, dict) else ():
-            if name not in kind.__struct_fields__ and value is not None:
+        given = event.get(place, NULL)
+        for name, value in _raw(given).items() if given != NULL else ():
+            if name not in kind.__struct_fields__ and value != NULL:
                 raise unsupported(f"{place}.{name[:100]}")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from aiohttp import WSMsgType, web
 
-from sgla.errors import BadRequest, InvalidField, SglaError
+from sgla.errors import BadRequest, InvalidField, SglaError, TooLarge
 from sgla.http.answer.reading import Reading
 from sgla.http.bodies import Share
 from sgla.http.clients import CLIENT
+from sgla.http.connections import rests
 from sgla.http.errors import Busy, error_body
 from sgla.http.openai.chat import chat_work
 from sgla.http.realtime.events import (
@@ -48,7 +49,11 @@ async def realtime(request: web.Request) -> web.StreamResponse:
     server.ingress.require_ready()
     model = server.model(request.query.get("model"))
     socket = web.WebSocketResponse(
-        max_msg_size=MAX_MESSAGE, heartbeat=PING_SECONDS, protocols=("realtime",), compress=False
+        max_msg_size=MAX_MESSAGE,
+        heartbeat=PING_SECONDS,
+        protocols=("realtime",),
+        compress=False,
+        autoping=False,  # aiohttp would answer a flood of pings in one turn of the loop
     )
     if not socket.can_prepare(request).ok:
         raise BadRequest("this route is a WebSocket; connect with the header Upgrade: websocket")
@@ -56,6 +61,8 @@ async def realtime(request: web.Request) -> web.StreamResponse:
     session = Session(request, socket, model)
     try:
         await session.run()
+    except ConnectionError:
+        pass  # the client has gone
     finally:
         await session.close()
     return socket
@@ -96,7 +103,7 @@ class Inbox:
 
 
 class Session:
-    """One connection: its settings, the items of its conversation in order with the memory they take, and at most one response."""
+    """One connection: its settings and the items of its conversation in order, with the memory they take, and at most one response."""
 
     def __init__(self, request: web.Request, socket: web.WebSocketResponse, model: str) -> None:
         self._request = request
@@ -106,27 +113,36 @@ class Session:
         self._uid = new_id("sess")
         self._conversation = new_id("conv")
         self._wishes = SessionWishes()
+        self._held: dict[str, Share] = {}  # by setting
         self._items: dict[str, tuple[Item, Share]] = {}
         self._response: asyncio.Task[None] | None = None
         self._answering = ""  # the id of the response
         self._work: Work | None = None
+        self._using: Share | None = None  # by the event that asked for the response
 
     async def run(self) -> None:
         """Answer events until the client goes away or says nothing for long."""
+        rests(self._request, True)
         await self._send("session.created", session=self._settings())
         while True:
+            await asyncio.sleep(0)  # what has arrived is received at once
             try:
                 message = await self._socket.receive(timeout=IDLE_SECONDS)
             except TimeoutError:
                 if self._busy():
                     continue
                 return
+            if message.type == WSMsgType.PING:
+                await self._socket.pong(message.data)
+            if message.type in (WSMsgType.PING, WSMsgType.PONG):
+                continue
             if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 return
             data = message.data.encode() if message.type == WSMsgType.TEXT else message.data
             event_id, share = None, self._share()
             try:
                 share.take(len(data))
+                share.body = len(data)
                 event = await decoded(self._request, EVENTS, data, share)
                 event_id = event.event_id
                 check_event(event)
@@ -135,7 +151,7 @@ class Session:
             except SglaError as error:
                 share.close()
                 await self._send("error", error={**error_body(error)["error"], "event_id": event_id})
-            if all(kept is not share for _, kept in self._items.values()):
+            if all(kept is not share for kept in self._shares()):
                 share.close()
 
     async def close(self) -> None:
@@ -144,9 +160,14 @@ class Session:
             self._response.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._response
-        for _, share in self._items.values():
+        for share in self._shares():
             share.close()
         await self._socket.close()
+
+    def _shares(self) -> list[Share]:
+        """What stays when an event has been handled."""
+        used = [] if self._using is None else [self._using]
+        return [*self._held.values(), *used, *(share for _, share in self._items.values())]
 
     def _share(self) -> Share:
         return Share(self._server.budget, self._request[CLIENT].name)
@@ -154,10 +175,10 @@ class Session:
     # events ----------------------------------------------------------------------------------------------------------
 
     async def _handle(self, event: ClientEvent, share: Share) -> None:
-        """``share`` has the event's memory; an item that the conversation keeps keeps it."""
+        """``share`` has the event's memory; settings, items and a response that are kept keep it."""
         match event.type:
             case "session.update":
-                await self._update(event)
+                await self._update(event, share)
             case "conversation.item.create":
                 await self._add(wanted(event.item, "item"), event.previous_item_id, share)
             case "conversation.item.delete":
@@ -169,13 +190,13 @@ class Session:
                     "conversation.item.retrieved", item=self._items[self._known(event.item_id)][0]
                 )
             case "response.create":
-                await self._respond(event.response or ResponseWishes())
+                await self._respond(event.response or ResponseWishes(), share)
             case "response.cancel":
                 self._cancel(event.response_id)
             case _:
                 raise InvalidField(f"there is no event {event.type[:100]!r}", param="type")
 
-    async def _update(self, event: ClientEvent) -> None:
+    async def _update(self, event: ClientEvent, share: Share) -> None:
         """What the session's settings do not name stays as it is."""
         new = wanted(event.session, "session")
         check_text(new)
@@ -184,6 +205,12 @@ class Session:
         if "model" in given:
             self._model = self._server.model(given.pop("model"))
         self._wishes = msgspec.structs.replace(self._wishes, **given)
+        before = list(self._held.values())
+        self._held |= dict.fromkeys(given, share)
+        kept = self._shares()
+        for old in before:
+            if all(old is not each for each in kept):
+                old.close()
         await self._send("session.updated", session=self._settings())
 
     async def _add(self, item: Item, behind: str | None, share: Share) -> None:
@@ -222,19 +249,36 @@ class Session:
         if self._work is not None:
             self._server.end(self._work.uid)
 
-    async def _respond(self, wishes: ResponseWishes) -> None:
+    async def _respond(self, wishes: ResponseWishes, share: Share) -> None:
         if self._busy():
             raise Busy(f"response {self._answering} is still in progress; cancel it or wait for its end")
         check_text(wishes)
         answer = Answer(self, wishes)
-        chat = answer.chat(self._wishes, [item for item, _ in self._items.values()])
+        items = self._asked_of(wishes)
+        size = sum(kept.body for _, kept in items) + share.body
+        limit = self._server.config.max_body_bytes
+        if size > limit:
+            raise TooLarge(
+                f"the items of this response have {size} bytes, the limit is {limit}; delete old items, or start the server with a "
+                "larger --max-body-bytes"
+            )
+        chat = answer.chat(self._wishes, [item for item, _ in items])
         chat.rid = answer.uid
         reading = Reading(self._server, chat)
-        self._work = work = chat_work(self._request, self._server, chat, reading)
+        work = chat_work(self._request, self._server, chat, reading)
+        work.jobs[0].size = size
         self._answering = answer.uid
         inbox = Inbox()
         self._server.open(work, inbox)
+        self._work, self._using = work, share
+        rests(self._request, False)
         self._response = asyncio.ensure_future(self._answer(answer, work, reading, inbox))
+
+    def _asked_of(self, wishes: ResponseWishes) -> list[tuple[Item, Share]]:
+        """The items that a response is about, stored ones in place of their ids. Those of the event itself come with a share that is empty."""
+        if wishes.input is None:
+            return list(self._items.values())
+        return [self._items.get(str(item.get("id")), (item, self._share())) for item in wishes.input]
 
     async def _answer(self, answer: Answer, work: Work, reading: Reading, inbox: Inbox) -> None:
         reader = reading.reader()
@@ -258,6 +302,10 @@ class Session:
             await self._socket.close()
         finally:
             self._server.close(work)
+            rests(self._request, True)
+            if self._using is not None:
+                self._using.close()
+                self._using = None
 
     async def _end(self, answer: Answer, status: str, details: dict[str, Any] | None) -> None:
         for fields in answer.output.close("completed" if status == "completed" else "incomplete"):
@@ -280,7 +328,8 @@ class Session:
         item, names = fields["item"], [name for name in self._items if name != fields["item"]["id"]]
         if kind == "response.output_item.done":
             share = self._share()
-            share.take(len(encode(item)))
+            share.body = len(encode(item))
+            share.take(share.body)
             self._items[item["id"]] = (item, share)
         added = kind == "response.output_item.added"
         await self._send(
@@ -347,9 +396,6 @@ class Answer:
         }
         own["parallel_tool_calls"] = wishes.parallel_tool_calls
         chosen = {name: getattr(settings, name) if value is None else value for name, value in own.items()}
-        if wishes.input is not None:
-            stored = {item["id"]: item for item in items}
-            items = [stored.get(str(item.get("id")), item) for item in wishes.input]
         most = most_tokens([wishes, settings])
         fields = ResponsesRequest(
             input=items, model=self._session.model, stream=True, max_output_tokens=most, **chosen
