@@ -185,12 +185,12 @@ class Bench:
 
 def penalised(logits: np.ndarray, prompt: np.ndarray, outputs: np.ndarray, s: RowSampling) -> np.ndarray:
     x = logits.astype(np.float64)
+    for token, value in s.logit_bias:
+        x[token] += value
     for token in set(prompt.tolist()) | set(outputs.tolist()):
         x[token] = x[token] / s.repetition if x[token] > 0 else x[token] * s.repetition
     for token in set(outputs.tolist()):
         x[token] -= s.presence + s.frequency * outputs.tolist().count(token)
-    for token, value in s.logit_bias:
-        x[token] += value
     if len(outputs) < s.min_tokens:
         x[s.stop_ids] = -np.inf
     return x

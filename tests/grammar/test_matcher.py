@@ -93,10 +93,15 @@ def test_tokens_without_text_and_special_ones_are_never_allowed(matchers: Matche
     assert Row(matchers, r"(?s).{20}").allowed() <= set(range(256)) | {LONG}
 
 
-def test_what_must_come_comes_even_if_it_is_forbidden(matchers: Matchers) -> None:
-    for regex in ("ab", r"(?s)."):
-        row = Row(matchers, regex)
-        expected = row.allowed()
+def test_of_what_is_forbidden_the_end_of_a_grammar_alone_comes(matchers: Matchers) -> None:
+    for regex, outputs, early, expected in (
+        ("ab", b"ab", 9, {END}),
+        ("ab", b"ab", 0, set()),
+        ("ab", b"a", 9, set()),
+        ("abc?", b"ab", 9, set()),
+        (r"(?s).", b"", 9, set()),
+    ):
+        row = Row(matchers, regex, outputs, min_tokens=early)
         logits, ids = row.rule.narrow(np.full(SIZE, -np.inf, np.float32), row.length)
         kept = np.flatnonzero(logits == 0)
         assert set((kept if ids is None else ids[kept]).tolist()) == expected
