@@ -47,7 +47,7 @@ SAMPLING: dict[str, Range] = {
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 2, open_low=True),
+    "repetition_penalty": Range(0.01, 2),  # far smaller ones make logits infinite
     "max_tokens": TOKENS,
 }
 INTEGERS = {"top_k", "max_tokens"}
@@ -70,6 +70,19 @@ LEFT_ASIDE: dict[str, tuple[Any, ...]] = {
     "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],),
     "sequence_bias": ([], {}),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "forced_eos_token_id": (),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0,),
+    "guidance_scale": (1,),
+    "stop_strings": ([], ""),
+    "token_healing": (False,),
+    "dola_layers": (),
+    "watermarking_config": ({},),
+    "max_time": (),
+    "top_h": (),
     "xtc_probability": (0,),
     "mirostat": (0,),
     "sequence": ("",),

@@ -13,7 +13,7 @@ from sgla import cli
 from sgla.cli.args import parse
 from sgla.cli.settings import load_config
 from sgla.config import Config
-from sgla.defaults import GIVEN, SAMPLING, TALK_REPETITION, Defaults, find_defaults
+from sgla.defaults import ALIASES, GIVEN, LEFT_ASIDE, SAMPLING, TALK_REPETITION, Defaults, find_defaults
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.hub.source import ModelSource
@@ -100,13 +100,41 @@ def test_nonsense_of_the_file_is_told_and_left_aside(wrong: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "asked", [{"do_sample": False}, {"num_beams": 4}, {"no_repeat_ngram_size": 3}, {"mirostat": 2}]
+    "asked",
+    [
+        {"do_sample": False},
+        {"num_beams": 4},
+        {"no_repeat_ngram_size": 3},
+        {"mirostat": 2},
+        {"guidance_scale": 1.5},
+        {"stop_strings": ["x"]},
+        {"forced_eos_token_id": 2},
+        {"exponential_decay_length_penalty": [5, 1.1]},
+    ],
 )
 def test_what_is_not_supported_is_told(asked: dict[str, Any]) -> None:
     (note,) = find_defaults(Config(model="x/y"), source(**asked)).notes
     assert next(iter(asked)) in note
     quiet = {"do_sample": True, "num_beams": 1, "top_k": None, "transformers_version": "5", "bos_token_id": 1}
     assert find_defaults(Config(model="x/y"), source(**quiet)) == Defaults()
+
+
+# Of HF's GenerationConfig, what changes no token of a request: lengths, which requests have, beams' options, outputs, caches, speed.
+NO_CHANGE = """
+    max_length early_stopping length_penalty num_return_sequences use_cache cache_implementation cache_config max_cache_len
+    output_attentions output_hidden_states output_scores output_logits return_dict_in_generate renormalize_logits
+    remove_invalid_values pad_token_id bos_token_id eos_token_id decoder_start_token_id forced_bos_token_id use_mtp is_assistant
+    num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens
+    max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type
+    compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size transformers_version
+"""
+
+
+def test_all_that_generation_config_may_say_is_known() -> None:
+    from transformers import GenerationConfig
+
+    said = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert said - {*SAMPLING, *LEFT_ASIDE, *ALIASES, *NO_CHANGE.split()} == set()
 
 
 @pytest.mark.parametrize("words", [("model", "openai"), ("auto", "vllm")])

@@ -289,7 +289,9 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
         if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
             continue
         if key in family.fixed:
-            if value is not None and value != family.fixed[key]:
+            # Null says nothing, but of causal attention, which transformers turns off then.
+            nothing = value is None and (key, family.fixed[key]) != ("is_causal", True)
+            if not nothing and value != family.fixed[key]:
                 raise ConfigError(
                     f"config.json: {key} {shown(value)} is not supported for {architecture}; "
                     f"{family.fixed[key]!r} is",

@@ -364,6 +364,7 @@ HONOURED: dict[str, Case] = {
     ),
     "llama unknown metadata": Case(llama(made_by="somebody", license="none", data_card={"a": [1]})),
     "llama of any dtype": Case(llama(torch_dtype="auto"), twin=llama()),
+    "bert is_causal null": Case(encoder("Bert", "bert", is_causal=None)),
     "bert width twice": Case(encoder("Bert", "bert", embedding_size=32)),
     "roberta width twice": Case(encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, embedding_size=32)),
     **{
@@ -387,6 +388,10 @@ HONOURED: dict[str, Case] = {
 # What HF computes otherwise, or nobody does: refused by the key.
 REFUSED: dict[str, Case] = {
     "gte-Qwen2": Case(qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"),
+    **{
+        f"{make.__name__} with a null that makes HF's attention bidirectional": Case(make(is_causal=None), "is_causal")
+        for make in (llama, qwen2, qwen3, qwen3_moe, mixtral, gemma3)
+    },
     "Qwen2.5-1M without its chunks": Case(
         qwen2(dual_chunk_attention_config={"chunk_size": 64}), "dual_chunk_attention_config"
     ),
