@@ -25,6 +25,7 @@ FLAGS = [
     "--no-first-run",
     "--remote-debugging-port=0",
     "--window-size=1200,800",
+    "--host-resolver-rules=MAP page.test 127.0.0.1",  # a host that browsers do not trust as they trust this one
 ]
 PATIENCE = 20.0
 
@@ -83,6 +84,16 @@ class Tab:
         """Into the element that has the focus."""
         await self.call("Input.insertText", text=text)
 
+    async def click(self, selector: str) -> None:
+        """The middle of an element, with the mouse."""
+        box = await self.js(
+            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
+            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            at = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+            await self.call("Input.dispatchMouseEvent", type=kind, **at)
+
     async def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         await self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **common)
@@ -94,6 +105,12 @@ class Tab:
     async def set(self, element: str, value: str) -> None:
         """Fill a field of the page."""
         await self.js(f"document.getElementById({element!r}).value = {json.dumps(value)}")
+
+    async def offline(self, offline: bool) -> None:
+        """Cut the page off from the server, or give it back."""
+        await self.call("Network.enable")
+        rates = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        await self.call("Network.emulateNetworkConditions", offline=offline, **rates)
 
     async def dark(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

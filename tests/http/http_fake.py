@@ -228,7 +228,7 @@ class ScriptedIngress(FakeIngress):
                 usage=Usage(len(prompt), made, 0),
             )
             self.push(job.rid, event)
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pace)
 
 
 def token_at(job: Job, prompt: list[int], child: int, step: int) -> int:
