@@ -14,7 +14,7 @@ from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
 
-# Routes that are asked again and again, by the page and by whoever watches the server: only what goes wrong is told.
+# Routes that are asked again and again, by the page and by whoever watches the server, and the page's files: only what goes wrong is told.
 POLLED = {
     "/metrics",
     "/health",
@@ -25,6 +25,7 @@ POLLED = {
     "/ping",
     "/load",
     "/get_load",
+    "/page/{id}",
 }
 
 

@@ -323,11 +323,18 @@ def document(routes: Mapping[str, Mapping[str, Any]], models: Sequence[str] = ()
     }
 
 
+def tags(summary: str) -> list[str]:
+    """Whose API it is."""
+    whose, colon, _ = summary.partition(": ")
+    return whose.split(", ") if colon else ["Server"]
+
+
 def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
     names = [("id", "path"), *((name, "query") for name in entry.query)]
     result: dict[str, Any] = {
         "operationId": f"{method.lower()}{route}".replace("/", "_").replace("{", "").replace("}", ""),
         "summary": entry.summary,
+        "tags": tags(entry.summary),
         "parameters": [
             {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
             for name, place in names

@@ -236,6 +236,10 @@ async def test_it_follows_and_a_selection_stays(serve: Serve, tmp_path: Path) ->
         await tab.until(f"{rest} < 3")
         assert await field(tab, "jump", "hidden")
         assert await tab.js("document.querySelectorAll('#said p').length") == 60
+        await ask(tab, "Tell me more")  # below an answer that is taller than the window already
+        await tab.until(f"{blocks} > 70")
+        assert await tab.js(rest) < 60
+        await tab.until(f"{rest} < 3")
         assert not tab.problems
 
 
@@ -304,7 +308,11 @@ async def test_copy_where_there_is_no_https(serve: Serve, tmp_path: Path) -> Non
 
 
 @browser
-async def test_the_live_panel_and_the_banner(site: Site, tmp_path: Path) -> None:
+async def test_the_live_panel_and_the_banner(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    site = await serve(log_requests=True)
     async with chromium.browsing(tmp_path, site.url) as tab:
         await tab.until("document.getElementById('kv').innerText === '16 · 40 · 256'")
         assert await tab.js("document.getElementById('held').style.width") == "6.25%"
@@ -326,6 +334,8 @@ async def test_the_live_panel_and_the_banner(site: Site, tmp_path: Path) -> None
         site.ingress.phase = "ready"
         await tab.until("document.getElementById('banner').hidden")
         assert not tab.problems
+    logged = {record.fields["route"] for record in caplog.records if hasattr(record, "fields")}
+    assert logged == {"/", "/v1/models", "/get_model_info", "/v1/chat/completions"}  # and no polling
 
 
 @browser

@@ -145,6 +145,7 @@ $("prompt").onkeydown = (event) => {
 $("talk").addEventListener("click", ({ target }) => {
   if (target.matches(".copy")) copyBy(target, target.parentElement.nextElementSibling.textContent);
 });
+document.querySelector("main").onpointerdown = close;
 $("stop").onclick = () => running?.abort.abort();
 $("fresh").onclick = fresh;
 $("key").onclick = () => unlock("It is kept in this page's memory only.");

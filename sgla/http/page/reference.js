@@ -22,4 +22,13 @@ $("locked").onsubmit = (event) => {
   show($("secret").value);
 };
 
+function paint() {
+  $("reference").setAttribute("bg-color", dark.matches ? "#14161b" : "#fff");
+  $("reference").setAttribute("text-color", dark.matches ? "#e4e7ec" : "#1b1f27");
+  $("reference").setAttribute("primary-color", dark.matches ? "#86a1ff" : "#3558d4");
+}
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+dark.onchange = paint;
+paint();
 show("");

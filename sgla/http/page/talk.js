@@ -42,7 +42,7 @@ function draw() {
 
 function frame(kind, title) {
   const text = make("div", { className: "text" });
-  const view = make("article", { className: kind }, make("h2", { textContent: title }), text);
+  const view = make("article", { className: kind, ariaLabel: title }, make("h2", { textContent: title }), text);
   view.text = text;
   return view;
 }
@@ -153,6 +153,7 @@ export function ask(text) {
 class Answer {
   constructor(parent) {
     Object.assign(this, { conversation, parent, content: "", reasoning: "", calls: [], usage: null, finish: null, first: null });
+    this.before = conversation.nodes[parent].chosen; // what was answered before
     this.began = performance.now();
     this.abort = new AbortController();
     this.model = $("model").value;
@@ -238,9 +239,11 @@ class Answer {
       this.view.boxes = this.boxes;
       if (this.calls.length && !error && shown) askResults(this.view, at);
     }
+    else this.conversation.nodes[this.parent].chosen = this.before;
     if (error && !stopped) this.view.append(complaint(error));
     this.view.append(at ? foot(this.conversation, at, note) : make("div", { className: "foot" }, make("span", { textContent: note }),
       button("Retry", () => answer(this.parent), { className: "small act again" })));
+    if (shown && !this.view.isConnected) draw(); // another version was looked at meanwhile
     keep(this.conversation);
   }
 }
@@ -255,8 +258,8 @@ function busy(now) {
 // Answer what `parent` says, beside the answers that it has.
 async function answer(parent) {
   if (running) return;
-  conversation.nodes[parent].chosen = undefined;
   busy(new Answer(parent));
+  conversation.nodes[parent].chosen = undefined;
   $("said").replaceChildren();
   draw();
   follower.follow();
