@@ -155,9 +155,11 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     app = web.Application(client_max_size=config.max_body_bytes)
     app[SERVER] = Server(ingress, config, metrics)
     app[openapi.TABLE] = ROUTES
+    app[realtime.SOCKETS] = set()
     app[GATE] = Gate(config.api_key, config.admin_api_key)
     app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
     app.on_response_prepare.extend((add_headers, answers))
+    app.on_shutdown.append(realtime.close_all)
     return app
 
 

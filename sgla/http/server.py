@@ -27,7 +27,7 @@ from sgla.http.probe import Probe
 from sgla.http.request.grammar import ignored_formats
 from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields
 from sgla.http.responses.store import ResponseStore
-from sgla.messages import Facts, Job, SamplingParams
+from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
 
@@ -235,7 +235,12 @@ def make_work(
         for i, (prompt, params) in enumerate(zip(prompts, each))
     ]
     check_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
-    for grammar in {params.grammar for params in each if params.grammar is not None}:
+    grammars = dict.fromkeys(params.grammar for params in each if params.grammar is not None)
+    room = MAX_GRAMMAR  # characters that are looked through in one turn of the loop
+    for grammar in grammars:
+        room -= len(grammar.text)
+        if room < 0:
+            break
         request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
     trace(request, rid or request[RID], jobs)
     tally = request[TALLY] = Tally(n) if request.app[SERVER].config.log_requests else None

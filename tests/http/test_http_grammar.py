@@ -119,3 +119,11 @@ async def test_unknown_formats_are_told_in_a_header(site: Site) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     async with site.http.post("/v1/chat/completions", json=CHAT | {"response_format": form}) as response:
         assert response.headers["x-ignored-fields"].split(", ") == ["format.cron", "format.x-odd"]
+
+
+async def test_formats_of_many_large_schemas_are_not_all_looked_for(site: Site) -> None:
+    """It takes the loop a while."""
+    schemas = [json.dumps({"format": f"odd-{i}", "title": "a" * 100_000}) for i in range(5)]
+    body = {"text": ["hi"] * 5, "sampling_params": [{"json_schema": schema} for schema in schemas]}
+    async with site.http.post("/generate", json=body) as response:
+        assert response.headers["x-ignored-fields"].split(", ") == ["format.odd-0", "format.odd-1"]

@@ -107,3 +107,18 @@ async def test_a_session_gives_its_place_to_another_client(
     assert json.loads(await answer.read())["data"]
     for socket in first:
         await socket.close()
+
+
+async def test_sessions_end_with_the_server(serve: Serve) -> None:
+    """Also that of a client that does not answer."""
+    site = await serve(FakeIngress())
+    async with site.http.ws_connect("/v1/realtime") as socket:
+        await socket.receive()
+        await asyncio.wait_for(session.close_all(site.app), 5)
+        message = await socket.receive()
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1001)
+    for _ in range(100):
+        if not site.app[session.SOCKETS]:
+            return
+        await asyncio.sleep(0.01)
+    assert not site.app[session.SOCKETS]

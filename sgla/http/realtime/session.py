@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from sgla.errors import BadRequest, InvalidField, SglaError, TooLarge
 from sgla.http.answer.reading import Reading
@@ -42,6 +42,9 @@ MAX_MESSAGE = 1 << 20  # bytes of an event
 MAX_ITEMS = 1024  # of a conversation
 IDLE_SECONDS = 900  # that a client may send nothing while nothing is made for it
 PING_SECONDS = 30.0
+CLOSE_SECONDS = 0.5  # that a client may take to answer the end of a session
+
+SOCKETS: web.AppKey[set[web.WebSocketResponse]] = web.AppKey("sockets", set)
 
 
 async def realtime(request: web.Request) -> web.StreamResponse:
@@ -53,19 +56,28 @@ async def realtime(request: web.Request) -> web.StreamResponse:
         heartbeat=PING_SECONDS,
         protocols=("realtime",),
         compress=False,
+        timeout=CLOSE_SECONDS,
         autoping=False,  # aiohttp would answer a flood of pings in one turn of the loop
     )
     if not socket.can_prepare(request).ok:
         raise BadRequest("this route is a WebSocket; connect with the header Upgrade: websocket")
     await socket.prepare(request)
     session = Session(request, socket, model)
+    request.app[SOCKETS].add(socket)
     try:
         await session.run()
     except ConnectionError:
         pass  # the client has gone
     finally:
+        request.app[SOCKETS].discard(socket)
         await session.close()
     return socket
+
+
+async def close_all(app: web.Application) -> None:
+    """For ``on_shutdown``: the server goes away."""
+    sockets = app[SOCKETS].copy()
+    await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in sockets))
 
 
 class Inbox:
