@@ -206,7 +206,7 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     from sgla.hub.demo import MODELS
     from sgla.hub.fetch import resolve_tokenizer
     from sgla.text.process import BoundedTemplate
-    from sgla.text.tools.families import GENERIC
+    from sgla.text.tools.families import written_as_told
 
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
     check_ids(source)
@@ -225,7 +225,7 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
         template = read_template(Path(config.chat_template).expanduser())
     if not template:
         return tokenizer, None
-    tool_prompt = config.tool_call_parser in (None, GENERIC)
+    tool_prompt = written_as_told(config.tool_call_parser)
     return tokenizer, BoundedTemplate(
         template, tokenizer.special_tokens, tool_prompt, config.default_chat_template_kwargs
     )

@@ -8,7 +8,7 @@ import pytest
 
 from sgla.errors import ConfigError
 from sgla.text.template import ChatTemplate
-from sgla.text.tools.families import ARCHITECTURES, BY_NAME, FAMILIES, choose
+from sgla.text.tools.families import ARCHITECTURES, BY_NAME, FAMILIES, choose, written_as_told
 
 # How templates show calls and reasoning, in the fewest words: (excerpt, family of the tools, family of the reasoning).
 EXCERPTS = [
@@ -53,6 +53,13 @@ EXCERPTS = [
     ("<start_of_turn>model {% for tool in tools %}", None, None),
     ("", None, None),
 ]
+
+
+def test_a_parser_of_the_same_writing_leaves_the_tools_told() -> None:
+    told = [
+        name for name in (None, "generic", "hermes", "qwen25", "mistral", "none") if written_as_told(name)
+    ]
+    assert told == [None, "generic", "hermes", "qwen25"]
 
 
 @pytest.mark.parametrize(("template", "tools", "reasoning"), EXCERPTS)
