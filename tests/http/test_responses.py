@@ -603,6 +603,72 @@ def grammar_tool(syntax: str, definition: str) -> dict[str, Any]:
     return {"type": "custom", "name": "speak", "format": form}
 
 
+CRM: Any = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "What we know of customers.",
+    "tools": [
+        {"type": "function", "name": "find", "description": "Finds one.", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "note"},
+    ],
+}
+IN_NAMESPACE = (
+    '<tool_call>\n{"name": "crm__find", "arguments": {"id": 1}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "find", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+    '{"name": "crm__note", "arguments": {"input": "x"}}\n</tool_call>'
+)
+
+
+async def test_tools_of_a_namespace(serve: Serve) -> None:
+    """As Codex sends its own and those of MCP servers. The model knows them by one name, the client by two."""
+    site = await serve(ScriptedIngress(IN_NAMESPACE, HERMES))
+    find = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    asked: dict[str, Any] = {"model": "fake", "tools": [CRM, find]}
+    whole = await site.client.responses.create(input="x", **asked)
+    stream = await site.client.responses.create(input="x", stream=True, **asked)
+    events = [event async for event in stream]
+    for response in (whole, events[-1].response):
+        calls = [(call.type, call.namespace, call.name) for call in response.output]
+        assert calls == [
+            ("function_call", "crm", "find"),
+            ("function_call", None, "find"),
+            ("custom_tool_call", "crm", "note"),
+        ]
+    told = [tool["function"] for tool in site.ingress.jobs[-1].tools]
+    assert [tool["name"] for tool in told] == ["crm__find", "crm__note", "find"]
+    assert told[0]["description"] == "What we know of customers.\n\nFinds one."
+    history = [item.model_dump(exclude_none=True) for item in whole.output]
+    await site.client.responses.create(input=[{"role": "user", "content": "x"}, *history], **asked)
+    calls = site.ingress.jobs[-1].messages[1]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["crm__find", "find", "crm__note"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "path"),
+    [
+        ([CRM | {"tools": [{"type": "web_search"}]}], "tools[0].tools[0]"),
+        ([CRM | {"tools": None}], "tools[0].tools"),
+        ([{"type": "namespace", "tools": []}], "tools[0].name"),
+        ([CRM, {"type": "function", "name": "crm__find"}], "tools[1]"),
+    ],
+)
+async def test_namespaces_that_are_refused(site: Site, tools: list[Any], path: str) -> None:
+    status, reply = await site.post("/v1/responses", {"input": "x", "tools": tools})
+    assert (status, reply["error"]["param"]) == (400, "tools")
+    assert reply["error"]["message"].startswith(path)
+
+
+def test_allowed_tools_of_a_namespace() -> None:
+    def names(*allowed: dict[str, str]) -> list[str]:
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": list(allowed)}
+        body = {"input": "x", "tools": [CRM, *TOOLS], "tool_choice": choice}
+        chat = chat_request(RESPONSES.typed(json.dumps(body).encode()), [])
+        return [tool["function"]["name"] for tool in chat.tools or []]
+
+    assert names({"type": "function", "namespace": "crm", "name": "find"}) == ["crm__find"]
+    assert names({"type": "namespace", "name": "crm"}) == ["crm__find", "crm__note"]
+
+
 async def test_a_custom_tool_with_a_grammar(serve: Serve) -> None:
     """Text of a Lark grammar stands between tags, as it is; that of an expression in JSON."""
     said = 'say hi\n"x"'

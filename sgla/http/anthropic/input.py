@@ -223,7 +223,7 @@ def chat_tools(fields: CountTokensRequest) -> dict[str, Any]:
 
 def chat_tool(tool: Tool, i: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise unsupported_tool(i, tool.type)
+        raise unsupported_tool(f"tools[{i}]", tool.type)
     if tool.name is None:
         raise InvalidField(f"tools[{i}].name is required", param="tools")
     if tool.input_schema is None:

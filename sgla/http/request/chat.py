@@ -157,10 +157,10 @@ def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
             raise InvalidField(f"tools[{i}].function.parameters must be a JSON Schema object", param="tools")
 
 
-def unsupported_tool(i: int, kind: Any) -> UnsupportedField:
+def unsupported_tool(path: str, kind: Any) -> UnsupportedField:
     """For a tool that a provider's own server would run, or whose schema it knows."""
     return UnsupportedField(
-        f"tools[{i}]: this server has no tool of type {str(kind)[:40]!r}; leave it out: models call only functions that the client "
+        f"{path}: this server has no tool of type {str(kind)[:40]!r}; leave it out: models call only functions that the client "
         "runs and describes",
         param="tools",
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -156,12 +156,12 @@ def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
     allowed: set[str] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
-        allowed = {str(tool.get("name")) for tool in tools or [] if isinstance(tool, dict)}
+        allowed = {flat_name(tool) for tool in tools or [] if isinstance(tool, dict)}
         choice = choice.get("mode", "auto")
-    check_count("tools", fields.tools or [], MAX_TOOLS)
-    tools = [chat_tool(tool, i) for i, tool in enumerate(fields.tools or [])]
+    named = named_tools(fields)
+    tools = [function for _, function in named.values()]
     if allowed is not None:
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        tools = [tool for flat, (of, tool) in named.items() if allowed & {flat, of.namespace}]
     if choice is None:
         return {"tools": tools or None}
     if isinstance(choice, dict):
@@ -170,23 +170,69 @@ def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
                 "tool_choice must be none, auto, required, or name a function: {type: function, name}",
                 param="tool_choice",
             )
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+        choice = {"type": "function", "function": {"name": flat_name(choice)}}
     return {"tools": tools or None, "tool_choice": choice}
 
 
 CLIENT_TOOLS = ("function", "custom")
 
 
-def chat_tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
+class ToolName(NamedTuple):
+    """What a call of a tool tells the client."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+def flat_name(named: Mapping[str, Any]) -> str:
+    """The name that the model knows a tool by; ``named`` is the tool, or an item or a choice that refers to it."""
+    name, namespace = str(named.get("name")), named.get("namespace")
+    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+def named_tools(fields: ResponsesRequest) -> dict[str, tuple[ToolName, dict[str, Any]]]:
+    """The tools, and those inside of namespaces, in the shape of chats, by their flat names. Raises InvalidField and UnsupportedField."""
+    found: dict[str, tuple[ToolName, dict[str, Any]]] = {}
+    flat = [each for i, tool in enumerate(fields.tools or []) for each in ungrouped(tool, f"tools[{i}]")]
+    check_count("tools", flat, MAX_TOOLS)
+    for path, tool in flat:
+        function = chat_tool(tool, path)
+        name = function["function"]["name"]
+        if name in found:
+            raise InvalidField(f"{path}: another tool is called {name[:200]!r}, too", param="tools")
+        of = ToolName(tool["name"], tool.get("namespace"), tool["type"] == "custom")
+        found[name] = (of, function)
+    return found
+
+
+def ungrouped(tool: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tool, or those of a namespace, with their paths. The first one's description tells what the namespace is for."""
+    if tool.get("type") != "namespace":
+        yield path, {**tool, "namespace": None}
+        return
+    namespace, inner = wanted(tool, "name", path, "tools"), tool.get("tools")
+    if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+        raise InvalidField(f"{path}.tools must be a list of tools", param="tools")
+    about = tool.get("description")
+    for i, each in enumerate(inner):
+        texts = [
+            text for text in (about if i == 0 else None, each.get("description")) if isinstance(text, str)
+        ]
+        described = {"description": "\n\n".join(texts)} if texts else {}
+        yield f"{path}.tools[{i}]", {**each, **described, "namespace": namespace}
+
+
+def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     """A flat tool in the nested shape. A custom tool, which takes free text, has that text as its only argument."""
     if tool.get("type") not in CLIENT_TOOLS:
-        raise unsupported_tool(i, tool.get("type"))
+        raise unsupported_tool(path, tool.get("type"))
     if not isinstance(tool.get("name"), str):
-        raise InvalidField(f"tools[{i}].name is required", param="tools")
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
+        raise InvalidField(f"{path}.name is required", param="tools")
+    names = ("description", "parameters", "strict")
+    function = {"name": flat_name(tool)} | {name: tool[name] for name in names if tool.get(name) is not None}
     if tool["type"] == "custom":
-        function |= custom_input(tool.get("format"), f"tools[{i}].format")
+        function |= custom_input(tool.get("format"), f"{path}.format")
     return {"type": "function", "function": function}
 
 
@@ -207,8 +253,8 @@ def custom_input(form: Any, path: str) -> dict[str, Any]:
     return {"parameters": {**CUSTOM_INPUT, "properties": {"input": text}}, "strict": True}
 
 
-def custom_names(fields: ResponsesRequest) -> frozenset[str]:
-    return frozenset(tool["name"] for tool in fields.tools or [] if tool.get("type") == "custom")
+def tool_names(fields: ResponsesRequest) -> dict[str, ToolName]:
+    return {flat: of for flat, (of, _) in named_tools(fields).items()}
 
 
 # items ----------------------------------------------------------------------------------------------------------------
@@ -303,7 +349,7 @@ class Turns:
     def _call(self, item: Item, path: str, custom: bool) -> None:
         argument = wanted(item, "input" if custom else "arguments", path)
         function = {
-            "name": wanted(item, "name", path),
+            "name": flat_name({**item, "name": wanted(item, "name", path)}),
             "arguments": encode({"input": argument}).decode() if custom else argument,
         }
         calls = self._turn(fresh=False).setdefault("tool_calls", [])
@@ -317,10 +363,10 @@ class Turns:
         return self._assistant
 
 
-def wanted(item: Item, name: str, path: str) -> str:
+def wanted(item: Item, name: str, path: str, param: str = "input") -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise InvalidField(f"{path}.{name} must be a string", param="input")
+        raise InvalidField(f"{path}.{name} must be a string", param=param)
     return value
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from sgla.http.responses.input import sealed
+from sgla.http.responses.input import ToolName, sealed
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
 Item = dict[str, Any]
@@ -23,12 +23,12 @@ PARTS: dict[str, Item] = {
 class OutputItems:
     """Pieces -> items. At most one item is open; events have no sequence number yet.
 
-    ``custom``: names of the tools that take free text. ``seal``: reasoning comes with ``encrypted_content``, too.
+    ``tools``: by the names that the model knows them by. ``seal``: reasoning comes with ``encrypted_content``, too.
     """
 
-    def __init__(self, custom: frozenset[str] = frozenset(), seal: bool = False) -> None:
+    def __init__(self, tools: Mapping[str, ToolName] | None = None, seal: bool = False) -> None:
         self.items: list[Item] = []
-        self._custom = custom
+        self._tools = tools or {}
         self._seal = seal
         self._kind: str | None = None  # of the pieces that the open item takes
         self._texts: list[str] = []
@@ -85,8 +85,11 @@ class OutputItems:
     # calls -----------------------------------------------------------------------------------------------------------
 
     def _open_call(self, name: str, call_id: str | None) -> list[EventFields]:
-        call = {"call_id": call_id or new_id("call"), "name": name}
-        if name in self._custom:
+        tool = self._tools.get(name, ToolName(name))
+        call = {"call_id": call_id or new_id("call"), "name": tool.name}
+        if tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if tool.custom:
             return [
                 self._open(ARGUMENTS, {"id": new_id("ctc"), "type": "custom_tool_call", **call, "input": ""})
             ]

@@ -30,7 +30,7 @@ from sgla.http.responses.input import (
     ResponsesRequest,
     chat_request,
     check_fields,
-    custom_names,
+    tool_names,
 )
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.responses.store import Part, ResponseStore, Stored
@@ -259,7 +259,7 @@ class Answer:
         self.used = Usage()
         self._held: list[TokenLogprob] = []  # of tokens whose text has not come
         seal = "reasoning.encrypted_content" in (fields.include or [])
-        self._output = OutputItems(custom_names(fields), seal)
+        self._output = OutputItems(tool_names(fields), seal)
         self._store: ResponseStore | None = None
         self._entry: Stored | None = None
 
