@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 from hostile import (
     CHAT,
     KEY,
@@ -298,7 +299,7 @@ async def background(target: Target) -> Outcome:
 
 def texts(field: str, more: dict[str, Any] | None = None) -> Body:
     def body(target: Target) -> dict[str, Any]:
-        return {field: [f"{i} {words(40)}" for i in range(target.many(4096))]} | (more or {})
+        return {field: [f"{i} {words(40)}" for i in range(target.many(4095))]} | (more or {})
 
     return body
 
@@ -306,6 +307,39 @@ def texts(field: str, more: dict[str, Any] | None = None) -> Body:
 def pairs(target: Target) -> dict[str, Any]:
     left = [f"{i}" for i in range(target.many(2048))]
     return {"text_1": left, "text_2": left}
+
+
+def many_schemas(target: Target) -> dict[str, Any]:
+    """A large schema for each prompt of a request."""
+    count = target.many(56)
+    texts = {f"p{i}": {"type": "string", "format": f"f{i}"} for i in range(5000)}
+    schema = json.dumps({"type": "object", "properties": texts})
+    return {"text": ["a"] * count, "sampling_params": [{"max_new_tokens": 1, "json_schema": schema}] * count}
+
+
+def flood(frame: str | bytes) -> Attack:
+    """20,000 frames of a /v1/realtime session, as fast as they can be written: texts, or pings."""
+
+    async def attack(target: Target) -> Outcome:
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client,
+            client.ws_connect(
+                f"ws://127.0.0.1:{target.port}/v1/realtime?model=demo", autoclose=False
+            ) as socket,
+        ):
+            reading = asyncio.ensure_future(drain(socket))
+            for _ in range(target.many(20_000)):
+                await (socket.send_str(frame) if isinstance(frame, str) else socket.ping(frame))
+            await asyncio.wait([reading], timeout=3)
+            reading.cancel()
+        return Outcome(Counter({101: 1}))
+
+    return attack
+
+
+async def drain(socket: aiohttp.ClientWebSocketResponse) -> None:
+    async for _ in socket:
+        pass
 
 
 # Workers and connections ----------------------------------------------------------------------------------------------
@@ -408,6 +442,9 @@ PLAIN: dict[str, Attack] = {
     "reasoning of 15 MB": one("/separate_reasoning", reasoning),
     "80k calls": one("/parse_function_call", call),
     "60 background responses": background,
+    "56 schemas of 230 KB": one(NATIVE, many_schemas, patience=SHORT),
+    "realtime, 20,000 events": flood("{}"),
+    "realtime, 20,000 pings": flood(b"x"),
 }
 FAKE: dict[str, Attack] = {
     "stopped worker": stopped_worker,

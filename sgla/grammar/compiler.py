@@ -20,14 +20,13 @@ import msgspec
 from sgla.errors import BadRequest, InvalidField, Overloaded, SglaError, UnsupportedField
 from sgla.grammar.processes import Child, Died, Sandbox
 from sgla.grammar.protocol import Answer, Ask, Vocabulary
-from sgla.messages import Control, Grammar
+from sgla.messages import MAX_GRAMMAR, Control, Grammar
 
 log = logging.getLogger(__name__)
 
 ENTRIES = 256
 ENTRY_BYTES = 32 << 20
 REFUSALS = 4096
-LONGEST = 1 << 20  # bytes of a grammar
 FIRST = 0.2  # seconds of CPU time that a grammar has before it makes room for others
 TIMEOUT = 5.0  # that it may take alone
 QUEUE = 30.0  # seconds to wait for the grammars of other clients
@@ -98,9 +97,9 @@ class Compiler:
 
     def find(self, grammar: Grammar) -> str | None:
         """The source for the workers, if it is known. Raises InvalidField or UnsupportedField for one that is known to be refused."""
-        if len(grammar.text) > LONGEST:
+        if len(grammar.text) > MAX_GRAMMAR:
             raise InvalidField(
-                f"{grammar.param}: the grammar has {len(grammar.text)} characters, the limit is {LONGEST}",
+                f"{grammar.param}: the grammar has {len(grammar.text)} characters, the limit is {MAX_GRAMMAR}",
                 param=grammar.param,
             )
         key = _key(grammar)
