@@ -21,7 +21,7 @@ RESULTS, PLOTS, PAGE = ROOT / "bench/results", ROOT / "docs/plots", ROOT / "docs
 BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n"
 
 # Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines differ.
-COMMITS = {"60fa9cc", "6d75205", "ca86889", "ee75c56", "b9c157d", "e5654d4", "fd60420", "1dd5312"}
+COMMITS = {"60fa9cc", "6d75205", "ca86889", "ee75c56", "b9c157d", "e5654d4", "fd60420", "a1e7c91"}
 MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B",
     "qwen3-8b": "Qwen3-8B",
