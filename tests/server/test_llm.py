@@ -172,7 +172,7 @@ def test_a_batch_shows_a_bar_on_a_terminal_and_nothing_elsewhere(tiny_model: Pat
 
 
 def test_ctrl_c_ends_the_requests_of_a_call_and_leaves_the_engine(tiny_model: Path) -> None:
-    with Engine(str(tiny_model), executor="fake", device="cpu", fake_step_ms=2.0) as engine:
+    with Engine(str(tiny_model), executor="fake", device="cpu", fake_step_ms=25.0) as engine:
         endless = SamplingParams(max_tokens=900, ignore_eos=True)
 
         def interrupt() -> None:
