@@ -323,9 +323,7 @@ def flood(frame: str | bytes) -> Attack:
     async def attack(target: Target) -> Outcome:
         async with (
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client,
-            client.ws_connect(
-                f"ws://127.0.0.1:{target.port}/v1/realtime?model=demo", autoclose=False
-            ) as socket,
+            client.ws_connect(f"ws://127.0.0.1:{target.port}/v1/realtime", autoclose=False) as socket,
         ):
             reading = asyncio.ensure_future(drain(socket))
             for _ in range(target.many(20_000)):

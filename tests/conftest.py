@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ def be_silent() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(be_silent)  # first, so it is called last
 
 if not torch.cuda.is_available():
