@@ -42,6 +42,17 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
     param: str = "response_format"
 
 
+# Fields of vLLM's structured_outputs that each ask for a grammar -> its kind.
+STRUCTURED_OUTPUTS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+
+
 class Thinking(msgspec.Struct, kw_only=True, frozen=True):
     """At most ``tokens`` of an output are reasoning: what stands between the tags ``open`` and ``close``, each one token of
     the model. With ``open`` "" the output begins inside of it. ``wish``: a model whose tags are no tokens is not limited,

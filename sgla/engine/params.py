@@ -9,17 +9,8 @@ import msgspec
 from sgla import messages
 from sgla.defaults import SAMPLING, number
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.messages import MAX_GRAMMAR, Grammar
+from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar
 
-# Fields of StructuredOutputsParams that each ask for a grammar, and the kind of it.
-KINDS = {
-    "json": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "ebnf",
-    "json_object": "json_object",
-    "structural_tag": "structural_tag",
-}
 MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
 
 
@@ -39,10 +30,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
 
     def as_grammar(self) -> Grammar:
         """Raises InvalidField unless exactly one kind is asked for."""
-        asked = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        asked = [name for name in STRUCTURED_OUTPUTS if getattr(self, name) not in (None, False)]
         if len(asked) != 1:
             raise InvalidField(
-                f"structured_outputs must have one of {', '.join(KINDS)}, not {len(asked)}",
+                f"structured_outputs must have one of {', '.join(STRUCTURED_OUTPUTS)}, not {len(asked)}",
                 param="structured_outputs",
             )
         value = getattr(self, asked[0])
@@ -53,7 +44,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
                 param="structured_outputs",
             )
         return Grammar(
-            kind=KINDS[asked[0]],
+            kind=STRUCTURED_OUTPUTS[asked[0]],
             text="" if asked[0] == "json_object" else text,
             whitespace="" if self.disable_any_whitespace else self.whitespace_pattern,
             param="structured_outputs",

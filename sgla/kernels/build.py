@@ -149,8 +149,9 @@ def library_name(target: Level) -> Path:
 
 def library_path(target: Level) -> Path:
     """The library of this level: what the wheel brought, or where it belongs in the cache."""
-    shipped = shipped_folder() / library_name(target)
-    return shipped if shipped.exists() else cache_folder() / "sgla" / "kernels" / library_name(target)
+    name = library_name(target)
+    shipped = shipped_folder() / name
+    return shipped if shipped.exists() else cache_folder() / "sgla" / "kernels" / name
 
 
 def build(target: Level, path: Path | None = None, on_file: OnFile = lambda done, of: None) -> Path:

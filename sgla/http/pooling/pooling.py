@@ -12,6 +12,7 @@ from sgla.http.answer.whole import answered, each
 from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, usage, vector
 from sgla.http.pooling.embeddings import ROWS, prompts
 from sgla.http.request.intake import intake
+from sgla.http.request.sampling import first
 from sgla.http.request.schema import Schema
 from sgla.http.server import SERVER, UID
 from sgla.text.vectors import check_dimensions, embedding, scores
@@ -50,8 +51,7 @@ async def pooling(request: web.Request) -> web.StreamResponse:
         )
     check_dimensions(made, fields.dimensions)
     choices = await run(request, server, fields, prompts(fields.input, fields.messages))
-    asked = [fields.use_activation, fields.activation, fields.normalize]
-    activate = next((switch for switch in asked if switch is not None), None)
+    activate = first(fields.use_activation, fields.activation, fields.normalize)
 
     def shown(i: int) -> dict[str, Any]:
         if made.task == "embed":

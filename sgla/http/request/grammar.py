@@ -12,17 +12,8 @@ from sgla import census
 from sgla.errors import InvalidField
 from sgla.grammar.schema import FORMATS
 from sgla.http.request.schema import SamplingFields, unsupported
-from sgla.messages import MAX_GRAMMAR, Grammar
+from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar
 
-# vLLM's structured_outputs and its old guided_* fields: key -> kind.
-VLLM = {
-    "json": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "ebnf",
-    "json_object": "json_object",
-    "structural_tag": "structural_tag",
-}
 # Fields that name one grammar each -> kind.
 PLAIN = {
     "guided_json": "json_schema",
@@ -120,9 +111,14 @@ def response_format(name: str, form: Any) -> Grammar | None:
 
 
 def structured_outputs(name: str, asked: Any) -> Grammar | None:
-    kinds = [key for key in VLLM if asked.get(key) not in NOTHING]
+    kinds = [key for key in STRUCTURED_OUTPUTS if asked.get(key) not in NOTHING]
     for key, value in asked.items():
-        if key not in VLLM and key not in OPTIONS and not key.startswith("_") and value not in NOTHING:
+        if (
+            key not in STRUCTURED_OUTPUTS
+            and key not in OPTIONS
+            and not key.startswith("_")
+            and value not in NOTHING
+        ):
             raise unsupported(name, f" with {key[:40]!r}")
     if len(kinds) > 1:
         raise InvalidField(f"{name}: {' and '.join(kinds)} exclude each other", param=name)
@@ -132,7 +128,7 @@ def structured_outputs(name: str, asked: Any) -> Grammar | None:
     space = "" if no_space else asked.get("whitespace_pattern") or (None if no_space is None else "free")
     if not isinstance(space, (str, type(None))):
         raise InvalidField(f"{name}.whitespace_pattern must be a string", param=name)
-    grammar = make(VLLM[kinds[0]], asked[kinds[0]], name, space)
+    grammar = make(STRUCTURED_OUTPUTS[kinds[0]], asked[kinds[0]], name, space)
     return msgspec.structs.replace(grammar, additional=None if closed is None else not closed)
 
 
