@@ -147,6 +147,7 @@ class Job(msgspec.Struct, kw_only=True):
     client: str = ""  # who asks, for what is shared out fairly (http.clients)
     size: int = 0  # bytes of the body that it came in
     priority: int = 0
+    yields: bool = False  # to every request that does not: it is part of a batch
     deadline: float | None = None  # absolute, on clock.now()
     namespace: str = ""  # prefix-cache isolation (cache_salt)
     suffix: str | None = None  # what comes after the answer: the model fills in the middle
@@ -171,6 +172,7 @@ class Submit(msgspec.Struct, kw_only=True):
     stop_ids: frozenset[int]  # EOS ids (unless ignore_eos) and stop_token_ids
     sampling: RowSampling
     priority: int = 0
+    yields: bool = False  # Job.yields
     deadline: float | None = None
     namespace: str = ""
     arrival: float = 0.0

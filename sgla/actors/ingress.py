@@ -37,21 +37,22 @@ class Sink(Protocol):
 class _Open:
     """One admitted request: its sink, and which children have not finished."""
 
-    __slots__ = ("children", "cost", "extra", "n", "sink")
+    __slots__ = ("children", "cost", "extra", "n", "sink", "yields")
 
-    def __init__(self, sink: Sink, n: int, cost: int, extra: int) -> None:
+    def __init__(self, sink: Sink, n: int, cost: int, extra: int, yields: bool) -> None:
         self.sink = sink
         self.n = n
         self.children = n
         self.cost = cost
         self.extra = extra  # places that it has brought along
+        self.yields = yields
 
 
 class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
     Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that are open, wherever
-    they are. Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
+    they are. Requests that yield have places of their own, as many as there are slots. Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
     or one Rejected; then it is forgotten.
     """
 
@@ -75,6 +76,7 @@ class Ingress:
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}
         self._children = 0
+        self._yielding = 0  # of them, those that yield
         self._bytes = 0
         self._capacity = 0
         self._freed = asyncio.Event()  # set when a choice ends or a request is forgotten
@@ -157,24 +159,28 @@ class Ingress:
 
     def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
         """``open`` for jobs that belong together: all of them are admitted, or none. With ``extra`` there is always a place for them,
-        and as many as before for others."""
+        and as many as before for others. Either all yield, or none."""
         self.require_ready()
         assert self._tokenize is not None
         for job, _ in jobs:
             if job.rid in self._open:
                 raise BadRequest(f"a request with id {job.rid!r} is already running", param="request_id")
             check_task(job, self.facts)
-        costs = [job_bytes(job) for job, _ in jobs]
-        full = self._full(0 if extra else sum(job.sampling.n for job, _ in jobs), sum(costs))
-        if full:
+        yields, n = jobs[0][0].yields, sum(job.sampling.n for job, _ in jobs)
+        costs = [0 if yields else job_bytes(job) for job, _ in jobs]
+        if yields:
+            extra = True
+            self._check_yielding(n)
+        elif full := self._full(0 if extra else n, sum(costs)):
             self._refused += 1
             raise Overloaded(full, retry_after=self._retry_after())
         now = clock.now()
         for (job, sink), cost in zip(jobs, costs):
             job.arrival = now
-            entry = _Open(sink, job.sampling.n, cost, job.sampling.n if extra else 0)
+            entry = _Open(sink, job.sampling.n, cost, job.sampling.n if extra else 0, yields)
             self._open[job.rid] = entry
             self._capacity += entry.extra
+            self._yielding += entry.n if yields else 0
             self._children += entry.n
             self._bytes += cost
             self._tokenize.post(job)
@@ -195,6 +201,12 @@ class Ingress:
             return f"the prompts of the open requests fill the {OPEN_BYTES >> 20} MiB there are for them; retry later"
         return ""
 
+    def _check_yielding(self, n: int) -> None:
+        """Raise Overloaded for ``n`` more choices that yield. Alone, a request always has room."""
+        assert self.facts is not None
+        if self._yielding and self._yielding + n > self.facts.slots:
+            raise Overloaded(f"{self._yielding} requests of batches are open, which is the limit", retry_after=1.0)
+
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; False if it is not open. Nothing more reaches its sink."""
         entry = self._close(rid)
@@ -207,8 +219,9 @@ class Ingress:
         """Whether the request is still on its way to the scheduler, so that it may yet be refused."""
         return self._tokenize is not None and self._tokenize.preparing(rid)
 
-    def rids(self) -> list[str]:
-        return list(self._open)
+    def rids(self, yielding: bool = False) -> list[str]:
+        """Of the open requests, or of those that yield."""
+        return [rid for rid, entry in self._open.items() if entry.yields or not yielding]
 
     def deliver(self, event: Event) -> None:
         """Hand an event of an open request to its sink; events of forgotten requests are dropped."""
@@ -218,6 +231,7 @@ class Ingress:
         if event.finish is not None:
             entry.children -= 1
             self._children -= 1
+            self._yielding -= entry.yields
             if entry.children == 0:
                 del self._open[event.rid]
                 self._bytes -= entry.cost
@@ -245,6 +259,7 @@ class Ingress:
         entry = self._open.pop(rid, None)
         if entry is not None:
             self._children -= entry.children
+            self._yielding -= entry.children if entry.yields else 0
             self._bytes -= entry.cost
             self._capacity -= entry.extra
             self._free()

@@ -228,19 +228,21 @@ class System:
             log.error("the scheduler's last steps could not be written: %s", problem)
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed 503."""
+        """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed 503. Those that yield end at
+        once: a batch goes on when the server is there again."""
         if self._schedule is not None:
             self._schedule.pause(False)
         self.ingress.phase = "draining"
+        self.end_requests(yielding=True)
         deadline = clock.now() + timeout
         while self.ingress.open_requests and clock.now() < deadline and not self.died.done():
             await asyncio.sleep(0.02)
         self.end_requests()
 
-    def end_requests(self) -> None:
-        """End the open requests with a typed 503."""
+    def end_requests(self, yielding: bool = False) -> None:
+        """End the open requests, or those that yield, with a typed 503."""
         error = Draining("the server shut down before the request finished", retry_after=5.0)
-        for rid in self.ingress.rids():
+        for rid in self.ingress.rids(yielding):
             self.ingress.reject(error.rejected(rid))
 
     async def close(self) -> None:

@@ -187,6 +187,7 @@ SERVER = web.AppKey("server", Server)
 IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
 RID = web.RequestKey("rid", str)  # the id that the client sees
 UID = web.RequestKey("uid", str)  # its unique form
+YIELDS = web.RequestKey("yields", bool)  # it is a line of a batch (messages.Job.yields)
 TRACE: web.RequestKey[Any] = web.RequestKey("trace", object)  # observe.tracing.Trace, if there are traces
 PATH_ID = web.RequestKey("path_id", str)  # what stands for {id} in the route
 ABORTED = "the request was aborted"
@@ -226,6 +227,7 @@ def make_work(
             sampling=shared if params is each[0] else sampled(params),
             stream=bool(fields.stream),
             priority=fields.priority or 0,
+            yields=YIELDS in request,
             index_base=i * n,
             client=client.name,
             size=request[SHARE].body,

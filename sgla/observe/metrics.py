@@ -84,12 +84,14 @@ class Metrics(Collector):
             self.tracing.tokenized(submit, clock.now())
 
     def finished(self, request: Finished) -> None:
-        """One child has ended, whatever the reason."""
+        """One child has ended, whatever the reason. Nobody waits for one that yields, so its times are not those of the server."""
         if self.tracing is not None:
             self.tracing.finished(request)
         self.requests[request.reason] += 1
         self.prompt_sizes.observe(request.prompt_tokens)
         self.output_sizes.observe(request.output_tokens)
+        if request.yields:
+            return
         self.e2e.observe(request.finished - request.arrival)
         if request.scheduled is not None:
             self.queue_time.observe(request.scheduled - request.arrival)

@@ -8,7 +8,7 @@ of similar size come in: a long decode phase must not make the model forget what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -68,12 +68,26 @@ class CostModel:
         a, b, c = self.coefficients
         return a + b * tokens + c * work
 
-    def prefill_seconds(self, decodes: int, work: int) -> float:
-        """Time left for prefill in a step with ``decodes`` decode rows, whose attention is ``work`` pairs."""
-        if self.target is None or not decodes:
+    def prefill_seconds(self, decodes: int, work: int, hurries: bool = False) -> float:
+        """Time left for prefill in a step with ``decodes`` decode rows, whose attention is ``work`` pairs. Without such rows it may last as
+        long as it takes, unless it ``hurries``."""
+        if self.target is None or not (decodes or hurries):
             return math.inf
         base = self.predict(decodes, work)
         return max(self.target - base, DECODE_SHARE * base)
+
+
+    def more_rows(self, rows: Sequence[int], more: Sequence[int]) -> int:
+        """How many of ``more`` decode rows there is time for beside ``rows``; both are told by their lengths."""
+        if self.target is None:
+            return len(more)
+        left = self.target - self.predict(len(rows), sum(rows))
+        _, each, work = self.coefficients
+        for i, length in enumerate(more):
+            left -= each + work * length
+            if left < 0:
+                return i
+        return len(more)
 
 
 def _fit(m: list[float]) -> Coefficients:

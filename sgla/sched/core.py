@@ -7,9 +7,10 @@ returns ``None``. Nothing here waits, reads a clock or draws a random number.
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from heapq import heappop, heappush
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -32,8 +33,12 @@ def _by_rank(request: Request) -> tuple[float, float, int]:
     return request.rank
 
 
-def _by_arrival(request: Request) -> tuple[float, int]:
-    return request.arrival, request.seq
+def _by_arrival(request: Request) -> tuple[bool, float, int]:
+    return request.yields, request.arrival, request.seq
+
+
+def _yields(request: Request) -> bool:
+    return request.yields
 
 
 class Core:
@@ -44,7 +49,7 @@ class Core:
         self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits)
         self._costs = CostModel(limits.itl_target, limits.step_tokens)
         self._open: dict[str, Request] = {}
-        self._waiting: list[Request] = []  # by arrival
+        self._waiting: list[Request] = []  # by arrival, those that yield last
         self._running: list[Request] = []  # by rank; also the row order
         self._draining: list[Request] = []
         self._flights: deque[Step] = deque()
@@ -169,7 +174,8 @@ class Core:
         self._short = 0
         prefills = self._plan_decodes(step)
         if prefills or self._waiting:
-            budget = self._budget(step)
+            first = prefills[0] if prefills else self._waiting[0]
+            budget = self._budget(step, first.yields)
             self._plan_prefills(step, prefills, budget)
             if self._waiting and budget.tokens > 0:
                 self._admit(step, budget)
@@ -189,7 +195,7 @@ class Core:
         slots: list[int] = []
         starts: list[int] = []
         number = step.number
-        for request in self._running:  # _grow may remove later ones
+        for request in islice(self._running, self._taking_part()):  # _grow may remove later ones
             planned = request.planned
             if planned >= request.goal:
                 continue
@@ -209,14 +215,31 @@ class Core:
         step.set_decodes(rows, slots, starts)
         return prefills
 
-    def _budget(self, step: Step) -> Budget:
+    def _taking_part(self) -> int | None:
+        """How many of the running requests the step is for; None: all. Those that yield are the last: none of them while another request
+        waits or reads its prompt, beside decode rows as many as the inter-token target has room for, and one at least."""
+        running = self._running
+        if not running or not running[-1].yields:
+            return None
+        others = bisect_left(running, True, key=_yields)
+        if self._waiting and not self._waiting[0].yields:
+            return others
+        if not others:
+            return None
+        if any(request.known - request.planned != 1 for request in running[:others]):
+            return others
+        lengths = [request.planned for request in running]
+        return others + max(1, self._costs.more_rows(lengths[:others], lengths[others:]))
+
+    def _budget(self, step: Step, hurries: bool) -> Budget:
+        """``hurries``: the prompts are of requests that yield, so others that come must not wait long for the step."""
         limits = self.limits
         tokens, rows = limits.step_tokens, math.inf
         if limits.mixed_prompts and step.decodes and self._unhurried():
             tokens, rows = min(tokens, max(limits.mixed_tokens, 2 * step.decodes)), limits.mixed_prompts
         return Budget(
             tokens - step.decodes,
-            self._costs.prefill_seconds(step.decodes, step.work),
+            self._costs.prefill_seconds(step.decodes, step.work, hurries),
             self._costs.coefficients,
             limits.page_size,
             step.decodes,
@@ -239,7 +262,8 @@ class Core:
             if request.state is not State.RUNNING:  # retracted for an earlier row
                 continue
             self._count_hit(request, self._memory.catch_up(request))
-            count = self._chunk(request, budget, others=i + 1 < len(prefills) or bool(self._waiting))
+            others = i + 1 < len(prefills) or bool(self._waiting and self._waiting[0].yields <= request.yields)
+            count = self._chunk(request, budget, others)
             count = self._fit(request, count)
             if count > 0:
                 self._add_prefill(step, request, count, budget)
@@ -331,16 +355,17 @@ class Core:
     # --- admission
 
     def _admit(self, step: Step, budget: Budget) -> None:
-        may_displace = self.limits.policy == "priority"
+        waiting = self._waiting
+        if not waiting[0].yields and waiting[-1].yields:
+            waiting = waiting[: bisect_left(waiting, True, key=_yields)]
+        may_displace = self.limits.policy == "priority" or (bool(self._running) and self._running[-1].yields)
         if not (self._memory.slots or may_displace):
             return
         promised = len(self._draining)
         self._reserved = sum(map(self._lacking, self._running))
-        ordered = order(
-            self.limits.policy, self._waiting, self._memory.cache, self._now, self.limits.patience
-        )
+        ordered = order(self.limits.policy, waiting, self._memory.cache, self._now, self.limits.patience)
         flying = sum(flight.brought for flight in self._flights)
-        last = len(self._waiting) - 1
+        last = len(waiting) - 1
         for i, request in enumerate(ordered):
             brought = step.brought + request.weight
             if budget.tokens <= 0 or (step.brought and brought > BROUGHT):
@@ -361,11 +386,13 @@ class Core:
                 return
 
     def _displace(self, request: Request) -> bool:
-        """Retract the lowest-ranked running request if ``request`` has a higher priority."""
-        if self.limits.policy != "priority" or not self._running:
+        """Retract the lowest-ranked running request if ``request`` has a higher priority, or that one yields to it."""
+        if not self._running:
             return False
         victim = self._running[-1]
-        higher = request.submit.priority > victim.submit.priority
+        higher = self.limits.policy == "priority" and request.submit.priority > victim.submit.priority
+        if request.yields or victim.yields:
+            higher = victim.yields and not request.yields
         if not higher or victim.boosted or victim.planned >= victim.goal:
             return False
         self._reserved -= self._lacking(victim)

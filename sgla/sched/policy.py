@@ -23,7 +23,7 @@ Order = Callable[[list[Request], RadixCache], Iterable[Request]]
 def order(
     policy: str, waiting: list[Request], cache: RadixCache, now: float, patience: float
 ) -> Iterable[Request]:
-    """``waiting`` (sorted by arrival) as it should be served, sorted as far as it is read. A request that has waited longer than
+    """``waiting`` (sorted by arrival; all yield, or none) as it should be served, sorted as far as it is read. A request that has waited longer than
     ``patience`` goes before all that have not, in arrival order, so nobody starves."""
     if policy == "fcfs" or len(waiting) < 2:
         return list(waiting)
@@ -32,7 +32,7 @@ def order(
         if now - request.arrival <= patience:
             break
         aged += 1
-        if policy == "priority":
+        if policy == "priority" and not request.yields:
             request.boost()
     return chain(waiting[:aged], _ORDERS[policy](waiting[aged:], cache))
 

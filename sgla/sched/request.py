@@ -74,6 +74,7 @@ class Request:
         "submit",
         "tokens",
         "told",
+        "yields",
     )
 
     def __init__(
@@ -92,7 +93,9 @@ class Request:
         self.min_tokens = submit.sampling.min_tokens
         self.seq = seq
         self.arrival = arrival
-        self.rank: tuple[float, float, int] = (-priority, arrival, seq)  # smaller is served first
+        self.yields = submit.yields
+        first = math.inf if submit.yields else -priority
+        self.rank: tuple[float, float, int] = (first, arrival, seq)  # smaller is served first
         self.state = State.WAITING
         self.finish: str | None = None
         self.spoiled = False  # its pages may hold NaN

@@ -24,6 +24,7 @@ class Finished(msgspec.Struct, kw_only=True):
     output_tokens: int
     cached_tokens: int
     preemptions: int
+    yields: bool = False
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -78,6 +79,7 @@ class Ledger:
                 output_tokens=request.outputs,
                 cached_tokens=request.cached,
                 preemptions=request.preemptions,
+                yields=request.yields,
             )
         )
 

@@ -115,6 +115,7 @@ class Preparer:
                 stop_ids=common.stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),  # the lists are shared
                 priority=job.priority,
+                yields=job.yields,
                 deadline=job.deadline,
                 namespace=job.namespace,
                 arrival=job.arrival,
@@ -192,6 +193,7 @@ class Preparer:
             stop_ids=frozenset(),
             sampling=sampling,
             priority=job.priority,
+            yields=job.yields,
             deadline=job.deadline,
             namespace=job.namespace,
             arrival=job.arrival,

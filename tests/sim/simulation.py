@@ -215,6 +215,7 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
                 stop_ids=stop_ids,
                 sampling=sampling,
                 priority=random.choice((0, 0, 1, 5)),
+                yields=random.random() < 0.25,
                 namespace=random.choice(("", "", "salt")),
                 deadline=arrival + random.uniform(1, end) if random.random() < 0.1 else None,
                 arrival=arrival,

@@ -505,6 +505,86 @@ def test_nobody_starves(policy: str) -> None:
     simulation.verify()
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
+def test_those_that_yield_go_behind_all_others(policy: str) -> None:
+    """However many of them run and wait, and since when: one that comes takes a slot at once."""
+    simulation = Simulation(make_limits(policy=policy, slots=2, pages=65, patience=5.0))
+    for i in range(6):
+        simulation.offer(make_submit(f"batch{i}", [i] * 9, max_new=30, priority=9, yields=True))
+    for _ in range(10):
+        simulation.step()
+    assert simulation.core.stats().running == 2
+    planned = len(simulation.plans)
+    for i in range(2):
+        simulation.offer(make_submit(f"user{i}", [20 + i] * 9, max_new=5))
+    simulation.submit_plans()
+    assert planned + 1 == len(simulation.plans), "one more step fits in flight"
+    simulation.run()
+    simulation.verify()
+    ended = simulation.core.drain_finished()
+    assert [item.rid for item in ended[:2]] == ["user0", "user1"]
+    assert [item.yields for item in ended] == [False, False] + [True] * 6
+    assert all(item.scheduled == item.arrival for item in ended[:2])
+
+
+def test_those_that_yield_give_their_pages_to_others() -> None:
+    simulation = Simulation(make_limits(slots=4, pages=17, reserve=1.0, prefix_cache=False))
+    for i in range(3):
+        simulation.offer(make_submit(f"batch{i}", [i] * 8, max_new=12, yields=True))
+    for _ in range(8):
+        simulation.step()
+    simulation.offer(make_submit("user", [9] * 30, max_new=30))
+    simulation.run()
+    simulation.verify()
+    ended = {item.rid: item for item in simulation.core.drain_finished()}
+    assert next(iter(ended)) == "user"
+    assert ended["user"].preemptions == 0
+    assert sum(item.preemptions for item in ended.values()) > 0
+
+
+def rows_of(simulation: Simulation, step: int) -> set[str]:
+    """The requests that have a row in the newest plan."""
+    return {request.rid for request in simulation.core._flights[step].rows}
+
+
+def test_those_that_yield_take_no_part_while_a_prompt_is_read() -> None:
+    simulation = Simulation(make_limits(slots=4, pages=65, step_tokens=8, depth=1))
+    for i in range(2):
+        simulation.offer(make_submit(f"batch{i}", [i] * 20, max_new=40, yields=True))
+    for _ in range(3):
+        simulation.step()
+    simulation.offer(make_submit("user", PROMPT, max_new=4))
+    for _ in range(3):
+        simulation.submit_plans()
+        assert rows_of(simulation, -1) == {"user"}
+        simulation.step()
+    simulation.submit_plans()
+    assert rows_of(simulation, -1) > {"user"}
+    simulation.run()
+    simulation.verify()
+
+
+@pytest.mark.parametrize(("target", "most"), [(None, 9), (0.012, 3), (0.001, 2)])
+def test_beside_others_as_many_yield_as_the_inter_token_target_has_room_for(
+    target: float | None, most: int
+) -> None:
+    """A step takes 8 ms and 2 ms a token."""
+    limits = make_limits(slots=9, pages=400, step_tokens=64, itl_target=target, depth=1)
+    simulation = Simulation(limits, cost=lambda tokens, pairs: 0.006 + 0.002 * tokens)
+    for i in range(8):
+        simulation.offer(make_submit(f"batch{i}", [i] * 4, max_new=80, yields=True))
+    for _ in range(20):
+        simulation.step()
+    simulation.offer(make_submit("user", [9] * 4, max_new=40))
+    for _ in range(5):
+        simulation.step()
+    simulation.submit_plans()
+    assert "user" in rows_of(simulation, -1)
+    assert len(rows_of(simulation, -1)) == most
+    simulation.run()
+    simulation.verify()
+
+
 def test_the_oldest_request_is_never_retracted() -> None:
     limits = make_limits(slots=4, pages=17, reserve=0.0, prefix_cache=False)
     simulation = Simulation(limits)

@@ -122,6 +122,7 @@ async def best_beams(
                 sampling=step,
                 token_ids=prompt + beam.tokens,
                 priority=job.priority,
+                yields=job.yields,
                 deadline=job.deadline,
                 namespace=job.namespace,
                 client=job.client,
