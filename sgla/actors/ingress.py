@@ -205,7 +205,9 @@ class Ingress:
         """Raise Overloaded for ``n`` more choices that yield. Alone, a request always has room."""
         assert self.facts is not None
         if self._yielding and self._yielding + n > self.facts.slots:
-            raise Overloaded(f"{self._yielding} requests of batches are open, which is the limit", retry_after=1.0)
+            raise Overloaded(
+                f"{self._yielding} requests of batches are open, which is the limit", retry_after=1.0
+            )
 
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; False if it is not open. Nothing more reaches its sink."""

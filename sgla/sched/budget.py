@@ -76,7 +76,6 @@ class CostModel:
         base = self.predict(decodes, work)
         return max(self.target - base, DECODE_SHARE * base)
 
-
     def more_rows(self, rows: Sequence[int], more: Sequence[int]) -> int:
         """How many of ``more`` decode rows there is time for beside ``rows``; both are told by their lengths."""
         if self.target is None:

@@ -262,7 +262,9 @@ class Core:
             if request.state is not State.RUNNING:  # retracted for an earlier row
                 continue
             self._count_hit(request, self._memory.catch_up(request))
-            others = i + 1 < len(prefills) or bool(self._waiting and self._waiting[0].yields <= request.yields)
+            others = i + 1 < len(prefills) or bool(
+                self._waiting and self._waiting[0].yields <= request.yields
+            )
             count = self._chunk(request, budget, others)
             count = self._fit(request, count)
             if count > 0:

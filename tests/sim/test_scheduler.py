@@ -507,24 +507,21 @@ def test_nobody_starves(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
 def test_those_that_yield_go_behind_all_others(policy: str) -> None:
-    """However many of them run and wait, and since when: one that comes takes a slot at once."""
+    """However many of them run and wait, and since when: one that comes takes a slot as soon as the steps in flight are over."""
     simulation = Simulation(make_limits(policy=policy, slots=2, pages=65, patience=5.0))
     for i in range(6):
         simulation.offer(make_submit(f"batch{i}", [i] * 9, max_new=30, priority=9, yields=True))
     for _ in range(10):
         simulation.step()
     assert simulation.core.stats().running == 2
-    planned = len(simulation.plans)
     for i in range(2):
         simulation.offer(make_submit(f"user{i}", [20 + i] * 9, max_new=5))
-    simulation.submit_plans()
-    assert planned + 1 == len(simulation.plans), "one more step fits in flight"
     simulation.run()
     simulation.verify()
     ended = simulation.core.drain_finished()
     assert [item.rid for item in ended[:2]] == ["user0", "user1"]
     assert [item.yields for item in ended] == [False, False] + [True] * 6
-    assert all(item.scheduled == item.arrival for item in ended[:2])
+    assert all((item.scheduled or 0.0) - item.arrival <= simulation.limits.depth for item in ended[:2])
 
 
 def test_those_that_yield_give_their_pages_to_others() -> None:
@@ -564,11 +561,11 @@ def test_those_that_yield_take_no_part_while_a_prompt_is_read() -> None:
     simulation.verify()
 
 
-@pytest.mark.parametrize(("target", "most"), [(None, 9), (0.012, 3), (0.001, 2)])
+@pytest.mark.parametrize(("target", "most"), [(None, 9), (0.013, 3), (0.001, 2)])
 def test_beside_others_as_many_yield_as_the_inter_token_target_has_room_for(
     target: float | None, most: int
 ) -> None:
-    """A step takes 8 ms and 2 ms a token."""
+    """A step takes 6 ms, and 2 ms a token."""
     limits = make_limits(slots=9, pages=400, step_tokens=64, itl_target=target, depth=1)
     simulation = Simulation(limits, cost=lambda tokens, pairs: 0.006 + 0.002 * tokens)
     for i in range(8):
