@@ -181,6 +181,14 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         return self.engine.flush_cache()
 
+    def start_profile(self) -> None:
+        """Record what the workers do, until ``stop_profile``; the trace goes to ``profile_folder``."""
+        self.engine.start_profile()
+
+    def stop_profile(self) -> list[str]:
+        """Write the recording: a file for each rank, which Perfetto shows."""
+        return self.engine.stop_profile()
+
     def close(self) -> None:
         self.engine.shutdown()
 

@@ -436,6 +436,9 @@ class Control(msgspec.Struct, kw_only=True):
     args: dict[str, Any] = {}
 
 
+MOST_PROFILED = 1000  # steps of one profile
+
+
 class Dense(msgspec.Struct, kw_only=True):
     """A linear layer behind the pooling: ``activation(x @ w.T + b)``. ``folder``: where its weights are."""
 

@@ -316,6 +316,9 @@ def test_progress_on_a_terminal_ends_each_phase_with_its_last_state() -> None:
 # a stand-in server ---------------------------------------------------------------------------------------------------
 
 
+TRACES = {"ranks": [{"file": "/traces/0.json"}, {"file": "/traces/1.json"}]}
+
+
 class StandIn(http.server.BaseHTTPRequestHandler):
     """Answers with the prompt's length, one word a chunk; ``bodies`` keeps the requests."""
 
@@ -339,6 +342,10 @@ class StandIn(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
+        if self.path.endswith("_profile"):
+            refused = {"error": {"message": "a profile is being taken already"}}
+            taken = body.get("output_dir") == "taken"
+            return self._send(400 if taken else 200, json.dumps(refused if taken else TRACES).encode())
         if body["model"] == "wrong":
             return self._send(
                 404, json.dumps({"error": {"message": "no such model", "code": "model_not_found"}}).encode()
@@ -464,6 +471,18 @@ def test_bench_multi_turn_carries_the_history(server: str) -> None:
     first, second, third = (body["prompt"] for body in StandIn.bodies)
     assert second.startswith(first + " w0 w1 ")
     assert third.startswith(second + " w0 w1 ")
+
+
+def test_bench_has_the_server_profiled_and_says_where_the_traces_are(server: str) -> None:
+    run_once = ("bench", "--url", server, "--requests", "1", "--profile")
+    code, out, err = run(*run_once, "--profile-output-dir", "a", "--profile-num-steps", "5")
+    assert (code, len(out.splitlines())) == (0, 1)
+    first, *_, last = StandIn.bodies
+    assert (first, last) == ({"output_dir": "a", "num_steps": 5}, {})
+    assert [line.split()[3] for line in err.splitlines()] == ["/traces/0.json", "/traces/1.json"]
+    code, out, err = run(*run_once, "--profile-output-dir", "taken")
+    assert (code, out) == (2, "")
+    assert "a profile is being taken already" in err
 
 
 def test_bench_reports_failures(server: str) -> None:

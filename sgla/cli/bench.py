@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 
 from sgla.bench import load, workloads
 from sgla.bench.report import summarize
+from sgla.cli.chat import error_text
 from sgla.errors import ConfigError
 from sgla.observe.machine import detect
 
@@ -22,6 +25,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("counts and lengths must be at least 1")
     if args.rate is not None and args.rate <= 0:
         raise ConfigError("--rate must be positive")
+    wish = {"num_steps": args.profile_num_steps, "output_dir": args.profile_output_dir}
+    wish = {name: value for name, value in wish.items() if value is not None}
+    if wish and not args.profile:
+        raise ConfigError("--profile-output-dir and --profile-num-steps go with --profile")
     url = args.url.rstrip("/").removesuffix("/v1")
     facts = asyncio.run(describe(url, args.api_key))
     target = load.Target(
@@ -36,15 +43,45 @@ def run(args: argparse.Namespace) -> int:
         "concurrency": args.concurrency,
     }
     failed = False
-    for repeat in range(args.repeat):
-        sessions = sessions_of(args, random.Random(args.seed + repeat))
-        records, seconds = asyncio.run(load.run(target, sessions, args.concurrency, args.rate, args.seed))
-        numbers = summarize(records, seconds)
-        failed |= numbers["errors"] > 0
-        print(json.dumps(head | ({"rate": args.rate} if args.rate else {}) | numbers), flush=True)
+    with profiled(target, wish) if args.profile else contextlib.nullcontext():
+        for repeat in range(args.repeat):
+            sessions = sessions_of(args, random.Random(args.seed + repeat))
+            records, seconds = asyncio.run(load.run(target, sessions, args.concurrency, args.rate, args.seed))
+            numbers = summarize(records, seconds)
+            failed |= numbers["errors"] > 0
+            print(json.dumps(head | ({"rate": args.rate} if args.rate else {}) | numbers), flush=True)
     if failed:
         print("sgla bench: some requests failed; first_error says how", file=sys.stderr)
     return int(failed)
+
+
+@contextlib.contextmanager
+def profiled(target: load.Target, wish: dict[str, Any]) -> Iterator[None]:
+    """The server records what its workers do, as ``wish`` says; tells where the traces are. Raises ConfigError."""
+    asyncio.run(ask(target, "/start_profile", wish))
+    try:
+        yield
+    finally:
+        stopped = asyncio.run(ask(target, "/stop_profile", {}))
+        try:
+            files = [rank["file"] for rank in json.loads(stopped)["ranks"]]
+        except (ValueError, LookupError, TypeError):  # another kind of server
+            files = [stopped.decode(errors="replace").strip()]
+        for file in files:
+            print(f"sgla bench: profile: {file} (https://ui.perfetto.dev shows it)", file=sys.stderr)
+
+
+async def ask(target: load.Target, path: str, body: dict[str, Any]) -> bytes:
+    """What the server answers to a POST. Raises ConfigError for a refusal."""
+    async with aiohttp.ClientSession(headers=target.headers) as client:
+        try:
+            async with client.post(target.url + path, json=body) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConfigError(f"{target.url}{path}: {error}") from error
+    if response.status != 200:
+        raise ConfigError(f"{target.url}{path}: {error_text(answer)}")
+    return answer
 
 
 def extra_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,8 +111,8 @@ def sessions_of(args: argparse.Namespace, rng: random.Random) -> list[workloads.
     return workloads.random_sessions(rng, count, *sizes, spread=args.spread, text=text)
 
 
-async def describe(url: str, key: str | None = None) -> dict[str, str]:
-    """Engine, version and first model of a server, as far as it tells."""
+async def describe(url: str, key: str | None = None) -> dict[str, Any]:
+    """Engine, version, first model of a server and its context, as far as it tells."""
     headers = load.Target(url=url, key=key).headers
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10), headers=headers) as client:
         try:
@@ -94,4 +131,5 @@ async def describe(url: str, key: str | None = None) -> dict[str, str]:
         "engine": model.get("owned_by") or "unknown",
         "version": version.get("version", "unknown"),
         "model": model["id"],
+        "context": model.get("max_model_len"),
     }

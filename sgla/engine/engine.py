@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from sgla.engine.params import SamplingParams, resolved
 from sgla.engine.progress import Bar, LoadBar, shown
 from sgla.engine.vectors import VectorCalls
 from sgla.errors import ContextTooLong, InvalidField, SglaError
-from sgla.messages import Event, Job, Pooling, Progress, Rejected, TokenLogprob, Usage
+from sgla.messages import MOST_PROFILED, Event, Job, Pooling, Progress, Rejected, TokenLogprob, Usage
 from sgla.text.beams import MAX_WIDTH, BeamSearch, Finished, Stopping, one_token
 from sgla.text.output import OutputStream
 
@@ -271,6 +272,16 @@ class Engine(VectorCalls):
             return self._ready().ingress.stats()
 
         return self._call(snapshot())
+
+    def start_profile(self, folder: str | None = None, steps: int = MOST_PROFILED) -> None:
+        """Record what the workers do, until ``stop_profile`` or for so many steps. The trace goes to ``folder``, or that of the settings."""
+        args = {"folder": str(Path(folder or self.config.profile_folder).resolve()), "steps": steps}
+        self._call(self._ready().ingress.control(messages.Control(verb="profile_start", args=args)))
+
+    def stop_profile(self) -> list[str]:
+        """Write the recording: a file for each rank, which Perfetto shows."""
+        stopped = self._call(self._ready().ingress.control(messages.Control(verb="profile_stop")))
+        return [rank["file"] for rank in stopped["ranks"]]
 
     def shutdown(self) -> None:
         """End open requests, stop the workers and the thread; idempotent."""

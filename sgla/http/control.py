@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from aiohttp import web
 
 from sgla.errors import InvalidField, NotFound, Unauthorized
@@ -11,7 +13,7 @@ from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
 from sgla.http.server import SERVER
 from sgla.http.wire import json_response
-from sgla.messages import Control
+from sgla.messages import MOST_PROFILED, Control
 
 ABORT = Schema(AbortRequest)
 PAUSE = Schema(PauseRequest)
@@ -58,11 +60,19 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def start_profile(request: web.Request) -> web.Response:
-    """Record what the workers do, until ``/stop_profile``. The traces go to a folder that the server's owner chose."""
+    """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder that the server's owner
+    chose, or into one inside of it."""
     server = request.app[SERVER]
-    await optional_intake(request, PROFILE)
-    command = Control(verb="profile_start", args={"folder": server.config.profile_folder})
-    return json_response(await server.ingress.control(command))
+    fields = await optional_intake(request, PROFILE)
+    owned = Path(server.config.profile_folder).resolve()
+    folder = (owned / (fields.output_dir or "")).resolve()
+    if not folder.is_relative_to(owned):
+        raise InvalidField(
+            "output_dir must be a folder inside of --profile-folder, which the server was started with",
+            param="output_dir",
+        )
+    args = {"folder": str(folder), "steps": fields.num_steps or MOST_PROFILED}
+    return json_response(await server.ingress.control(Control(verb="profile_start", args=args)))
 
 
 async def stop_profile(request: web.Request) -> web.Response:

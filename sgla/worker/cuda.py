@@ -87,6 +87,7 @@ class CudaRunner:
         joining = clock.now()
         self.shard, ranks = join_gpus(rank, size, Path(rendezvous) / "store")
         torch.set_num_threads(1)
+        self._profiler = Profiler(rank)
         self._woken = compilers().submit(wake_triton, rank)
         begun = clock.now()
         self._load(config, source, report)
@@ -114,7 +115,6 @@ class CudaRunner:
             "warmup": sized - rehearsed + clock.now() - captured,
             "graphs": captured - sized,
         }
-        self._profiler = Profiler(rank)
 
     # --- start-up
 
@@ -366,7 +366,9 @@ class CudaRunner:
     @torch.inference_mode()
     def finish(self, flight: Flight) -> StepResult:
         """The result of a launched step, in order; blocks until it is there."""
-        return self.flights.finish(flight)
+        result = self.flights.finish(flight)
+        self._profiler.step()
+        return result
 
     def execute(self, plan: StepPlan) -> StepResult:
         flight = self.launch(plan)
@@ -515,7 +517,7 @@ class CudaRunner:
                 free, total = torch.cuda.mem_get_info()
                 return {"ledger": self.facts.ledger | {"free": free, "total": total}}
             case "profile_start":
-                return self._profiler.start(str(command.args.get("folder", "profile")))
+                return self._profiler.start(command.args)
             case "profile_stop":
                 return self._profiler.stop()
             case "vocabulary" | "grammar":

@@ -49,13 +49,13 @@ class EncoderRunner:
         torch.set_num_threads(1 if config.native_kernels else self._threads)
         begun = clock.now()
         self._pooling = pooling
+        self._profiler = Profiler(rank)
         self._load(config, source, report)
         loaded = clock.now()
         report(Progress(phase="warmup"))
         with torch.inference_mode():
             self._vectors([np.zeros(length, np.int32) for length in (1, 8)], [0, 0])
         self.facts.timings = {"weights": loaded - begun, "warmup": clock.now() - loaded}
-        self._profiler = Profiler(rank)
 
     def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
         dtype = "float32" if config.dtype == "auto" else config.dtype
@@ -87,6 +87,7 @@ class EncoderRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         assert len(plan.new) * 4 == len(plan.slots), "a row that is not a whole new prompt"
         vectors = self._vectors([column(new.tokens) for new in plan.new], [new.segment for new in plan.new])
+        self._profiler.step()
         return vector_result(plan.step, vectors, np.arange(len(plan.new)))
 
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
@@ -105,12 +106,12 @@ class EncoderRunner:
         return apply(self.model.head, torch.cat(pooled))[torch.tensor(order).argsort()]
 
     def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder``; ``profile_stop``. Raises UnsupportedField, InvalidField."""
+        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``. Raises UnsupportedField, InvalidField."""
         match command.verb:
             case "memory":
                 return {"ledger": self.facts.ledger | resident_bytes()}
             case "profile_start":
-                return self._profiler.start(str(command.args.get("folder", "profile")))
+                return self._profiler.start(command.args)
             case "profile_stop":
                 return self._profiler.stop()
         raise UnsupportedField(f"an encoder has no control command {command.verb!r}", param="verb")

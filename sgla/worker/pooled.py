@@ -86,4 +86,5 @@ class PooledRunner(Runner):
                 self._sums.add(slot, start, hidden[end - length : end])
             pooled = [self._sums.take(slots[row], int(self.tables.prompt_len[slots[row]])) for row in done]
             hidden = torch.stack(pooled) if pooled else hidden[:0]
+        self._profiler.step()
         return vector_result(plan.step, apply(self._head, hidden), done)

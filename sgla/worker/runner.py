@@ -66,6 +66,7 @@ class Runner:
     ) -> None:
         self._threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
         torch.set_num_threads(1 if config.native_kernels else self._threads)
+        self._profiler = Profiler(rank)
         self._group = ExitStack()
         self.shard = self._group.enter_context(join(rank, size, Path(rendezvous) / "store"))
         begun = clock.now()
@@ -74,7 +75,6 @@ class Runner:
         report(Progress(phase="warmup"))
         self._warm_up()
         self.facts.timings |= {"weights": loaded - begun, "warmup": clock.now() - loaded}
-        self._profiler = Profiler(rank)
 
     def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -155,6 +155,7 @@ class Runner:
             samples = self._sample(self._forward(batch), wanted, batch.draws)
         else:
             samples = self._score_and_sample(parts, wanted, vectors)
+        self._profiler.step()
         return StepResult(
             step=plan.step,
             tokens=samples.tokens.tobytes(),
@@ -221,7 +222,7 @@ class Runner:
         self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
 
     def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder``; ``profile_stop``; those of ``grammar/matcher.py``.
+        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``; those of ``grammar/matcher.py``.
 
         Raises UnsupportedField, InvalidField.
         """
@@ -229,7 +230,7 @@ class Runner:
             case "memory":
                 return {"ledger": self.facts.ledger | resident_bytes()}
             case "profile_start":
-                return self._profiler.start(str(command.args.get("folder", "profile")))
+                return self._profiler.start(command.args)
             case "profile_stop":
                 return self._profiler.stop()
             case "vocabulary" | "grammar":

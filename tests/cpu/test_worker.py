@@ -341,5 +341,14 @@ def test_control_commands(runner: Runner, tmp_path: Path) -> None:
     run(runner, [submit("r", [1, 2, 3], 3)])
     path = runner.control(Control(verb="profile_stop"))["file"]
     assert "aten::" in Path(path).read_text()
+    runner.control(Control(verb="profile_start", args={"folder": str(tmp_path / "a"), "steps": 2}))
+    run(runner, [submit("r", [1, 2, 3], 3)])
+    [written] = set((tmp_path / "a").iterdir()) - {Path(path)}
+    before = written.read_text()
+    run(runner, [submit("r", [1, 2, 3], 3)])
+    assert runner.control(Control(verb="profile_stop")) == {"file": str(written)}
+    assert written.read_text() == before
+    with pytest.raises(InvalidField):
+        runner.control(Control(verb="profile_stop"))
     with pytest.raises(UnsupportedField, match="'fly'"):
         runner.control(Control(verb="fly"))

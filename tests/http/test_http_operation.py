@@ -22,6 +22,7 @@ from sgla.errors import ConfigError
 from sgla.http import bodies
 from sgla.http.middleware import ADMIN
 from sgla.http.serve import unreadable
+from sgla.messages import MOST_PROFILED
 from sgla.observe import requests
 from sgla.observe.log import JsonFormatter, LineFormatter
 from sgla.observe.requests import RequestDump, read_dump
@@ -78,9 +79,16 @@ def await_task(request: Any) -> Any:
 
 async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
     site = await serve(profile_folder="traces")
-    async with site.http.post("/start_profile", json={"output_dir": "/etc"}) as response:
-        assert await response.json() == {"verb": "profile_start", "folder": "traces"}
-        assert response.headers["x-ignored-fields"] == "output_dir"
+    folder = Path("traces").resolve()
+    for body, args in (
+        ({}, {"folder": str(folder), "steps": MOST_PROFILED}),
+        ({"output_dir": "a/b", "num_steps": 5}, {"folder": str(folder / "a/b"), "steps": 5}),
+        ({"output_dir": str(folder / "c")}, {"folder": str(folder / "c"), "steps": MOST_PROFILED}),
+    ):
+        assert await site.post("/start_profile", body) == (200, {"verb": "profile_start", **args})
+    for body in ({"output_dir": "/etc"}, {"output_dir": "../a"}, {"output_dir": "a\0"}, {"num_steps": 0}):
+        status, reply = await site.post("/start_profile", body)
+        assert (status, reply["error"]["param"]) == (400, next(iter(body)))
     assert (await site.post("/stop_profile", b""))[1] == {"verb": "profile_stop"}
 
 

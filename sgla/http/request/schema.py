@@ -15,7 +15,7 @@ import msgspec
 
 from sgla.defaults import SAMPLING, TOKENS, Range
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
-from sgla.messages import Repetition
+from sgla.messages import MOST_PROFILED, Repetition
 from sgla.text.beams import MAX_WIDTH
 
 log = logging.getLogger(__name__)
@@ -338,7 +338,10 @@ class PauseRequest(msgspec.Struct, kw_only=True):
 
 
 class ProfileRequest(msgspec.Struct, kw_only=True):
-    """SGLang's other fields are ignored."""
+    """``output_dir``: a folder inside of ``--profile-folder``. SGLang's other fields are ignored."""
+
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROFILED)] | None = None
+    output_dir: Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=r"^[^\x00]*$")] | None = None
 
 
 R = TypeVar("R", bound=msgspec.Struct)
