@@ -27,6 +27,7 @@ from sgla.cli.settings import (
 )
 from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
+from sgla.messages import MOST_PROFILED
 
 GROUPS = {
     "model": "model",
@@ -190,6 +191,9 @@ def build() -> Parser:
     _add_chat(chat)
     _add_config(chat, groups=("model", "device", "scheduling and cache"))
     _add_bench(_command(commands, "bench", "load a server and measure it; one JSON object a line"))
+    evaluate = _command(commands, "eval", "measure a model on tasks of lm_eval")
+    _add_eval(evaluate)
+    _add_config(evaluate, groups=("model", "device", "scheduling and cache"))
     doctor = _command(commands, "doctor", "show what of this machine will be used and what is missing")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
     health = _command(commands, "health", "say whether the server on this machine is ready")
@@ -220,7 +224,7 @@ def _command(commands: Any, name: str, help: str) -> Parser:
         help=help,
         usage=f"sgla {name} {ARGUMENTS.get(name, '[MODEL] [options]')}",
         description=help[0].upper() + help[1:] + ".",
-        epilog=EPILOG if name in ("serve", "chat", "explain") else None,
+        epilog=EPILOG if name in ("serve", "chat", "eval", "explain") else None,
     )
     parser.set_defaults(parser=parser)
     return parser
@@ -361,6 +365,24 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("eval")
+    add = group.add_argument
+    add("--url", metavar="URL", help="a running server, instead of one that is started for MODEL")
+    add("--tasks", required=True, type=_words, metavar="A,B", help="tasks or groups of lm_eval ('*' matches)")
+    add("--include-path", metavar="FOLDER", help="with tasks of your own, in lm_eval's YAML")
+    add("--limit", type=float, metavar="N", help="examples of each task; below 1, the share of them")
+    add("--num-fewshot", type=int, metavar="N", help="examples in front of each (default: as the task says)")
+    add("--gen-kwargs", type=reads(parse_object), default={}, metavar="JSON", help="how texts are generated")
+    add("--apply-chat-template", action="store_true", help="ask through the model's chat template")
+    add("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: %(default)s)")
+    add("--output", metavar="FILE", help="append the results to it, a JSON object for each metric")
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:30000", help="an OpenAI-style server (default: %(default)s)")
@@ -439,3 +461,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="runs, one line each, other prompts (default: %(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the prompts (default: %(default)s)")
+    add("--profile", action="store_true", help="have the server record what its workers do meanwhile")
+    add(
+        "--profile-output-dir",
+        metavar="FOLDER",
+        help="where the server writes the trace, inside of its --profile-folder (default: there)",
+    )
+    add(
+        "--profile-num-steps",
+        type=int,
+        metavar="N",
+        help=f"steps to record (default: the run, up to {MOST_PROFILED})",
+    )

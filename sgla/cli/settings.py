@@ -29,7 +29,7 @@ SWITCHES = {
     for word in words.split()
 }
 PREFIX = "SGLA_"
-ELSEWHERE = {"SGLA_CONFIG", "SGLA_CPU_ISA"}  # variables that are no setting of Config
+ELSEWHERE = {"SGLA_CONFIG", "SGLA_CPU_ISA", "SGLA_URL"}  # variables that are no setting of Config
 # What Kubernetes sets in a namespace with a service named sgla; SGLA_PORT is then a URL.
 KUBERNETES = re.compile(r"SGLA_(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+)")
 Say = Callable[[str], None]
