@@ -4,7 +4,7 @@
 
 Each attack is one client, without care for what it gets; another process asks ``/health/live`` all the while, which is open and
 costs nothing, so its slowest answer is how long one client held the loop. Prints a JSON line for each attack and one for
-SIGTERM. ``--scale`` makes every attack smaller: ``tests/server/test_attacks.py`` runs them so. All traffic is on the loopback.
+SIGTERM; the exit code is 1 if anything breaks the server's promises (``faults``). ``--scale`` makes every attack smaller: ``tests/server/test_attacks.py`` runs them so. All traffic is on the loopback.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ DESCRIPTORS = 1024  # the soft limit that the server is started with
 SETTLE = 10.0  # seconds that memory may take to come back
 BACK = 1.15  # times what a warm server takes
 DRAIN = 3.0
+LIMIT = 100.0  # milliseconds that a /health/live may take
 
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
@@ -423,7 +424,7 @@ def ends(server: Server, target: Target) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -434,7 +435,8 @@ def main() -> None:
     parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.probe is not None:
-        return probe(args.probe)
+        probe(args.probe)
+        return 0
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # for the clients
     measured = []
@@ -444,7 +446,9 @@ def main() -> None:
             measured += attacked(
                 ["--model", args.model, *more, *shlex.split(args.server_args)], names, args.scale
             )
-    print(lines.line(worst(measured)), flush=True)
+    found = worst(measured)
+    print(lines.line(found), flush=True)
+    return int(bool(found["faults"]))
 
 
 def attacked(arguments: list[str], names: list[str], scale: float) -> list[dict[str, Any]]:
@@ -466,20 +470,36 @@ def attacked(arguments: list[str], names: list[str], scale: float) -> list[dict[
                 raise SystemExit(f"the server ended before '{name}'; see {log}")
             results.append(measure(name, ATTACKS[name], target, baseline))
             print(lines.line(results[-1]), flush=True)
-        print(lines.line(ends(server, target)), flush=True)
+        results.append(ends(server, target))
+        print(lines.line(results[-1]), flush=True)
     return results
 
 
+def faults(result: dict[str, Any]) -> list[str]:
+    """What of a result the server promises not to do."""
+    if result["attack"] == "SIGTERM":
+        found = {"ends late": result["seconds"] > DRAIN + 2, "exit code": result["exit"] != 0}
+    else:
+        found = {
+            "slow": result["slowest_live_ms"] > LIMIT,
+            "keeps memory": not result["back"],
+            "500": "500" in result["statuses"],
+            "no answer": "0" in result["statuses"],
+            "broken streams": result.get("broken", 0) > 0,
+            "others suffer": result.get("other", {200: 1}) != {200: 1},
+        }
+    return [name for name, so in found.items() if so]
+
+
 def worst(measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """The attack that held the loop for the longest time, and those after which memory was not given back."""
-    slowest = max(measured, key=lambda result: result["slowest_live_ms"])
+    """The attack that held the loop for the longest time, and the faults of all."""
+    slowest = max(measured, key=lambda result: result.get("slowest_live_ms", 0.0))
     return {
         "worst": slowest["attack"],
         "slowest_live_ms": slowest["slowest_live_ms"],
-        "over_100_ms": [result["attack"] for result in measured if result["slowest_live_ms"] > 100],
-        "not_back": [result["attack"] for result in measured if not result["back"]],
+        "faults": {result["attack"]: found for result in measured if (found := faults(result))},
     }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,8 @@
 A folder holds JSON files: schemas; MaskBench's, with ``schema`` and ``tests`` of ``valid`` and ``data``; or lists of such groups, as
 JSON-Schema-Test-Suite has them. Each schema is compiled in a process of its own within the server's limits. Outputs are then made by
 random walks through the grammar and checked by jsonschema_rs, and so is every test's text that the grammar accepts. Schemas that refer
-to other files are left out. Prints one JSON line.
+to other files are left out. Prints one JSON line; the exit code is 1 if something invalid is accepted, or a schema fails otherwise than by
+being refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import multiprocessing
 import random
 import re
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -150,7 +152,7 @@ def reason(error: str) -> str:
     return found[1] if found else error.split(":")[0][:60]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -193,7 +195,8 @@ def main() -> None:
             {"bench": "schemas", "compiled_percent": share, **counts, "refused": dict(refused.most_common())}
         )
     )
+    return int(counts["invalid"] + counts["failed"] > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
 
 from sgla.kernels import build, native
 
@@ -21,6 +22,7 @@ def be_silent() -> None:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(be_silent)  # first, so it is called last
+settings.register_profile("full", max_examples=1000)  # .ci/full
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton

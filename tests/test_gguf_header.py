@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,7 +223,7 @@ MUTATIONS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=5000)
+@settings(max_examples=examples(400), deadline=5000)
 @given(st.sampled_from([KEYS, MORE_KEYS]), st.lists(MUTATIONS, min_size=1, max_size=4))
 def test_no_change_of_a_header_does_anything_but_a_typed_error(
     keys: list[bytes], mutations: list[tuple[str, int, int]]

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def check(plan: Prefixes, slots: np.ndarray, starts: np.ndarray, table: np.ndarr
     st.integers(0, 1 << 30),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_token_is_covered_once(lengths: list[tuple[int, int]], seed: int, greedy: bool) -> None:
     """``greedy``: every node of the tree is worth a segment."""
     slots, starts, table = families(lengths, np.random.default_rng(seed))

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from examples import examples
 from http_fake import FakeIngress
 from http_site import Serve, Site
 from hypothesis import HealthCheck, given, settings
@@ -446,12 +447,12 @@ def test_fuzz(shared_loop: asyncio.Runner) -> None:
             check_error(json.loads(body))
         ingress.check()
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
     @given(requests)
     def objects(found: tuple[str, Any]) -> None:
         shared_loop.run(send(found[0], json.dumps(found[1]).encode()))
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         path=st.sampled_from([CHAT, TEXT, "/generate"]), cut=st.integers(0, 60), junk=st.binary(max_size=6)
     )

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def chatted(raw: bytes) -> str:
 
 
 @given(streams(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_cut_gives_the_same_text(stream: tuple[list[str], bytes], data: st.DataObject) -> None:
     texts, raw = stream
     record = measured(raw, data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
@@ -72,7 +73,7 @@ def test_any_cut_gives_the_same_text(stream: tuple[list[str], bytes], data: st.D
         VALUES.map(lambda value: b"data: " + json.dumps(value).encode()) | st.binary(max_size=9), max_size=6
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_is_no_stream_is_an_error(lines: list[bytes]) -> None:
     raw = b"\n\n".join(lines) + b"\n\n"
     record = measured(raw, [])

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Simulation, make_limits, make_submit, random_submits
@@ -38,7 +39,7 @@ def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[l
     return {rid: (simulation.tokens(rid), simulation.finish(rid)) for rid in simulation.submits}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     changes=st.fixed_dictionaries(

@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def cut(text: str, chance: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(ALPHABET, STOPS, st.booleans(), st.randoms())
 def test_any_split_gives_what_the_definition_says(
     text: str, stops: list[str], include: bool, chance: random.Random
@@ -52,7 +53,7 @@ def test_any_split_gives_what_the_definition_says(
     assert ("".join(shown), matched) == naive(text, stops, include)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ALPHABET, STOPS)
 def test_only_the_longest_possible_beginning_of_a_stop_is_held(text: str, stops: list[str]) -> None:
     matcher, shown = StopMatcher(stops), ""
@@ -116,7 +117,7 @@ def searched(text: str, expressions: list[str], include: bool) -> tuple[str, str
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text("aabc \n", max_size=12), EXPRESSIONS, st.booleans(), st.randoms())
 def test_any_split_gives_what_python_finds(
     text: str, expressions: list[str], include: bool, chance: random.Random
@@ -129,14 +130,14 @@ def test_any_split_gives_what_python_finds(
         assert ("".join(shown), matched) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ALPHABET, STOPS, st.booleans(), st.randoms())
 def test_strings_among_expressions(text: str, stops: list[str], include: bool, chance: random.Random) -> None:
     shown, matched = run(cut(text, chance), RegexMatcher(Automaton(["never"]), stops, include))
     assert ("".join(shown), matched) == naive(text, stops, include)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text("aabc \n", max_size=12), st.lists(ENDED, max_size=2), STOPS, st.booleans(), st.randoms())
 def test_strings_beside_expressions(
     text: str, expressions: list[str], stops: list[str], include: bool, chance: random.Random

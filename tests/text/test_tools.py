@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_writers import BARE_WRITERS, NAMES, TOOLS, WRITERS, Calls
@@ -91,7 +92,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_s
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(calls=CALLS, before=st.sampled_from(["", "Let me see:\n", "a < b [1] {x} "]), data=st.data())
 def test_calls_survive_any_cut(name: str, calls: Calls, before: str, data: st.DataObject) -> None:
     text = before + WRITERS[name](calls)
@@ -105,7 +106,7 @@ def test_calls_survive_any_cut(name: str, calls: Calls, before: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", BARE_WRITERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(calls=CALLS)
 def test_bare_calls(name: str, calls: Calls) -> None:
     text = BARE_WRITERS[name](calls)
@@ -199,7 +200,7 @@ def beginning(data: st.DataObject, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CALLING)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_any_text(name: str, data: st.DataObject) -> None:
     """No exception, and no difference between cuts."""
@@ -215,7 +216,7 @@ def test_any_text(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", CALLING)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_nothing_vanishes(name: str, data: st.DataObject) -> None:
     """Every letter that is no syntax comes out somewhere."""
@@ -229,7 +230,7 @@ def test_nothing_vanishes(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", CALLING)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(words=st.lists(st.text("abc xyz.,!?", min_size=1, max_size=6), max_size=8))
 def test_prose_is_content_at_once(name: str, words: list[str]) -> None:
     """Only the whitespace at its end is held back."""
