@@ -264,7 +264,7 @@ THROUGH_OTHERS = {"tqdm", "triton", "packaging", "pydantic"}
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    for folder, extras in (("sgla", ("cuda", "otel", "modelscope")), ("tests", ("test",))):
+    for folder, extras in (("sgla", ("cuda", "otel", "modelscope", "eval")), ("tests", ("test",))):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}
         assert names - THROUGH_OTHERS <= declared(*extras), folder
 

@@ -10,9 +10,7 @@ messages = [{"role": "user", "content": "Name three rivers."}]
 
 print(client.messages.count_tokens(model=model, messages=messages).input_tokens, "tokens")
 
-answer = client.messages.create(
-    model=model, system="You are brief.", messages=messages, max_tokens=32, temperature=0
-)
+answer = client.messages.create(model=model, system="You are brief.", messages=messages, max_tokens=32)
 print(answer.content[0].text)
 
 with client.messages.stream(model=model, messages=messages, max_tokens=32) as stream:

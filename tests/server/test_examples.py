@@ -21,7 +21,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 OFFLINE = {"offline_llm.py", "engine_async.py", "embeddings.py"}
-OPTIONAL = {"pydantic_ai_agent.py": "pydantic_ai"}  # what a script needs that the tests do not
 
 
 def fetched(*names: str) -> None:
@@ -48,8 +47,6 @@ def test_scripts_for_a_server_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if script in OPTIONAL:
-        pytest.importorskip(OPTIONAL[script])
     monkeypatch.setenv("SGLA_URL", server.url)
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert capsys.readouterr().out.strip()
