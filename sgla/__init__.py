@@ -6,13 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "Engine", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
-    from sgla.engine import Engine, SamplingParams, StructuredOutputsParams
+    from sgla.engine import BeamSearchParams, Engine, SamplingParams, StructuredOutputsParams
     from sgla.llm import LLM
 
 HOMES = {
+    "BeamSearchParams": "sgla.engine",
     "Engine": "sgla.engine",
     "LLM": "sgla.llm",
     "SamplingParams": "sgla.engine",

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from sgla.cli.settings import setting
-from sgla.engine import Engine, Output, SamplingParams
+from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.messages import TokenLogprob
+from sgla.text.beams import MAX_CANDIDATES
 
 TEXT, IDS = "prompt", "prompt_token_ids"  # keys of vLLM's TextPrompt and TokensPrompt
 
@@ -48,6 +49,23 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool = True
     num_cached_tokens: int = 0
+
+
+class BeamSearchSequence(msgspec.Struct, kw_only=True):
+    """``tokens`` and ``text``: prompt and output; ``logprobs``: of each token of the output, its end included."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | None = None
+
+
+class BeamSearchOutput(msgspec.Struct):
+    """The best sequence first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class EmbeddingOutput(msgspec.Struct):
@@ -142,6 +160,31 @@ class LLM:
         )
         return [self._request(result, None) for result in results]
 
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | None = None,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best beams of each prompt, as ``use_beam_search`` of the server finds them. ``concurrency_limit``: prompts at a time; None: 64."""
+        refuse(lora_request=lora_request)
+        found = self.engine.beam_search(
+            [prompt_of(prompt) for prompt in as_list(prompts)],
+            params.beam_width,
+            params.max_tokens,
+            length_penalty=params.length_penalty,
+            ignore_eos=params.ignore_eos,
+            logprobs=min(2 * params.beam_width, MAX_CANDIDATES),
+            concurrency=concurrency_limit or 64,
+            progress=use_tqdm,
+        )
+        return [
+            BeamSearchOutput([self._beam(beam, params.include_stop_str_in_output) for beam in beams])
+            for beams in found
+        ]
+
     def embed(
         self, prompts: Any, *, use_tqdm: bool | None = None, dimensions: int | None = None
     ) -> list[PooledOutput]:
@@ -223,6 +266,20 @@ class LLM:
             logprobs=None if chosen is None else self._logprobs(chosen),
             finish_reason=choice.finish,
             stop_reason=choice.matched,
+        )
+
+    def _beam(self, beam: Output, with_end: bool) -> BeamSearchSequence:
+        tokens = beam.prompt_tokens + beam.tokens
+        if beam.matched is not None and not with_end:
+            tokens.pop()
+        logprobs = beam.logprobs or []
+        return BeamSearchSequence(
+            tokens=tokens,
+            logprobs=self._logprobs(logprobs),
+            cum_logprob=sum(one.logprob for one in logprobs),
+            text=self.engine.tokenizer.decode(tokens, skip_special_tokens=False),
+            finish_reason=beam.finish or "length",
+            stop_reason=beam.matched if isinstance(beam.matched, int) else None,
         )
 
     def _logprobs(self, found: Sequence[TokenLogprob | None]) -> list[Any]:

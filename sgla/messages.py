@@ -53,6 +53,11 @@ STRUCTURED_OUTPUTS = {
 }
 
 
+def whitespace_of(disabled: bool | None, pattern: str | None) -> str | None:
+    """``Grammar.whitespace`` from ``disable_any_whitespace`` and ``whitespace_pattern`` of structured_outputs."""
+    return "" if disabled else pattern or (None if disabled is None else "free")
+
+
 class Thinking(msgspec.Struct, kw_only=True, frozen=True):
     """At most ``tokens`` of an output are reasoning: what stands between the tags ``open`` and ``close``, each one token of
     the model. With ``open`` "" the output begins inside of it. ``wish``: a model whose tags are no tokens is not limited,

@@ -1,6 +1,6 @@
 """The Python Engine: the same actors as the server, on a loop in a thread, without HTTP."""
 
 from sgla.engine.engine import Engine, Output
-from sgla.engine.params import SamplingParams, StructuredOutputsParams
+from sgla.engine.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-__all__ = ["Engine", "Output", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["BeamSearchParams", "Engine", "Output", "SamplingParams", "StructuredOutputsParams"]

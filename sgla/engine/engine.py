@@ -160,7 +160,7 @@ class Engine(VectorCalls):
 
     def beam_search(
         self,
-        prompt: Prompt,
+        prompts: Any,
         width: int = 4,
         max_tokens: int = 16,
         *,
@@ -168,12 +168,18 @@ class Engine(VectorCalls):
         early_stopping: Stopping = False,
         ignore_eos: bool = False,
         logprobs: int | None = None,
-    ) -> list[Output]:
-        """The ``width`` best beams of one prompt, the best first; see ``sgla.text.beams.BeamSearch``."""
-        search = self._beam_search(
-            prompt, width, max_tokens, length_penalty, early_stopping, ignore_eos, logprobs
-        )
-        return self._call(search)
+        concurrency: int = 64,
+        progress: bool | None = None,
+    ) -> Any:
+        """The ``width`` best beams of a prompt, the best first, or such a list for each of many prompts, of which ``concurrency`` are searched
+        at a time; see ``sgla.text.beams.BeamSearch``."""
+
+        def search(prompt: Prompt) -> Coroutine[Any, Any, list[Output]]:
+            return self._beam_search(
+                prompt, width, max_tokens, length_penalty, early_stopping, ignore_eos, logprobs
+            )
+
+        return self._call(self._beam_searches(search, prompts, concurrency, progress))
 
     def stream(
         self,
@@ -360,12 +366,39 @@ class Engine(VectorCalls):
         self._loop.call_soon_threadsafe(begin)
 
     async def _generate(self, prompts: Any, sampling: Any, priority: Any, progress: bool | None) -> Any:
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
         ranks = each(priority, len(batch), "priorities")
         inputs = [self._input(prompt, None) | {"priority": rank} for prompt, rank in zip(batch, ranks)]
         results = await self._batch(inputs, sampling, self._defaults.max_tokens(USUAL), progress)
         return results[0] if single else results
+
+    async def _beam_searches(
+        self,
+        search: Callable[[Prompt], Coroutine[Any, Any, list[Output]]],
+        prompts: Any,
+        concurrency: int,
+        progress: bool | None,
+    ) -> Any:
+        if is_one(prompts):
+            return await search(prompts)
+        places = asyncio.Semaphore(concurrency)
+        bar = Bar(len(prompts), "request", progress)
+
+        async def searched(prompt: Prompt) -> list[Output]:
+            async with places:
+                found = await search(prompt)
+            bar.add(found)
+            return found
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(searched(prompt)) for prompt in prompts]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            bar.close()
+        return [task.result() for task in tasks]
 
     async def _beam_search(
         self,
@@ -485,6 +518,11 @@ def until_finished(job: Job, get: Callable[[], Message]) -> Iterator[Event]:
         event = checked(get())
         left -= event.finish is not None
         yield event
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether it is a prompt, a text or token ids, and not several."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def each(values: Any, count: int, name: str) -> list[Any]:

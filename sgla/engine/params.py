@@ -9,13 +9,17 @@ import msgspec
 from sgla import messages
 from sgla.defaults import SAMPLING, number
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar
+from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 
 MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True):
-    """What an output must look like; one of the first six fields (vLLM's class of this name)."""
+    """What an output must look like; one of the first six fields (vLLM's class of this name).
+
+    ``disable_any_whitespace``: False leaves the space between JSON tokens free. ``disable_additional_properties``: whether objects are closed
+    whose schema does not say; None: as the engine is set.
+    """
 
     json: str | bool | dict[str, Any] | None = None
     regex: str | None = None
@@ -23,7 +27,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     disable_fallback: bool = False
     backend: str | None = None
@@ -46,9 +51,23 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
         return Grammar(
             kind=STRUCTURED_OUTPUTS[asked[0]],
             text="" if asked[0] == "json_object" else text,
-            whitespace="" if self.disable_any_whitespace else self.whitespace_pattern,
+            whitespace=whitespace_of(self.disable_any_whitespace, self.whitespace_pattern),
+            additional=None
+            if self.disable_additional_properties is None
+            else not self.disable_additional_properties,
             param="structured_outputs",
         )
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True):
+    """vLLM's class of this name. ``temperature`` changes nothing, since beams are ranked by the model's own logprobs."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
 
 
 class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True):  # type: ignore[misc]

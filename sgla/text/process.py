@@ -20,6 +20,7 @@ import msgspec
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
 from sgla.processes import cpu_seconds, python_path
 from sgla.text.template import MAX_SOURCE, Message, is_source
+from sgla.text.tools.generic import shows_tools
 
 LENGTH = struct.Struct("<I")  # before each record on the pipes
 SECONDS = 5.0  # of CPU time that one task may take
@@ -236,14 +237,12 @@ class BoundedTemplate:
         self,
         source: str | dict[str, str],
         special_tokens: dict[str, str] | None = None,
-        tool_prompt: bool = True,
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         sources = {"default": source} if isinstance(source, str) else source
         self.source = "\n".join(sources.values())  # what the model's output looks like can be told from it
         self._sources = tuple(sources.items())
         self._special_tokens = special_tokens or {}
-        self._tool_prompt = tool_prompt
         self._defaults = defaults
         try:
             ask(Render(self._sources, self._special_tokens))
@@ -255,6 +254,17 @@ class BoundedTemplate:
             raise ConfigError(
                 f"the chat template cannot be used: {error.message}", param="chat_template"
             ) from error
+
+    def knows_tools(self) -> bool:
+        """Whether one of the model's templates shows tools."""
+        return shows_tools(self.source)
+
+    def shows_tools(self, name: str | None) -> bool:
+        """Whether the template does that a request with tools names; None: that it gets. A name may be a template's text."""
+        if name is not None and is_source(name):
+            return shows_tools(name)
+        sources = dict(self._sources)
+        return shows_tools(sources.get(name or "tool_use") or sources.get("default") or self.source)
 
     def render(
         self,
@@ -270,7 +280,6 @@ class BoundedTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "tool_prompt": self._tool_prompt,
             **self._defaults,
             **kwargs,
         }

@@ -206,7 +206,6 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
     from sgla.hub.demo import MODELS
     from sgla.hub.fetch import resolve_tokenizer
     from sgla.text.process import BoundedTemplate
-    from sgla.text.tools.families import written_as_told
 
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
     check_ids(source)
@@ -225,10 +224,23 @@ def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTe
         template = read_template(Path(config.chat_template).expanduser())
     if not template:
         return tokenizer, None
-    tool_prompt = written_as_told(config.tool_call_parser)
-    return tokenizer, BoundedTemplate(
-        template, tokenizer.special_tokens, tool_prompt, config.default_chat_template_kwargs
-    )
+    bounded = BoundedTemplate(template, tokenizer.special_tokens, config.default_chat_template_kwargs)
+    check_tools(bounded, config)
+    return tokenizer, bounded
+
+
+def check_tools(template: BoundedTemplate, config: Config) -> None:
+    """Raise ConfigError for a parser of calls that nobody tells the model to write."""
+    from sgla.text.tools.families import BY_NAME, written_as_told
+
+    name = config.tool_call_parser
+    family = BY_NAME.get(name) if name is not None else None  # None, too: no parser
+    if family is not None and not template.knows_tools() and not written_as_told(family):
+        raise ConfigError(
+            f"--tool-call-parser {name}: the model's chat template shows no tools, so that this server tells the model of them, "
+            "and how to write calls as the parser hermes reads them; leave the flag out, or give a --chat-template that shows tools",
+            param="tool_call_parser",
+        )
 
 
 def check_ids(source: ModelSource) -> None:

@@ -71,6 +71,9 @@ class FakeTemplate:
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return text + ("<assistant>" if add_generation_prompt else "")
 
+    def shows_tools(self, name: str | None) -> bool:
+        return name != "{# silent of calls #}"
+
 
 class FakeIngress:
     """``pace`` is the seconds between events; with ``manual`` the test calls ``emit`` itself."""

@@ -10,6 +10,7 @@ import torch
 from http_site import Site
 from vector_models import serving, write_model
 
+from sgla import LLM, BeamSearchParams
 from sgla.engine import Engine
 from sgla.errors import ContextTooLong, InvalidField
 
@@ -114,6 +115,41 @@ def test_the_engine_finds_the_same_beams(model: tuple[Path, Any]) -> None:
             engine.beam_search(PROMPTS[0], 11)
         with pytest.raises(ContextTooLong):
             engine.beam_search(PROMPTS[0], 2, 1000)
+
+
+async def test_llm_finds_what_the_server_finds(model: tuple[Path, Any]) -> None:
+    folder, _ = model
+    async with serving(folder) as (site, _):
+        asked: dict[str, Any] = {"max_tokens": 12, "n": 4, "length_penalty": 0.5, "logprobs": 2}
+        expected = [await search(site, prompt, **asked) for prompt in PROMPTS]
+    fixed: dict[str, Any] = {"executor": "inline", "native_kernels": False, "kv_cache_bytes": 1 << 20}
+    with LLM(str(folder), device="cpu", dtype="float32", threads=1, **fixed) as llm:
+        whole = BeamSearchParams(
+            beam_width=4, max_tokens=12, length_penalty=0.5, include_stop_str_in_output=True
+        )
+        found = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], whole)
+        cut = BeamSearchParams(beam_width=4, max_tokens=12, length_penalty=0.5)
+        shorter = llm.beam_search(PROMPTS, cut, concurrency_limit=1)
+        with pytest.raises(InvalidField, match="width"):
+            llm.beam_search(PROMPTS, BeamSearchParams(beam_width=11, max_tokens=3))
+    ends = 0
+    for prompt, choices, output, short in zip(PROMPTS, expected, found, shorter, strict=True):
+        for choice, one, less in zip(choices, output.sequences, short.sequences, strict=True):
+            assert one.tokens == prompt + choice["token_ids"]
+            assert one.finish_reason == choice["finish_reason"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            assert one.cum_logprob == pytest.approx(sum(logprobs), abs=1e-4)
+            assert [entry[token].logprob for entry, token in zip(one.logprobs, choice["token_ids"])] == (
+                pytest.approx(logprobs, abs=1e-4)
+            )
+            assert all(len(entry) >= 8 for entry in one.logprobs)
+            ended = one.finish_reason == "stop"
+            assert (less.tokens, one.stop_reason) == (
+                one.tokens[:-1] if ended else one.tokens,
+                SEP if ended else None,
+            )
+            ends += ended
+    assert ends
 
 
 async def test_a_chat_has_beams(model: tuple[Path, Any], tmp_path: Path) -> None:

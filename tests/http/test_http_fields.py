@@ -323,13 +323,24 @@ async def test_allowed_tools_that_cannot_be_enforced_are_refused(serve: Serve) -
     assert status == 200
 
 
-@pytest.mark.parametrize("choice", [some("auto"), some("maybe", "weather"), {"type": "allowed_tools"}])
-async def test_wrong_allowed_tools_are_refused(serve: Serve, choice: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (some("auto"), "needs a mode"),
+        (some("maybe", "weather"), "needs a mode"),
+        ({"type": "allowed_tools"}, "needs a mode"),
+        (some("auto", "weather", "wether"), "'wether', which is not among the tools"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}, "name"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": ["weather"]}, "list of tools"),
+    ],
+)
+async def test_wrong_allowed_tools_are_refused(serve: Serve, choice: dict[str, Any], words: str) -> None:
     site = await serve(ScriptedIngress(CALL, QWEN))
     status, reply = await site.post(
         "/v1/chat/completions", {"messages": USER, "tools": TOOLS, "tool_choice": choice}
     )
     assert (status, reply["error"]["param"]) == (400, "tool_choice")
+    assert words in reply["error"]["message"]
 
 
 def test_a_choice_without_tokens_is_the_worst() -> None:

@@ -314,6 +314,22 @@ async def test_tools_whose_calls_could_not_be_read(serve: Serve, source: str, se
     assert (await ask(site, tool_choice="none")).choices[0].message.content == "hi"
 
 
+async def test_tools_that_a_template_does_not_show_are_told_where_calls_are_read_as_told(
+    serve: Serve,
+) -> None:
+    trusting: dict[str, Any] = {"trust_request_chat_template": True}
+    silent = {"extra_body": {"chat_template": "{# silent of calls #}"}}
+    site = await serve(Writer("hi", source=QWEN), **trusting)
+    assert (await ask(site, **silent)).choices[0].message.content == "hi"
+    site = await serve(Writer("hi", source="[TOOL_CALLS]{{ tools }}"), **trusting)
+    assert (await ask(site)).choices[0].message.content == "hi"
+    assert (await ask(site, tool_choice="none", **silent)).choices[0].message.content == "hi"
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError, match="shows no tools") as caught:
+            await ask(site, tool_choice=choice, **silent)
+        assert caught.value.param == "tools"
+
+
 async def test_calls_are_text_when_none_are_wanted(serve: Serve) -> None:
     message = await both(serve, lambda: Writer(CALL), tool_choice="none")
     assert (message["content"], message["tool_calls"], message["finish"]) == (CALL, [], "stop")
@@ -411,8 +427,8 @@ async def test_strict_tools_constrain_calls_where_grammars_can(serve: Serve) -> 
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ({"type": "function", "function": {"name": "other"}}, "asks for a tool that tools does not have"),
-        ({"type": "function"}, "asks for a tool that tools does not have"),
+        ({"type": "function", "function": {"name": "other"}}, "'other', which is not among the tools"),
+        ({"type": "function"}, "must give each function's name"),
         ({"type": "allowed_tools"}, "allowed_tools needs a mode"),
         ("sometimes", "other than none, auto, required, a function or allowed_tools"),
     ],

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 from http_site import Serve, Site
 
+from sgla.http.native.generate import SCHEMA as GENERATE
 from sgla.http.openai.functions import modern_messages
-from sgla.http.request.schema import MAX_CHOICES, MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from sgla.http.request.schema import (
+    MAX_CHOICES,
+    MAX_FIELDS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    REWRITTEN,
+)
 from sgla.text import reranking
 from sgla.text.template import _parsed_call
 
@@ -81,9 +89,34 @@ async def test_floats_as_integers_in_large_bodies(site: Site) -> None:
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 3.0, "temperature": 0.0}}
     assert (await site.post(NATIVE, body))[0] == 400  # too long for the context, not for the fields
     assert site.ingress.jobs[0].sampling.max_tokens == 3
-    status, reply = await site.post(NATIVE, {"input_ids": [5.0] * 50_000})
-    assert status == 400
-    assert "expected int" in reply["error"]["message"]
+    for many in ([5.0, -0.0, 6] * 20_000, [[5.0] * 3_000, [6.0] * 30_000]):
+        assert (await site.post(NATIVE, {"input_ids": many}))[0] == 400
+        wanted = many[0] if isinstance(many[0], list) else many
+        assert site.ingress.jobs[-1 if wanted is many else -2].token_ids == wanted
+    for wrong in ({"input_ids": [5.5] * 50_000}, {"sampling_params": [{"max_new_tokens": 3.0}] * 4000}):
+        status, reply = await site.post(NATIVE, {"text": "x", **wrong})
+        assert status == 400
+        assert "got float; a body of this size" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"a": 1.0},
+        {"a": [1.0, 2, {"b": 3.0}], "c": "4.0", "d": 1e1},
+        {"temperature": 1e300, "n": 2.0},
+        {"ids": [1.0, 2.5, -7.0, 0.0, 10.0, 1.05, 1e300] * 10_000, "n": 2.0},
+        {"ids": [1.0] * 20_000, "more": [[1.0, None, True], [20.0]] * 10_000, "texts": ["1.0, 2.0"] * 10_000},
+    ],
+)
+def test_a_body_with_integers_says_the_same(body: dict[str, Any]) -> None:
+    for indent in (None, 1):
+        pieces = list(GENERATE.rewritten(json.dumps(body, indent=indent).encode()))
+        result = json.loads(b"".join(pieces))
+        assert result == body
+        assert not any(type(each) is float and each.is_integer() for each in result.get("ids", ())[:6])
+        assert max(map(len, pieces)) < 1.1 * REWRITTEN or "texts" in body
 
 
 async def test_ids_that_are_none(serve: Serve) -> None:

@@ -354,9 +354,24 @@ def test_allowed_tools() -> None:
     assert chat.tool_choice == "required"
 
 
-def test_wrong_choices_of_tools_are_named() -> None:
-    with pytest.raises(BadRequest, match="tool_choice"):
-        translated(tool_choice={"type": "file_search"})
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"type": "file_search"}, "tool_choice must be"),
+        ({"type": "allowed_tools", "mode": "auto"}, "a list of tools"),
+        ({"type": "allowed_tools", "tools": [{"type": "function", "name": "a"}]}, "needs a mode"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}, "each function's name"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "a"}, {"name": "c"}]},
+            "'c', which is not among the tools",
+        ),
+    ],
+)
+def test_wrong_choices_of_tools_are_named(choice: dict[str, Any], words: str) -> None:
+    tools = [{"type": "function", "name": "a", "parameters": {}}]
+    with pytest.raises(BadRequest, match="tool_choice") as caught:
+        translated(tools=tools, tool_choice=choice)
+    assert words in caught.value.message
 
 
 # the answer's items ---------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import sgla
 from sgla import LLM, Engine, SamplingParams, StructuredOutputsParams, messages
 from sgla.engine.params import resolved
 from sgla.errors import ConfigError, InvalidField, UnsupportedField
+from sgla.http.request.grammar import structured_outputs
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,23 @@ def test_structured_outputs_become_a_grammar() -> None:
     grammar = resolved(SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))).grammar
     assert grammar is not None
     assert (grammar.kind, grammar.text) == ("choice", '["a","b"]')
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"disable_any_whitespace": True},
+        {"disable_any_whitespace": False},
+        {"whitespace_pattern": " ?", "disable_any_whitespace": False},
+        {"disable_additional_properties": True},
+        {"disable_additional_properties": False},
+    ],
+)
+def test_options_of_structured_outputs_mean_what_they_mean_to_the_server(options: dict[str, Any]) -> None:
+    asked = {"json": {"type": "object"}, **options}
+    given = resolved(SamplingParams(structured_outputs=StructuredOutputsParams(**asked))).grammar
+    assert given == structured_outputs("structured_outputs", asked)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +157,9 @@ def test_the_package_offers_both_and_loads_no_torch() -> None:
     script = "import sys, sgla; sgla.LLM, sgla.Engine, sgla.SamplingParams; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-    assert {"LLM", "Engine", "SamplingParams", "StructuredOutputsParams"} <= set(sgla.__all__)
+    assert {"LLM", "BeamSearchParams", "Engine", "SamplingParams", "StructuredOutputsParams"} <= set(
+        sgla.__all__
+    )
 
 
 # Engine --------------------------------------------------------------------------------------------------------------

@@ -127,6 +127,18 @@ def test_texts_are_parsed_as_here() -> None:
     ]
 
 
+def test_which_template_shows_tools() -> None:
+    named = BoundedTemplate({"default": PLAIN, "tool_use": "{{ tools }}", "rag": "{{ documents }}"})
+    assert named.knows_tools()
+    sent = ("{{ messages }}", "{{ messages }}{{ tools }}")
+    assert [named.shows_tools(name) for name in (None, "tool_use", "rag", "default", *sent)] == [
+        *(True, True, False, False),
+        *(False, True),
+    ]
+    assert not BoundedTemplate(PLAIN).knows_tools()
+    assert not BoundedTemplate(PLAIN).shows_tools(None)
+
+
 def test_variables_have_defaults() -> None:
     template = BoundedTemplate("{{ mood }}, {{ depth }}", defaults={"mood": "calm", "depth": 1})
     assert template.render([]) == "calm, 1"

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import tiny_tokenizers as tiny
 
+from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.text.tokenizer import Tokenizer, load_tokenizer, read_template
+from sgla.text.process import BoundedTemplate
+from sgla.text.tokenizer import Tokenizer, check_tools, load_tokenizer, read_template
 
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -111,6 +113,15 @@ def test_template_files_come_before_the_config(tmp_path: Path) -> None:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("E")
     assert load_tokenizer(folder).chat_template == {"default": "D", "tool_use": "E"}
+
+
+def test_a_parser_of_calls_that_nobody_tells_the_model_to_write() -> None:
+    silent, showing = BoundedTemplate("{{ messages }}"), BoundedTemplate("{{ messages }}{{ tools }}")
+    with pytest.raises(ConfigError, match="--tool-call-parser mistral: .* shows no tools"):
+        check_tools(silent, Config(model="x", tool_call_parser="mistral"))
+    check_tools(showing, Config(model="x", tool_call_parser="mistral"))
+    for parser in ("qwen25", "none", None):
+        check_tools(silent, Config(model="x", tool_call_parser=parser))
 
 
 def test_template_of_the_command_line(tmp_path: Path) -> None:

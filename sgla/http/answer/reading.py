@@ -16,10 +16,11 @@ from sgla.http.request.sampling import BUDGETS
 from sgla.http.request.schema import ChatRequest, SamplingFields, ThinkingSwitch, unsupported
 from sgla.http.server import Server
 from sgla.messages import Event, Grammar, SamplingParams, Thinking
+from sgla.text.process import BoundedTemplate
 from sgla.text.reasoning.harmony import FINAL
 from sgla.text.reasoning.think import Think
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
-from sgla.text.tools.families import Dialect, choose
+from sgla.text.tools.families import Dialect, choose, written_as_told
 from sgla.text.tools.parser import OutputParser
 from sgla.text.tools.writing import arguments, grammar_of, text_input
 
@@ -45,6 +46,8 @@ class Reading:
                 " with this model, unless tool_choice is 'none': its chat template has no tool calls that are known; "
                 "the server's --tool-call-parser names a format",
             )
+        if self.tools is not None and not written_as_told(dialect.tools):
+            check_shown(server.ingress.template, fields)
         self.separate = fields.separate_reasoning is not False
         self.calls_only = self._choice.forced and self.separate
         self.active = self.tools is not None or (self.separate and self.dialect.reasoning is not None)
@@ -177,6 +180,16 @@ def schema_of(grammar: Grammar) -> dict[str, Any] | None:
     except msgspec.DecodeError:  # refused when it is compiled
         return None
     return schema if isinstance(schema, dict) else None
+
+
+def check_shown(template: BoundedTemplate | None, fields: ChatRequest) -> None:
+    """Raise UnsupportedField if the template shows no tools, so that the model is told to write calls in another form than is read."""
+    if template is not None and not template.shows_tools(fields.chat_template):
+        raise unsupported(
+            "tools",
+            " with this chat template: it shows no tools, and the calls of this model are not read in the form that models are told of "
+            "instead; the server's --tool-call-parser hermes does that",
+        )
 
 
 def tagged(spec: dict[str, Any], like: Grammar) -> Grammar:

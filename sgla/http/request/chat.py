@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Container, Iterable, Sized
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
@@ -115,32 +115,47 @@ def chosen_tools(fields: ChatRequest) -> Chosen:
     if isinstance(choice, dict) and choice.get("type") == "function":
         names, once = [choice], True
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names, forced = allowed(choice)
+        names, forced = allowed_references(choice)
     elif choice != "required":
         raise unsupported("tool_choice", " other than none, auto, required, a function or allowed_tools")
     called = tools if names is None else with_names(tools, names)
     if not called:
-        raise InvalidField("tool_choice asks for a tool that tools does not have", param="tool_choice")
+        raise InvalidField("tool_choice asks for a call, but there are no tools", param="tool_choice")
     return Chosen(called, forced, once, fewer=len(called) < len(tools))
 
 
-def allowed(choice: dict[str, Any]) -> tuple[list[Any], bool]:
-    """The references of ``allowed_tools``, and whether one of them must be called."""
+def allowed_references(choice: dict[str, Any]) -> tuple[list[Message], bool]:
+    """The references of ``allowed_tools``, and whether one of them must be called. Raises InvalidField."""
     inner = choice.get("allowed_tools", choice)
     mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
-    if mode not in ("auto", "required") or not isinstance(tools, list):
+    listed = tools if isinstance(tools, list) else []
+    references = [each for each in listed if isinstance(each, dict)]
+    if mode not in ("auto", "required") or not references or len(references) < len(listed):
         raise InvalidField(
-            "tool_choice: allowed_tools needs a mode (auto or required) and tools", param="tool_choice"
+            "tool_choice: allowed_tools needs a mode (auto or required) and a list of tools",
+            param="tool_choice",
         )
-    return tools, mode == "required"
+    check_count("tool_choice", references, MAX_TOOLS)
+    return references, mode == "required"
 
 
-def with_names(tools: list[Message], references: list[Any]) -> list[Message]:
-    """Those of ``tools`` that ``references`` name."""
-    functions = [each.get("function") for each in references if isinstance(each, dict)]
-    given = (function.get("name") for function in functions if isinstance(function, dict))
-    names = {name for name in given if isinstance(name, str)}
+def with_names(tools: list[Message], references: list[Message]) -> list[Message]:
+    """Those of ``tools`` that ``references`` name. Raises InvalidField for a reference to none of them."""
+    functions = [reference.get("function") for reference in references]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+    check_named(names, {tool["function"]["name"] for tool in tools})
     return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def check_named(names: Iterable[Any], known: Container[str]) -> None:
+    """Raise InvalidField for the first of the ``names`` in a tool_choice that no tool has."""
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidField("tool_choice must give each function's name", param="tool_choice")
+        if name not in known:
+            raise InvalidField(
+                f"tool_choice names {name[:200]!r}, which is not among the tools", param="tool_choice"
+            )
 
 
 def check_tool_list(tools: list[dict[str, Any]] | None) -> None:

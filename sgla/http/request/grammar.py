@@ -12,7 +12,7 @@ from sgla import census
 from sgla.errors import InvalidField
 from sgla.grammar.schema import FORMATS
 from sgla.http.request.schema import SamplingFields, unsupported
-from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar
+from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 
 # Fields that name one grammar each -> kind.
 PLAIN = {
@@ -124,8 +124,8 @@ def structured_outputs(name: str, asked: Any) -> Grammar | None:
         raise InvalidField(f"{name}: {' and '.join(kinds)} exclude each other", param=name)
     if not kinds:
         return None
-    no_space, closed = asked.get("disable_any_whitespace"), asked.get("disable_additional_properties")
-    space = "" if no_space else asked.get("whitespace_pattern") or (None if no_space is None else "free")
+    closed = asked.get("disable_additional_properties")
+    space = whitespace_of(asked.get("disable_any_whitespace"), asked.get("whitespace_pattern"))
     if not isinstance(space, (str, type(None))):
         raise InvalidField(f"{name}.whitespace_pattern must be a string", param=name)
     grammar = make(STRUCTURED_OUTPUTS[kinds[0]], asked[kinds[0]], name, space)

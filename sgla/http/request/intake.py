@@ -52,9 +52,11 @@ async def _counted(request: web.Request, schema: Schema[R], body: bytes, share: 
     fields = schema.strict(body)
     await others(body)
     if fields is None:
-        integers = schema.rewritten(body)
-        await others(body)
-        fields = schema.strict(integers, last=True)
+        pieces = []
+        for piece in schema.rewritten(body):
+            pieces.append(piece)
+            await others(body)
+        fields = schema.strict(b"".join(pieces), last=True)
         assert fields is not None
         await others(body)
     request[IGNORED_FIELDS] = schema.ignored(body)

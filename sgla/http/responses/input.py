@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.chat import check_parts, unsupported_tool
+from sgla.http.request.chat import allowed_references, check_named, check_parts, unsupported_tool
 from sgla.http.request.schema import (
     MAX_TOOLS,
     ChatRequest,
@@ -153,14 +153,15 @@ def response_format(form: dict[str, Any]) -> dict[str, Any]:
 def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
     """The tools, and which of them the model may or must call. Raises UnsupportedField for those that a server would run."""
     choice = fields.tool_choice
-    allowed: set[str] | None = None
+    allowed: set[str | None] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        allowed = {flat_name(tool) for tool in tools or [] if isinstance(tool, dict)}
-        choice = choice.get("mode", "auto")
+        references, required = allowed_references(choice)
+        allowed = {flat_name(each) if isinstance(each.get("name"), str) else None for each in references}
+        choice = "required" if required else "auto"
     named = named_tools(fields)
     tools = [function for _, function in named.values()]
     if allowed is not None:
+        check_named(allowed, {*named, *(of.namespace for of, _ in named.values() if of.namespace)})
         tools = [tool for flat, (of, tool) in named.items() if allowed & {flat, of.namespace}]
     if choice is None:
         return {"tools": tools or None}

@@ -445,9 +445,9 @@ def shows(template: str, spec: Think) -> bool:
     return spec.close in template or spec.open in template
 
 
-def written_as_told(tool_parser: str | None) -> bool:
-    """Whether calls in the words of ``generic.py`` are what the parser reads; None stands for the one that the template calls for."""
-    return tool_parser is None or (tool_parser in BY_NAME and BY_NAME[tool_parser].tools is HERMES)
+def written_as_told(family: Family | None) -> bool:
+    """Whether it reads calls in the words of ``generic.py``."""
+    return family is not None and family.tools is HERMES
 
 
 def named(name: str, flag: str) -> Family | None:
