@@ -93,7 +93,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if not allowed or "*" in allowed:
         headers["Access-Control-Allow-Origin"] = "*"
     else:
-        headers["Vary"] = "Origin"
+        headers["Vary"] = ", ".join(filter(None, (headers.get("Vary"), "Origin")))
         if origin in allowed:
             headers["Access-Control-Allow-Origin"] = origin
     headers["Access-Control-Expose-Headers"] = EXPOSED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from sgla.http.page import assets
 TEMPLATE = "{% for t in tools %}<tool_call>{{ t }}</tool_call>{% endfor %}{{ messages }}<think></think>"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+FONT = next(name for name in assets() if name.endswith(".woff2")).removeprefix("vendor/fonts/")
 
 browser = pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium")
 
@@ -51,6 +54,23 @@ async def test_files_of_the_page(serve: Serve) -> None:
     for name in ("none.js", "__init__.py", "../app.py", "vendor/%2e%2e/__init__.py", "vendor"):
         async with site.http.get(f"/page/{name}") as response:
             assert response.status in (401, 404)
+    for name, kind in (("main.js", "gzip"), ("page.css", "gzip"), ("vendor/fonts/" + FONT, None)):
+        for wish, packed in (("br, gzip;q=0.5", kind), ("gzip;q=0, br", None), ("identity", None)):
+            headers = {"Accept-Encoding": wish}
+            async with site.http.get(f"/page/{name}", headers=headers, auto_decompress=False) as response:
+                body = await response.read()
+                found = response.headers
+            assert (found.get("Content-Encoding"), found["Vary"]) == (packed, "Accept-Encoding")
+            assert found["ETag"] == f'W/"{assets()[name][1]}"'
+            assert (gzip.decompress(body) if packed else body) == assets()[name][0]
+            headers["If-None-Match"] = found["ETag"]
+            async with site.http.get(f"/page/{name}", headers=headers) as response:
+                assert response.status == 304
+    for path, place in (("/docs/", "../docs"), ("/docs//", "../../docs")):
+        async with site.http.get(path, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (308, place)
+        async with site.http.get(path) as response:
+            assert (response.status, response.url.path) == (200, "/docs")
     notice = assets()["vendor/NOTICE.txt"][0].decode()
     shipped = {name.removeprefix("vendor/") for name in assets() if re.fullmatch(r"vendor/[^/]+\.js", name)}
     assert shipped == set(re.findall(r"^\S+\.js", notice, re.M))
@@ -204,6 +224,79 @@ async def test_edit_retry_branch_and_what_is_kept(serve: Serve, tmp_path: Path) 
         await tab.until(f"{SHOWN}.join() === 'Count,one,Go on,two'")
         await press_button(tab, "Delete", at=0)
         await tab.until(f"{chats} === 1")
+        assert not tab.problems
+
+
+@browser
+async def test_what_has_come_of_an_answer_outlives_the_page(serve: Serve, tmp_path: Path) -> None:
+    ingress = ScriptedIngress("word " * 4000, TEMPLATE, cut=10)
+    ingress.pace = 0.02
+    site = await serve(ingress)
+    part = f"(async () => (await {STORED})[0]?.nodes.at(-1).message.content ?? '')()"
+    async with chromium.browsing(tmp_path, site.url) as tab:
+        await tab.until(UP)
+        await ask(tab, "Count")
+        await tab.until(f"{part}.then((text) => text.startsWith('word word'))")
+        await tab.call("Page.reload")
+        await tab.until(
+            "document.readyState === 'complete' && !!document.querySelector('#kept-chats .title')"
+        )
+        await tab.js("document.querySelector('#kept-chats .title').click()")
+        await tab.until("document.querySelectorAll('article').length === 2")
+        assert (await tab.js(SHOWN))[1].startswith("word word")
+        assert "not complete" in await tab.js("document.querySelector('article.assistant .foot').innerText")
+        ingress.script, ingress.pace = "done", 0.0
+        await press_button(tab, "Retry")
+        await tab.until(f"{SHOWN}.join() === 'Count,done'")
+        assert await tab.js("document.querySelector('.version').innerText") == "2 of 2"
+        ingress.script, ingress.pace = "word " * 4000, 0.02
+        await ask(tab, "More")
+        await tab.until(f"{part}.then((text) => text.startsWith('word word'))")
+        await tab.js("window.confirm = () => true")
+        await press_button(tab, "Delete", at=0)
+        await tab.until("!document.getElementById('no-chats').hidden")
+        await asyncio.sleep(1.2)  # longer than a part waits to be kept
+        assert await tab.js(f"(async () => (await {STORED}).length)()") == 0
+        assert not tab.problems
+
+
+@browser
+async def test_exported_chats_come_back(serve: Serve, tmp_path: Path) -> None:
+    site = await serve(ScriptedIngress("one", TEMPLATE))
+    files = {
+        "chat.json": "",
+        "words.json": "no JSON",
+        "other.json": '{"a": 1}',
+        "cycle.json": '{"nodes": [{"parent": -1, "chosen": 1}, {"parent": 1, "message": {"role": "user", "content": "x"}}]}',
+        "number.json": '{"nodes": [{"parent": -1}, {"parent": 0, "message": {"role": "user", "content": 5}}]}',
+        "call.json": '{"nodes": [{"parent": -1}, {"parent": 0, "message": '
+        '{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}}]}',
+    }
+    async with chromium.browsing(tmp_path / "profile", site.url) as tab:
+        await tab.until(UP)
+        await ask(tab, "Count")
+        await tab.until(answers(1))
+        await press_button(tab, "Retry")
+        await tab.until("document.querySelector('.version')?.innerText === '2 of 2'")
+        files["chat.json"] = await tab.js(f"(async () => JSON.stringify((await {STORED})[0]))()")
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        await tab.call("Runtime.evaluate", expression="window.confirm = () => true")
+        await press_button(tab, "Delete", at=0)
+        await tab.until("document.querySelectorAll('article').length === 0")
+        found = await tab.call("Runtime.evaluate", expression="document.getElementById('files')")
+        chosen = [str(tmp_path / name) for name in files]
+        await tab.call("DOM.setFileInputFiles", files=chosen, objectId=found["result"]["objectId"])
+        await tab.until(f"{SHOWN}.join() === 'Count,one'")
+        assert await tab.js("document.querySelector('.version').innerText") == "2 of 2"
+        assert await tab.js("document.querySelectorAll('#kept-chats li').length") == 1
+        refused = await field(tab, "refused", "innerText")
+        for name in files:
+            assert (name in refused) == (name != "chat.json")
+        assert "words.json was not imported: it is not valid JSON" in refused
+        assert "cycle.json was not imported: message 0 of it is damaged" in refused
+        await ask(tab, "More")
+        await tab.until(answers(2))
         assert not tab.problems
 
 

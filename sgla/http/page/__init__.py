@@ -5,8 +5,11 @@ No build step, and nothing from elsewhere: other people's libraries are in vendo
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import gzip
 import hashlib
+import threading
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -22,6 +25,7 @@ TYPES = {
     ".woff2": "font/woff2",
     ".txt": "text/plain",
 }
+PACKED = (".woff2",)  # compressed by themselves
 VENDOR_AGE = 24 * 3600  # seconds for which a browser need not ask again for a library
 POLICY = {
     "default-src": "'none'",
@@ -56,24 +60,41 @@ def assets() -> dict[str, tuple[bytes, str]]:
     return found
 
 
+_packing = threading.Lock()
+
+
+@functools.cache
+def _packed(name: str) -> bytes:
+    return gzip.compress(assets()[name][0], mtime=0)
+
+
+def packed(name: str) -> bytes:
+    """The file compressed by gzip, once in the life of the process, which takes up to 50 ms. Blocks; safe in any thread."""
+    with _packing:
+        return _packed(name)
+
+
 def suffix(name: str) -> str:
     return name[name.rfind(".") :]
 
 
 async def page(request: web.Request) -> web.Response:
-    return answer(request, "index.html", CHAT_POLICY)
+    return await answer(request, "index.html", CHAT_POLICY)
 
 
 async def reference(request: web.Request) -> web.Response:
-    return answer(request, "reference.html", REFERENCE_POLICY)
+    slashes = len(request.path) - len(request.path.rstrip("/"))
+    if slashes:  # the page names its files from where it should be
+        return web.Response(status=308, headers={"Location": "../" * slashes + "docs"})
+    return await answer(request, "reference.html", REFERENCE_POLICY)
 
 
 async def asset(request: web.Request) -> web.Response:
-    return answer(request, request[PATH_ID], POLICY)
+    return await answer(request, request[PATH_ID], POLICY)
 
 
-def answer(request: web.Request, name: str, policy: dict[str, str]) -> web.Response:
-    """The file, or 304 if the browser has it. Raises NotFound."""
+async def answer(request: web.Request, name: str, policy: dict[str, str]) -> web.Response:
+    """The file, compressed for browsers that take that, or 304 for one that has it. Raises NotFound."""
     if name not in assets():
         raise NotFound(f"the page has no file {name[:200]}")
     content, etag = assets()[name]
@@ -83,8 +104,22 @@ def answer(request: web.Request, name: str, policy: dict[str, str]) -> web.Respo
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": age,
-        "ETag": f'"{etag}"',
+        "ETag": f'W/"{etag}"',  # of the file, compressed or not
+        "Vary": "Accept-Encoding",
     }
     if any(known.value in (etag, "*") for known in request.if_none_match or ()):
         return web.Response(status=304, headers=headers)
+    if suffix(name) not in PACKED and takes_gzip(request):
+        headers["Content-Encoding"] = "gzip"
+        content = await asyncio.to_thread(packed, name)
     return web.Response(body=content, content_type=TYPES[suffix(name)], charset="utf-8", headers=headers)
+
+
+def takes_gzip(request: web.Request) -> bool:
+    """RFC 9110, 12.5.3, but for ``*``, which browsers do not send."""
+    wishes = (wish.partition(";") for wish in request.headers.get("Accept-Encoding", "").split(","))
+    refused = ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return any(
+        name.strip().lower() in ("gzip", "x-gzip") and weight.strip() not in refused
+        for name, _, weight in wishes
+    )

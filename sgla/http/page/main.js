@@ -3,7 +3,7 @@ import { call, useKey } from "./client.js";
 import { $, button, copyBy, download, make } from "./dom.js";
 import { watch } from "./live.js";
 import { tell } from "./settings.js";
-import { Conversation, load, remove, save } from "./store.js";
+import { Conversation, imported, load, remove, save } from "./store.js";
 import { ask, conversation, listen, open, running } from "./talk.js";
 
 const GONE = "The server does not answer. Your conversations stay in this browser; the page tries again every second.";
@@ -105,6 +105,23 @@ function fresh() {
 const file = () => conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 50) || "chat";
 $("as-json").onclick = () => download(`${file()}.json`, "application/json", JSON.stringify(conversation, null, 2));
 $("as-markdown").onclick = () => download(`${file()}.md`, "text/markdown", conversation.markdown());
+
+async function take() {
+  const refused = [];
+  let latest = null;
+  for (const chosen of $("files").files) {
+    try {
+      await save(latest = imported(await chosen.text()));
+    } catch (error) { refused.push(`${chosen.name} was not imported: ${error.message}.`); }
+  }
+  $("files").value = ""; // so that the same file may be chosen again
+  $("refused").textContent = refused.join(" ");
+  $("refused").hidden = !refused.length;
+  if (latest) { open(latest); list(); }
+}
+
+$("import").onclick = () => $("files").click();
+$("files").onchange = take;
 
 // --- controls
 

@@ -54,6 +54,13 @@ export class Conversation {
     return index;
   }
 
+  // A copy with one more node; the messages are shared.
+  with(parent, node) {
+    const made = new Conversation({ ...this, nodes: this.nodes.map((each) => ({ ...each })) });
+    made.add(parent, node);
+    return made;
+  }
+
   siblings(index) {
     const { parent } = this.nodes[index];
     return [...this.nodes.keys()].filter((other) => this.nodes[other].parent === parent);
@@ -86,4 +93,32 @@ export class Conversation {
     const system = this.system && `## System\n\n${this.system}`;
     return `${[`# ${this.title}`, system, ...parts].filter(Boolean).join("\n\n")}\n`;
   }
+}
+
+// --- import
+
+const ROLES = ["user", "assistant", "tool"];
+const isText = (value) => value === undefined || typeof value === "string";
+const isCall = (call) => isText(call?.id) && typeof call?.function?.name === "string" && typeof call.function.arguments === "string";
+const areCalls = (calls) => calls === undefined || (Array.isArray(calls) && calls.length > 0 && calls.every(isCall));
+
+function isMessage({ role, content, tool_calls, tool_call_id } = {}) {
+  return ROLES.includes(role) && typeof content === "string" && areCalls(tool_calls) && isText(tool_call_id);
+}
+
+function isNode(node, at, nodes) {
+  const { parent, chosen, message, reasoning, model, note } = node ?? {};
+  const placed = at === 0 ? parent === -1 : Number.isInteger(parent) && parent >= 0 && parent < at && isMessage(message ?? {});
+  return placed && [reasoning, model, note].every(isText) && (chosen === undefined || (Number.isInteger(chosen) && nodes[chosen]?.parent === at));
+}
+
+// A conversation of its own from what the export as JSON wrote. Throws an Error that says what is wrong.
+export function imported(source) {
+  let plain;
+  try { plain = JSON.parse(source); } catch (error) { throw new Error(`it is not valid JSON: ${error.message}`); }
+  const { title, system, nodes } = plain ?? {};
+  if (!isText(title) || !isText(system) || !Array.isArray(nodes) || !nodes.length) throw new Error("it is not a chat that this page exported");
+  const wrong = nodes.findIndex((node, at) => !isNode(node, at, nodes));
+  if (wrong >= 0) throw new Error(`message ${wrong} of it is damaged`);
+  return new Conversation({ title, system, nodes });
 }

@@ -7,6 +7,7 @@ import { fields } from "./settings.js";
 import { Conversation, save } from "./store.js";
 
 const ENDS = { stopped: "ended by you", length: "ended by max_tokens", repetition: "ended because it repeated itself" };
+const KEEP = 1000; // milliseconds between two times that what has come of an answer is kept
 const SHARE = 8; // an answer is drawn again after this many times what drawing it took
 
 export let conversation = new Conversation();
@@ -176,6 +177,7 @@ class Answer {
       this.reasoning += thinking;
       for (const part of delta.tool_calls ?? []) this.takeCall(part);
     }
+    this.keeping ??= setTimeout(() => this.keepPart(), KEEP);
     this.due ??= setTimeout(() => requestAnimationFrame(() => { this.due = undefined; if (running === this) this.show(); }), this.rest ?? 0);
   }
 
@@ -218,6 +220,19 @@ class Answer {
     return parts.join(" · ");
   }
 
+  node(note, calls) {
+    const message = { role: "assistant", content: this.content, ...(calls.length ? { tool_calls: calls } : {}) };
+    return { message, reasoning: this.reasoning, model: this.model, note };
+  }
+
+  // Keep the text that has come so far, for a page that is closed before the end.
+  keepPart() {
+    clearTimeout(this.keeping);
+    this.keeping = undefined;
+    if (running === this && !this.unwanted && this.content)
+      save(this.conversation.with(this.parent, this.node("not complete: the page was closed", []))).catch(() => {});
+  }
+
   // Nobody wants it any more: what has come is thrown away.
   abandon() {
     this.unwanted = true;
@@ -234,8 +249,7 @@ class Answer {
     const note = this.note(stopped ? "stopped" : this.finish);
     let at = 0;
     if (this.content || this.calls.length) {
-      const message = { role: "assistant", content: this.content, ...(this.calls.length ? { tool_calls: this.calls } : {}) };
-      at = this.conversation.add(this.parent, { message, reasoning: this.reasoning, model: this.model, note });
+      at = this.conversation.add(this.parent, this.node(note, this.calls));
       this.view.boxes = this.boxes;
       if (this.calls.length && !error && shown) askResults(this.view, at);
     }
@@ -254,6 +268,8 @@ function busy(now) {
   $("stop").hidden = running === null;
   for (const control of document.querySelectorAll(".act")) control.disabled = running !== null;
 }
+
+addEventListener("pagehide", () => running?.keepPart());
 
 // Answer what `parent` says, beside the answers that it has.
 async function answer(parent) {
