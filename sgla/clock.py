@@ -5,3 +5,4 @@ from __future__ import annotations
 import time
 
 now = time.monotonic
+wall = time.time  # seconds since 1970: for what outlives the process

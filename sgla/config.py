@@ -213,10 +213,26 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sink_limit_bytes: Annotated[
         int, Doc(description="unread stream bytes before a slow reader is dropped")
     ] = 4 << 20
-    response_store: Annotated[int, Doc(description="responses kept for previous_response_id; 0 = none")] = (
-        1024
-    )
-    response_ttl: Annotated[float, Doc(description="seconds a response is kept")] = 3600.0
+    state_path: Annotated[
+        str | None,
+        Doc(description="folder for what clients store, which then survives a restart; none = in memory"),
+    ] = None
+    state_bytes: Annotated[
+        int | None,
+        Doc(description="bytes of stored responses, and of conversations; 128M, with --state-path 1G"),
+    ] = None
+    response_store: Annotated[
+        int | None,
+        Doc(
+            description="responses kept for previous_response_id, and conversations; 0 = none; 1024, with --state-path 65536"
+        ),
+    ] = None
+    response_ttl: Annotated[
+        float | None,
+        Doc(
+            description="seconds a response or an unchanged conversation is kept; 3600, with --state-path 30 days"
+        ),
+    ] = None
     drain_timeout: Annotated[float, Doc(description="seconds running requests may take after SIGTERM")] = 30.0
     watchdog_timeout: Annotated[
         float,

@@ -1,0 +1,235 @@
+"""Objects of one kind that clients store: bounded in number, bytes and age, shared among clients, each found by its owner alone.
+
+``owner`` and ``client`` are those of ``clients.Client`` (``owner`` and ``name``). Methods that take a connection are for the work of
+``Database.run``, where one transaction can do several things.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from sgla import clock
+from sgla.config import Config
+from sgla.http.clients import Client
+from sgla.http.state.database import Database, Work
+
+T = TypeVar("T")
+
+BATCH = 64  # objects that make room in one transaction; more go in the next ones
+ENTRY = 4096  # bytes that an object counts for beside its JSON
+
+# ``stamp``: seconds since 1970 when the object was put or last changed. ``totals`` and ``shares`` are sums that triggers keep.
+SCHEMA = """
+CREATE TABLE objects (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    id TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    client TEXT NOT NULL,
+    stamp REAL NOT NULL,
+    size INTEGER NOT NULL,
+    json BLOB NOT NULL,
+    UNIQUE (kind, id)
+);
+CREATE INDEX objects_by_age ON objects (kind, stamp, number);
+CREATE INDEX objects_by_share ON objects (kind, client, stamp, number);
+CREATE INDEX objects_by_owner ON objects (kind, owner, number);
+
+CREATE TABLE shares (
+    kind TEXT NOT NULL,
+    client TEXT NOT NULL,
+    count INTEGER NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (kind, client)
+) WITHOUT ROWID;
+CREATE INDEX shares_by_count ON shares (kind, count);
+CREATE INDEX shares_by_bytes ON shares (kind, bytes);
+CREATE TABLE totals (kind TEXT PRIMARY KEY, count INTEGER NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID;
+
+CREATE VIEW taken AS SELECT kind, client, count, bytes FROM shares;
+CREATE TRIGGER take INSTEAD OF INSERT ON taken BEGIN
+    INSERT INTO totals VALUES (new.kind, new.count, new.bytes)
+        ON CONFLICT DO UPDATE SET count = count + new.count, bytes = bytes + new.bytes;
+    INSERT INTO shares VALUES (new.kind, new.client, new.count, new.bytes)
+        ON CONFLICT DO UPDATE SET count = count + new.count, bytes = bytes + new.bytes;
+    DELETE FROM shares WHERE kind = new.kind AND client = new.client AND count = 0 AND bytes = 0;
+END;
+CREATE TRIGGER object_put AFTER INSERT ON objects BEGIN
+    INSERT INTO taken VALUES (new.kind, new.client, 1, new.size);
+END;
+CREATE TRIGGER object_resized AFTER UPDATE OF size ON objects WHEN new.size <> old.size BEGIN
+    INSERT INTO taken VALUES (new.kind, new.client, 0, new.size - old.size);
+END;
+CREATE TRIGGER object_removed AFTER DELETE ON objects BEGIN
+    INSERT INTO taken VALUES (old.kind, old.client, -1, -old.size);
+END;
+"""
+
+
+class Bounds(NamedTuple):
+    """``limit``: objects of one kind; ``bytes``: what they count for; ``ttl``: seconds that one is kept after its last change."""
+
+    limit: int
+    bytes: int
+    ttl: float
+
+
+def bounds(config: Config) -> Bounds:
+    """Those of responses, and as many conversations: what the flags say, else more on a disk than in memory."""
+    limit, size, ttl = (
+        (1024, 128 << 20, 3600.0) if config.state_path is None else (65536, 1 << 30, 30 * 86400.0)
+    )
+    return Bounds(
+        limit if config.response_store is None else config.response_store,
+        size if config.state_bytes is None else config.state_bytes,
+        ttl if config.response_ttl is None else config.response_ttl,
+    )
+
+
+class Row(NamedTuple):
+    """An object. ``number``: its key, by which other tables refer to it (``REFERENCES objects ON DELETE CASCADE``); larger for newer ones."""
+
+    number: int
+    id: str
+    client: str
+    size: int
+    json: bytes
+
+
+ROW = "number, id, client, size, json"
+
+
+class Shelf:
+    """Drops what is older than ``bounds.ttl``, then, beyond ``bounds.limit`` objects or ``bounds.bytes``, the oldest of the client that has most.
+
+    ``forget(connection, row number)`` is called in the transaction before an object is removed, for what it leaves behind in other tables;
+    ``gone(ids)`` on the loop with those that were removed to make room or for their age: what still works on them ends. The time of a call
+    does not grow with what is stored.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        kind: str,
+        bounds: Bounds,
+        gone: Callable[[list[str]], None] | None = None,
+        forget: Callable[[sqlite3.Connection, int], None] | None = None,
+    ) -> None:
+        self.bounds = bounds
+        self._database = database
+        self._kind = kind
+        self._gone = gone
+        self._forget = forget
+
+    # transactions ----------------------------------------------------------------------------------------------------
+
+    async def write(self, work: Work[T]) -> T:
+        """``Database.run`` for work that adds something; what it adds has room made for it in the same transaction."""
+        result, removed = await self._database.run(self._with_room(work))
+        self._left(removed)
+        return result
+
+    def queue(self, work: Work[Any], size: int) -> None:
+        """``Database.queue`` in the same way."""
+        self._database.queue(self._with_room(work), size, lambda done: self._left(done[1]))
+
+    def sweep(self) -> None:
+        """Remove what is too old; to be called now and then, since what nobody asks for would stay."""
+        self._database.queue(self.trim, then=self._left)
+
+    def _with_room(self, work: Work[T]) -> Work[tuple[T, list[str]]]:
+        return lambda tx: (work(tx), self.trim(tx))
+
+    def _left(self, removed: list[str]) -> None:
+        if removed and self._gone is not None:
+            self._gone(removed)
+        if len(removed) >= BATCH:
+            self.sweep()
+
+    # for work --------------------------------------------------------------------------------------------------------
+
+    def add(self, tx: sqlite3.Connection, uid: str, client: Client, json: bytes, size: int) -> int:
+        """Store an object that counts for ``size`` bytes; returns its number. ``uid`` must be new."""
+        values = (self._kind, uid, client.owner, client.name, clock.wall(), size, json)
+        return one(
+            tx,
+            "INSERT INTO objects (kind, id, owner, client, stamp, size, json) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING number",
+            *values,
+        )[0]
+
+    def find(self, tx: sqlite3.Connection, uid: str, owner: str) -> Row | None:
+        found = one(
+            tx,
+            f"SELECT {ROW} FROM objects WHERE kind = ? AND id = ? AND owner = ? AND stamp > ?",
+            *(self._kind, uid, owner, self._horizon()),
+        )
+        return found and Row(*found)
+
+    def page(
+        self,
+        tx: sqlite3.Connection,
+        owner: str,
+        limit: int,
+        after: int | None = None,
+        newest_first: bool = True,
+    ) -> list[Row]:
+        """Up to ``limit`` objects of the owner behind number ``after``; ask for one more than is shown to know whether there are more."""
+        order, side = ("DESC", "<") if newest_first else ("ASC", ">")
+        beyond = "" if after is None else f"AND number {side} {after:d}"
+        found = tx.execute(
+            f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND stamp > ? {beyond} ORDER BY number {order} LIMIT ?",
+            (self._kind, owner, self._horizon(), limit),
+        )
+        return [Row(*row) for row in found]
+
+    def change(self, tx: sqlite3.Connection, number: int, json: bytes | None = None, grown: int = 0) -> bool:
+        """Give an object another JSON, or more bytes to count for; its age is 0 again. False: it has gone."""
+        changed = tx.execute(
+            "UPDATE objects SET json = coalesce(?, json), size = size + ?, stamp = ? WHERE number = ?",
+            (json, grown, clock.wall(), number),
+        )
+        return changed.rowcount > 0
+
+    def remove(self, tx: sqlite3.Connection, number: int) -> None:
+        if self._forget is not None:
+            self._forget(tx, number)
+        tx.execute("DELETE FROM objects WHERE number = ?", (number,))
+
+    def trim(self, tx: sqlite3.Connection) -> list[str]:
+        """Make room; returns the ids of what was removed, of which there may be more if they are ``BATCH``."""
+        removed: list[str] = []
+        while len(removed) < BATCH and (found := self._least(tx)) is not None:
+            self.remove(tx, found[0])
+            removed.append(found[1])
+        return removed
+
+    def _least(self, tx: sqlite3.Connection) -> tuple[int, str] | None:
+        """Number and id of the object that has to go next."""
+        oldest = "SELECT number, id FROM objects WHERE kind = ? {} ORDER BY stamp, number LIMIT 1"
+        aged = one(tx, oldest.format("AND stamp <= ?"), self._kind, self._horizon())
+        if aged is not None:
+            return aged
+        count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", self._kind) or (0, 0)
+        if count > self.bounds.limit:
+            most = "count"
+        elif count and size > self.bounds.bytes:
+            most = "bytes"
+        else:
+            return None
+        (client,) = one(
+            tx,
+            f"SELECT client FROM shares WHERE kind = ? AND count > 0 ORDER BY {most} DESC LIMIT 1",
+            self._kind,
+        )
+        return one(tx, oldest.format("AND client = ?"), self._kind, client)
+
+    def _horizon(self) -> float:
+        """What was last changed then is too old."""
+        return clock.wall() - self.bounds.ttl
+
+
+def one(tx: sqlite3.Connection, query: str, *values: Any) -> Any:
+    """The first row of a query; None if there is none."""
+    return tx.execute(query, values).fetchone()
