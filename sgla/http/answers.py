@@ -85,7 +85,7 @@ class Response(msgspec.Struct):
     incomplete_details: Object | None = None
 
 
-class InputItems(msgspec.Struct):
+class Items(msgspec.Struct):
     object: Literal["list"]
     data: list[Object]
     first_id: str | None
@@ -96,6 +96,19 @@ class InputItems(msgspec.Struct):
 class DeletedResponse(msgspec.Struct):
     id: str
     object: Literal["response"]
+    deleted: Literal[True]
+
+
+class Conversation(msgspec.Struct):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: Object
+
+
+class DeletedConversation(msgspec.Struct):
+    id: str
+    object: Literal["conversation.deleted"]
     deleted: Literal[True]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
@@ -18,6 +18,7 @@ from sgla.http.anthropic import messages as anthropic
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
 from sgla.http.connections import answers, asked, check_spare, gives_way, is_last
+from sgla.http.conversations import routes as conversations
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, PAGES, Gate, add_headers, identify, preflight
 from sgla.http.native import generate as native
@@ -54,6 +55,20 @@ ROUTES: dict[str, dict[str, Handler]] = {
     f"{responses.PREFIX}/{{id}}": {"GET": responses.retrieve, "DELETE": responses.delete},
     f"{responses.PREFIX}/{{id}}/cancel": {"POST": responses.cancel},
     f"{responses.PREFIX}/{{id}}/input_items": {"GET": responses.input_list},
+    conversations.PREFIX: {"POST": conversations.create},
+    f"{conversations.PREFIX}/{{id}}": {
+        "GET": conversations.retrieve,
+        "POST": conversations.update,
+        "DELETE": conversations.delete,
+    },
+    f"{conversations.PREFIX}/{{id}}/items": {
+        "GET": conversations.list_items,
+        "POST": conversations.add_items,
+    },
+    f"{conversations.PREFIX}/{{id}}/items/{{item}}": {
+        "GET": conversations.retrieve_item,
+        "DELETE": conversations.delete_item,
+    },
     anthropic.PREFIX: {"POST": anthropic.messages},
     f"{anthropic.PREFIX}/count_tokens": {"POST": anthropic.count_tokens},
     "/v1/embeddings": {"POST": embeddings.embeddings},
@@ -129,7 +144,9 @@ ROUTES: dict[str, dict[str, Handler]] = {
 PATTERNS = [
     (
         re.compile(
-            re.escape(route).replace(r"\{id\}", "(.+)" if route.startswith((MODELS, ASSETS)) else "([^/]+)")
+            re.sub(
+                r"\\{\w+\\}", "(.+)" if route.startswith((MODELS, ASSETS)) else "([^/]+)", re.escape(route)
+            )
         ),
         route,
     )
@@ -139,11 +156,11 @@ PATTERNS = [
 
 
 def match(path: str) -> tuple[str, str]:
-    """The route of a path and its ``{id}``; the path itself if there is no route."""
+    """The route of a path and its ``{id}``, and its ``{item}`` behind a slash; the path itself if there is no route."""
     if path not in ROUTES:
         for pattern, route in PATTERNS:
             if found := pattern.fullmatch(path):
-                return route, found[1]
+                return route, "/".join(found.groups())
     return path, ""
 
 
@@ -153,14 +170,24 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     Run it with ``connections.Runner``: its connections leave bodies compressed.
     """
     app = web.Application(client_max_size=config.max_body_bytes)
-    app[SERVER] = Server(ingress, config, metrics)
+    server = app[SERVER] = Server(ingress, config, metrics)
     app[openapi.TABLE] = ROUTES
     app[realtime.SOCKETS] = set()
-    app[GATE] = Gate(config.api_key, config.admin_api_key)
+    app[GATE] = Gate(config.api_key, config.admin_api_key, server.database.salt)
     app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
     app.on_response_prepare.extend((add_headers, answers))
     app.on_shutdown.append(realtime.close_all)
+    app.cleanup_ctx.append(keep_state)
     return app
+
+
+async def keep_state(app: web.Application) -> AsyncIterator[None]:
+    """Look after what is stored, from the start of the application to its end."""
+    server = app[SERVER]
+    sweeping = asyncio.ensure_future(server.sweep())
+    yield
+    sweeping.cancel()
+    await server.database.close()
 
 
 async def dispatch(request: web.Request) -> web.StreamResponse:

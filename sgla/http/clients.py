@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import secrets
 from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
@@ -12,8 +11,6 @@ from typing import NamedTuple
 from aiohttp import web
 
 from sgla.errors import ConfigError
-
-_SALT = secrets.token_bytes(16)  # so that a digest that is seen somewhere tells nothing about the key
 
 
 class Client(NamedTuple):
@@ -34,8 +31,9 @@ HOPS = 32  # addresses of X-Forwarded-For that are looked at
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def with_key(key: bytes, admin: bool) -> Client:
-    digest = hashlib.blake2s(key, key=_SALT, digest_size=12).hexdigest()
+def with_key(key: bytes, admin: bool, salt: bytes) -> Client:
+    """``salt``: a secret of the server, so that a digest that is seen somewhere tells nothing about the key."""
+    digest = hashlib.blake2s(key, key=salt, digest_size=12).hexdigest()
     return Client(digest, digest, admin)
 
 

@@ -48,9 +48,9 @@ def identify(request: web.Request) -> None:
 class Gate:
     """Who may use which route. Keys are compared in constant time, each with all of them."""
 
-    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        users = [(key.encode(), with_key(key.encode(), admin=key in admin_keys)) for key in keys]
-        admins = [(key.encode(), with_key(key.encode(), admin=True)) for key in admin_keys]
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str], salt: bytes) -> None:
+        users = [(key.encode(), with_key(key.encode(), key in admin_keys, salt)) for key in keys]
+        admins = [(key.encode(), with_key(key.encode(), True, salt)) for key in admin_keys]
         self._admin = admins or users
         self._all = [*users, *admins] if keys else []
 

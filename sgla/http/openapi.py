@@ -13,6 +13,8 @@ from sgla.http import admin, control, invocations, ollama, page
 from sgla.http import answers as to
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.anthropic.input import CountTokensRequest, MessagesRequest
+from sgla.http.conversations import routes as conversations
+from sgla.http.conversations.routes import ConversationCreate, ConversationItems, ConversationUpdate
 from sgla.http.invocations import InvocationRequest
 from sgla.http.middleware import ADMIN, OPEN
 from sgla.http.native import generate as native
@@ -71,7 +73,7 @@ ANY_MODEL = frozenset(
         OllamaEmbeddingsRequest,
     )
 )
-OPTIONAL = (PauseRequest, ProfileRequest)  # bodies that may be left out
+OPTIONAL = (PauseRequest, ProfileRequest, ConversationCreate)  # bodies that may be left out
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -113,8 +115,24 @@ OPERATIONS: dict[Any, Operation] = {
     responses.delete: Operation("OpenAI: forget a response", answer=to.DeletedResponse),
     responses.cancel: Operation("OpenAI: end a response in progress", answer=to.Response),
     responses.input_list: Operation(
-        "OpenAI: what a response was asked", answer=to.InputItems, query=("order",)
+        "OpenAI: what a response was asked", answer=to.Items, query=("limit", "after", "order")
     ),
+    conversations.create: Operation("OpenAI: begin a conversation", ConversationCreate, to.Conversation),
+    conversations.retrieve: Operation("OpenAI: a conversation", answer=to.Conversation),
+    conversations.update: Operation(
+        "OpenAI: a conversation's metadata anew", ConversationUpdate, to.Conversation
+    ),
+    conversations.delete: Operation("OpenAI: forget a conversation", answer=to.DeletedConversation),
+    conversations.list_items: Operation(
+        "OpenAI: what a conversation has", answer=to.Items, query=("limit", "after", "order", "include")
+    ),
+    conversations.add_items: Operation(
+        "OpenAI: more items for a conversation", ConversationItems, to.Items, query=("include",)
+    ),
+    conversations.retrieve_item: Operation(
+        "OpenAI: an item of a conversation", answer=to.Object, query=("include",)
+    ),
+    conversations.delete_item: Operation("OpenAI: forget an item of a conversation", answer=to.Conversation),
     anthropic.messages: Operation("Anthropic: answer messages", MessagesRequest, to.Message, stream=EVENTS),
     anthropic.count_tokens: Operation("Anthropic: the size of a prompt", CountTokensRequest, to.TokenCount),
     admin.models: Operation(
@@ -330,7 +348,7 @@ def tags(summary: str) -> list[str]:
 
 
 def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
-    names = [("id", "path"), *((name, "query") for name in entry.query)]
+    names = [("id", "path"), ("item", "path"), *((name, "query") for name in entry.query)]
     result: dict[str, Any] = {
         "operationId": f"{method.lower()}{route}".replace("/", "_").replace("{", "").replace("}", ""),
         "summary": entry.summary,
@@ -338,7 +356,7 @@ def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
         "parameters": [
             {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
             for name, place in names
-            if place == "query" or "{id}" in route
+            if place == "query" or f"{{{name}}}" in route
         ],
         "responses": answers(route, entry),
         "security": security(route),

@@ -20,17 +20,30 @@ from sgla.http.access import TALLY, Tallied, Tally
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
 from sgla.http.bodies import SHARE, Budget, Share
 from sgla.http.clients import CLIENT, Client, Proxies
+from sgla.http.conversations import store as conversations
+from sgla.http.conversations.store import ConversationStore
 from sgla.http.errors import Aborted
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
 from sgla.http.probe import Probe
 from sgla.http.request.grammar import ignored_formats
 from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields
+from sgla.http.responses import items, store
 from sgla.http.responses.store import ResponseStore
+from sgla.http.state import shelf
+from sgla.http.state.database import Database
+from sgla.http.state.shelf import bounds
 from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
 
+SCHEMAS = (
+    shelf.SCHEMA,
+    items.SCHEMA,
+    store.SCHEMA,
+    conversations.SCHEMA,
+)  # in the order in which they refer to each other
+SWEEP = 60.0  # seconds
 SCRAPES = 20  # so a twentieth of the loop's time goes to metrics at most
 
 
@@ -72,10 +85,14 @@ class Server:
         self.fingerprint = (
             "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
         )
-        self.responses = ResponseStore(config.response_store, config.response_ttl)
+        self.database = Database(config.state_path, SCHEMAS)
+        kept = bounds(config)
+        self.responses = ResponseStore(self.database, kept)
+        self.conversations = ConversationStore(self.database, kept)
+        self.shelves = [self.responses.shelf, self.conversations.shelf]
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
-        self.sessions = Sessions(config.response_store, config.response_ttl)
+        self.sessions = Sessions(kept.limit, kept.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)
         self.probe = Probe(ingress)
         self.openapi: bytes | None = None  # the description of the API, once somebody has asked
@@ -83,6 +100,14 @@ class Server:
         self._metrics_hold = 0.0  # until then
         self._live: dict[str, tuple[Work, EndableSink]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def sweep(self) -> None:
+        """Remove what is too old, whether or not something new comes."""
+        while True:
+            await asyncio.sleep(SWEEP)
+            for kept in self.shelves:
+                kept.sweep()
+            self.database.give_back()
 
     # facts -----------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from http_site import Serve, Site
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.http.clients import Proxies, with_key, without_key
+from sgla.http.server import SERVER
 from sgla.resolve import check
 
 KEYS = ["anna", "ben"]
@@ -24,9 +25,11 @@ def by(key: str, **headers: str) -> dict[str, Any]:
 
 
 def test_clients_are_told_apart_by_digests_or_addresses() -> None:
-    anna, ben = (with_key(key.encode(), admin=False) for key in KEYS)
+    salt = b"s" * 16
+    anna, ben = (with_key(key.encode(), False, salt) for key in KEYS)
     assert anna.owner != ben.owner
-    assert anna == with_key(b"anna", admin=False)
+    assert anna == with_key(b"anna", False, salt)
+    assert anna.owner != with_key(b"anna", False, b"t" * 16).owner
     assert "anna" not in "".join(map(str, anna))
     for address, same in (
         ("1.2.3.4", "::ffff:1.2.3.4"),
@@ -227,4 +230,5 @@ async def test_a_key_is_nowhere_in_what_is_said(serve: Serve, caplog: pytest.Log
         assert status == 200
         said += [str(made), caplog.text]
     assert not [text for text in said if key in text]
-    assert not [text for text in said if with_key(key.encode(), admin=False).owner in text]
+    owner = with_key(key.encode(), False, site.app[SERVER].database.salt).owner
+    assert not [text for text in said if owner in text]

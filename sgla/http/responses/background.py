@@ -20,10 +20,10 @@ PIECE = 64  # blocks that are written at once, so that a client that does not re
 class Recorder:
     """A sink that keeps the blocks of a stream with one choice, in order. ``ended`` is set after the last one.
 
-    ``size``: bytes that are kept; ``grown`` is told of what is added to them.
+    ``size``: bytes that are kept; ``grown`` is called when there are more.
     """
 
-    def __init__(self, encoder: Encoder, grown: Callable[[int], None]) -> None:
+    def __init__(self, encoder: Encoder, grown: Callable[[], None]) -> None:
         self.blocks: list[bytes] = []
         self.size = 0
         self._grown = grown
@@ -45,6 +45,7 @@ class Recorder:
         except Exception:  # a bug here must not reach the actor that serves all requests
             log.exception("a response in the background failed")
             self.ended.set()
+        self._grown()
         self._news.set()
         self._news = asyncio.Event()
 
@@ -55,9 +56,7 @@ class Recorder:
     def _add(self, data: bytes) -> None:
         blocks = [block + b"\n\n" for block in data.split(b"\n\n") if block]
         self.blocks += blocks
-        size = sum(map(len, blocks)) + BLOCK * len(blocks)
-        self.size += size
-        self._grown(size)
+        self.size += sum(map(len, blocks)) + BLOCK * len(blocks)
 
     async def play(self, request: web.Request, start: int = 0) -> web.StreamResponse:
         """Stream the blocks from number ``start`` on, those to come included."""

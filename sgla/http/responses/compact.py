@@ -25,8 +25,9 @@ from sgla.http.responses.input import (
     check_fields,
     sealed,
 )
+from sgla.http.responses.items import listed
 from sgla.http.responses.output import new_id
-from sgla.http.responses.routes import listed, usage_object
+from sgla.http.responses.routes import usage_object
 from sgla.http.server import SERVER, raise_aborted
 from sgla.http.wire import json_response
 from sgla.text.tools.cursor import CONTENT
@@ -55,8 +56,9 @@ async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
     if fields.input is None:
         fields.input = []
     check_fields(fields)
-    limit = server.config.max_body_bytes
-    _, _, items = await gather(fields, server.responses, request[CLIENT], limit, request[SHARE])
+    stores, limit = (server.responses, server.conversations), server.config.max_body_bytes
+    context = await gather(fields, stores, request[CLIENT], limit, request[SHARE], answered=False)
+    items = [*context.past, *context.own]
     return items, chat_request(fields, items)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -11,12 +12,13 @@ from sgla import census
 from sgla.errors import InvalidField, NotFound, TooLarge
 from sgla.http.bodies import Share
 from sgla.http.clients import Client
+from sgla.http.conversations.store import MAX_ITEMS, ConversationStore, Turn
 from sgla.http.errors import Busy
 from sgla.http.responses.input import ResponsesRequest, input_items, referred, resolved
+from sgla.http.responses.items import ITEM, Item, Kept, kept, kept_id, listed
 from sgla.http.responses.output import new_id
-from sgla.http.responses.store import ITEM, Item, Kept, Part, ResponseStore, kept
+from sgla.http.responses.store import Earlier, Place, ResponseStore
 
-MAX_ITEMS = 8192  # of a conversation
 SLICE = 256 << 10  # bytes of JSON that are read or written before others have the loop
 
 _decode = msgspec.json.Decoder(Item).decode
@@ -38,54 +40,152 @@ class Slices:
             await asyncio.sleep(0)
 
 
-async def gather(
-    fields: ResponsesRequest, store: ResponseStore, client: Client, limit: int, share: Share
-) -> tuple[Part | None, list[Item], list[Item]]:
-    """What the request goes on from; its own items, with stored ones in place of references; the whole conversation.
+class Context(msgspec.Struct, eq=False):
+    """What a request is about: its ``own`` items, with stored ones in place of references, and those ``past`` ones that it goes on from.
 
-    What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes, and Overloaded where ``share`` gets no memory for
-    it. Raises PreviousResponseNotFound, Busy and InvalidField.
+    ``place`` and ``turn``: where its response comes, behind another or in a conversation. Whoever takes one over puts None there; ``close``
+    gives back what is left.
     """
-    before = earlier(store, client.owner, fields.previous_response_id)
-    items = input_items(fields)
-    count = len(items) + (before.count if before is not None else 0)
-    if count > MAX_ITEMS:
-        raise InvalidField(
-            f"input: the conversation has {count} items, the limit is {MAX_ITEMS}; leave out old ones",
-            param="input",
-        )
-    names = list(referred(items))
-    found = {name: store.item(name, client.name) for name in set(names)}
-    size = sum(len(found[name] or b"") for name in names) + (before.total if before is not None else 0)
-    if size > limit:
-        raise TooLarge(
-            f"the stored items that this request goes on from and refers to have {size} bytes, the limit is {limit}; begin "
-            "a new conversation, or start the server with a larger --max-body-bytes"
-        )
-    slices = Slices()
-    stored = {name: await decoded(json, share, slices) for name, json in found.items() if json is not None}
-    own = []
-    for item in resolved(items, stored.get):
-        own.append({"id": new_id("item"), **item})
-        await slices.after(0)
-    stored_items = before.conversation() if before is not None else ()
-    past = [await decoded(json, share, slices) for json in stored_items]
-    return before, own, [*past, *own]
+
+    store: ResponseStore
+    place: Place | None = None
+    turn: Turn | None = None
+    own: list[Item] = []
+    past: list[Item] = []
+
+    def to_converse(self) -> list[Item]:
+        """``own`` as they come into the conversation, none with the id of an item there."""
+        taken = {item["id"] for item in self.past}
+        fresh = ({**item, "id": new_id("item")} if item["id"] in taken else item for item in self.own)
+        return list(map(in_conversation, fresh))
+
+    def close(self) -> None:
+        if self.place is not None:
+            self.store.release(self.place)
+        if self.turn is not None:
+            self.turn.close()
 
 
-def earlier(store: ResponseStore, owner: str, uid: str | None) -> Part | None:
-    """The conversation that the request goes on with."""
-    if uid is None:
-        return None
-    entry = store.get(uid, owner)
-    if entry is None:
+async def gather(
+    fields: ResponsesRequest,
+    stores: tuple[ResponseStore, ConversationStore],
+    client: Client,
+    limit: int,
+    share: Share,
+    answered: bool,
+) -> Context:
+    """What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes, and Overloaded where ``share`` gets no memory for
+    it. Raises PreviousResponseNotFound, ConversationNotFound, Busy and InvalidField. ``answered``: a response comes of it, for which the
+    context has a place or a turn.
+    """
+    store, conversations = stores
+    context = Context(store)
+    uid, part = fields.previous_response_id, None
+    try:
+        if (conversation := conversation_id(fields)) is not None:
+            if answered:
+                context.turn = conversations.turn(conversation, client.owner)
+            part = (await conversations.find(conversation, client.owner)).part.number
+        if uid is not None:
+            check_ended(store, uid, client)
+            context.place = Place() if answered else None
+        items = input_items(fields)
+        earlier = await look(items, store, client, limit, share, uid, part, context.place)
+        slices = Slices()
+        context.own = await resolve(items, earlier, share, slices)
+        context.past = [await decoded(json, share, slices) for json in earlier.past]
+        share.give(earlier.size)
+    except BaseException:
+        context.close()
+        raise
+    return context
+
+
+async def own_items(
+    items: list[Item], store: ResponseStore, client: Client, limit: int, share: Share
+) -> list[Item]:
+    """``items`` with ids, and with stored ones in place of references. Raises TooLarge, Overloaded and InvalidField."""
+    earlier = await look(items, store, client, limit, share)
+    own = await resolve(items, earlier, share, Slices())
+    share.give(earlier.size)
+    return own
+
+
+async def look(
+    items: list[Item],
+    store: ResponseStore,
+    client: Client,
+    limit: int,
+    share: Share,
+    uid: str | None = None,
+    part: int | None = None,
+    place: Place | None = None,
+) -> Earlier:
+    """What ``items`` come behind and refer to, as JSON that is in ``share``."""
+    names = Counter(referred(items))
+    earlier = Earlier(None, 0, 0)
+    if names or uid is not None or part is not None:
+        earlier = await store.earlier(client, uid, part, names, limit, place)
+    if uid is not None and earlier.found is None:
         raise PreviousResponseNotFound(
             f"there is no stored response {uid[:200]!r}; responses are kept for a while and up to a number",
             param="previous_response_id",
         )
-    if entry.uid is not None:
+    if earlier.found is not None and earlier.found.conversation:
+        raise InvalidField(
+            f"response {uid!r} is part of a conversation; send conversation: {earlier.found.conversation!r}",
+            param="previous_response_id",
+        )
+    if (count := len(items) + earlier.length) > MAX_ITEMS:
+        raise InvalidField(
+            f"input: the conversation has {count} items, the limit is {MAX_ITEMS}; leave out old ones",
+            param="input",
+        )
+    if earlier.size > limit:
+        raise TooLarge(
+            f"the stored items that this request goes on from and refers to have {earlier.size} bytes, the limit is {limit}; "
+            "begin a new conversation, or start the server with a larger --max-body-bytes"
+        )
+    share.take(earlier.size)
+    return earlier
+
+
+async def resolve(items: list[Item], earlier: Earlier, share: Share, slices: Slices) -> list[Item]:
+    stored = {name: await decoded(json, share, slices) for name, json in earlier.named.items() if json}
+    own = []
+    for item in resolved(items, stored.get):
+        own.append(item if kept_id(item) else {**item, "id": new_id("item")})
+        await slices.after(0)
+    return own
+
+
+def conversation_id(fields: ResponsesRequest) -> str | None:
+    """Raises InvalidField."""
+    asked = fields.conversation
+    uid = asked.get("id") if isinstance(asked, dict) else asked
+    if asked is None:
+        return None
+    if not isinstance(uid, str):
+        raise InvalidField("conversation must be the id of one, or {id}", param="conversation")
+    if fields.previous_response_id is not None:
+        raise InvalidField(
+            "conversation and previous_response_id exclude each other; leave one out", param="conversation"
+        )
+    return uid
+
+
+def check_ended(store: ResponseStore, uid: str, client: Client) -> None:
+    """Raises Busy."""
+    if store.live(uid, client.owner) is not None:
         raise Busy(f"response {uid!r} is still in progress", param="previous_response_id")
-    return entry.part
+
+
+def in_conversation(item: Item) -> Item:
+    """An item as conversations have it."""
+    item = {"type": "message", **listed(item)}
+    if item["type"] != "reasoning":
+        item = {"status": "completed", **item}
+    return item
 
 
 async def decoded(json: bytes, share: Share, slices: Slices) -> Item:

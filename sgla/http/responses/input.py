@@ -102,8 +102,6 @@ def check_fields(fields: ResponsesRequest) -> None:
     """Raises InvalidField and UnsupportedField for what needs no look at the items."""
     if fields.n not in (None, 1):
         raise InvalidField("n must be 1: a response has one answer", param="n")
-    if fields.conversation is not None:
-        raise unsupported("conversation", ": send previous_response_id")
     if fields.prompt is not None:
         raise unsupported("prompt", ": it has no stored prompts")
     if fields.truncation not in (None, "auto", "disabled"):

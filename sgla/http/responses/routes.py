@@ -19,29 +19,33 @@ from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import CLIENT
+from sgla.http.conversations.store import Turn
 from sgla.http.openai.chat import chat_work
 from sgla.http.request.intake import intake
+from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import MAX_REPEATED, ChatRequest
-from sgla.http.responses.background import Recorder
-from sgla.http.responses.conversation import Slices, decoded, gather, to_keep
-from sgla.http.responses.input import (
-    RESPONSES,
-    Item,
-    ResponsesRequest,
-    chat_request,
-    check_fields,
-    tool_names,
+from sgla.http.responses.background import PIECE, Recorder
+from sgla.http.responses.conversation import (
+    Context,
+    Slices,
+    conversation_id,
+    decoded,
+    gather,
+    in_conversation,
+    to_keep,
 )
+from sgla.http.responses.input import RESPONSES, ResponsesRequest, chat_request, check_fields, tool_names
+from sgla.http.responses.items import kept, listed
 from sgla.http.responses.output import OutputItems, new_id
-from sgla.http.responses.store import Part, ResponseStore, Stored
+from sgla.http.responses.store import Found, Place, ResponseStore, Stored
 from sgla.http.server import PATH_ID, SERVER, Server, Work, check_logprobs
+from sgla.http.state.database import StorageFailed
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
 from sgla.text.tools.cursor import CONTENT, Piece
 
 PREFIX = "/v1/responses"
-MAX_PAGE = 100  # items
 SHOWN = 75  # bytes of a logprob as JSON
 
 
@@ -54,71 +58,98 @@ async def create(request: web.Request) -> web.StreamResponse:
     fields = await intake(request, RESPONSES)
     fields.model = server.model(fields.model)
     check_fields(fields)
-    store, client = server.responses, request[CLIENT]
-    share = request[SHARE]
-    before, own, items = await gather(fields, store, client, server.config.max_body_bytes, share)
-    chat = chat_request(fields, items)
+    stored = server.responses.limit > 0 and fields.store is not False
+    if fields.background and not stored:
+        raise InvalidField(
+            "background: this server stores no responses (--response-store 0)", param="background"
+        )
+    context = await gather(
+        fields,
+        (server.responses, server.conversations),
+        request[CLIENT],
+        server.config.max_body_bytes,
+        request[SHARE],
+        answered=True,
+    )
+    try:
+        return await respond(request, fields, context, stored)
+    finally:
+        context.close()
+
+
+async def respond(
+    request: web.Request, fields: ResponsesRequest, context: Context, stored: bool
+) -> web.StreamResponse:
+    server, store, share = request.app[SERVER], request.app[SERVER].responses, request[SHARE]
+    chat = chat_request(fields, [*context.past, *context.own])
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
     check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     work.jobs[0].drop_turns = fields.truncation == "auto"
-    answer = Answer(fields, reading.reader(), store.limit > 0, logprobs_of(server, chat))
-    asked = await to_keep(own, share) if answer.response["store"] else []
+    answer = Answer(fields, reading.reader(), stored, logprobs_of(server, chat), context.turn)
+    if context.turn is not None:
+        context.turn.asked = await to_keep(context.to_converse(), share)
     entry = Stored(
         id=answer.response["id"],
-        owner=client.owner,
-        part=Part(before, asked, client.name),
-        asked=len(asked),
+        client=request[CLIENT],
+        asked=await to_keep(context.own, share) if stored else [],
+        place=context.place or Place(),
+        conversation="" if context.turn is None else context.turn.uid,
         uid=work.uid,
         live=answer.response,
     )
-    if answer.response["store"]:
-        entry.live_size = len(encode(answer.response))
-        entry.size += entry.live_size
-    if fields.background:
-        entry.stop = partial(server.end, work.uid)
-    if fields.stream and fields.background:
-        entry.recorder = Recorder(ResponseStream(answer), partial(store.grow, entry))
-        entry.size += entry.recorder.size
-        server.open(work, entry.recorder)
-    sink = None if fields.stream else Taker(answer, share)
+    sink: Taker | Recorder | None = None
+    if not fields.stream:
+        sink = Taker(answer, share)
+    elif fields.background:
+        sink = entry.recorder = Recorder(ResponseStream(answer), partial(store.grown, entry))
     if sink is not None:
         server.open(work, sink)
-    if answer.response["store"]:
+    context.turn = None  # it is the answer's
+    if stored:
+        context.place = None  # it is the entry's
         answer.keep(store, entry)
-    if entry.recorder is not None:
-        del request[SHARE]  # the memory is held until the response has ended, not its request
-        server.spawn(record(server, work, entry.recorder, answer), share.close)
-        return await entry.recorder.play(request)
     if sink is None:
-        return await stream(request, server, work, answer)
-    running = finish(server, work, sink, answer)
+        return await stream(request, work, answer, entry)
     if fields.background:
-        del request[SHARE]
-        server.spawn(running, share.close)
-    elif error := await running:
+        return await in_background(request, work, answer, entry, sink)
+    if error := await finish(server, work, sink, answer):
         answer.forget()
         raise error
+    await store.settled()
     return shown(entry)
 
 
-async def stream(request: web.Request, server: Server, work: Work, answer: Answer) -> web.StreamResponse:
+async def stream(request: web.Request, work: Work, answer: Answer, entry: Stored) -> web.StreamResponse:
+    server = request.app[SERVER]
     try:
-        return await sse.stream(request, server, work, ResponseStream(answer))
+        if answer.response["store"]:
+            await server.responses.put(entry, wait=False)
+        response = await sse.stream(request, server, work, ResponseStream(answer))
     except SglaError:
         answer.forget()
         raise
     finally:
         answer.cancel()
+    await server.responses.settled()
+    return response
 
 
-async def record(server: Server, work: Work, recorder: Recorder, answer: Answer) -> None:
-    """Wait for the end of a request that streams in the background."""
+async def in_background(
+    request: web.Request, work: Work, answer: Answer, entry: Stored, sink: Taker | Recorder
+) -> web.StreamResponse:
+    server, share = request.app[SERVER], request[SHARE]
+    entry.stop = partial(server.end, work.uid)
+    queued = shown(entry)
+    del request[SHARE]  # the memory is held until the response has ended, not its request
+    server.spawn(finish(server, work, sink, answer), share.close)
     try:
-        await recorder.ended.wait()
-    finally:
-        server.close(work)
-        answer.cancel()
+        await server.responses.put(entry, wait=True)
+    except StorageFailed:
+        server.end(work.uid)
+        answer.forget()
+        raise
+    return queued if entry.recorder is None else await entry.recorder.play(request)
 
 
 class Taker(Collector):
@@ -141,14 +172,18 @@ class Taker(Collector):
         self.push(Event(rid="", index=0, finish="abort", usage=self._answer.used))
 
 
-async def finish(server: Server, work: Work, sink: Taker, answer: Answer) -> SglaError | None:
-    """Wait for the end of a request; returns the error that it ended with."""
+async def finish(server: Server, work: Work, sink: Taker | Recorder, answer: Answer) -> SglaError | None:
+    """Wait for the end of a request; returns the error that it ended with, which a stream has told."""
     try:
-        await server.wait(work, sink)
+        if isinstance(sink, Taker):
+            await server.wait(work, sink)
+        else:
+            await sink.ended.wait()
     except SglaError as error:
         answer.fail(error)
         return error
     finally:
+        server.close(work)
         answer.cancel()
     return None
 
@@ -156,11 +191,16 @@ async def finish(server: Server, work: Work, sink: Taker, answer: Answer) -> Sgl
 # stored responses -----------------------------------------------------------------------------------------------------
 
 
-def find(request: web.Request) -> Stored:
-    uid = request[PATH_ID]
-    entry = request.app[SERVER].responses.get(uid, request[CLIENT].owner)
+def not_found(uid: str) -> ResponseNotFound:
+    return ResponseNotFound(f"there is no stored response {uid[:200]!r}")
+
+
+async def find(request: web.Request) -> Stored | Found:
+    uid, owner = request[PATH_ID], request[CLIENT].owner
+    store = request.app[SERVER].responses
+    entry = store.live(uid, owner) or await store.find(uid, owner)
     if entry is None:
-        raise ResponseNotFound(f"there is no stored response {uid[:200]!r}")
+        raise not_found(uid)
     return entry
 
 
@@ -168,74 +208,78 @@ def shown(entry: Stored) -> web.Response:
     return web.Response(body=entry.shown(), content_type="application/json")
 
 
+def shown_again(request: web.Request, entry: Stored | Found) -> web.Response:
+    if isinstance(entry, Stored):
+        return shown(entry)
+    request[SHARE].take(len(entry.row.json))
+    return web.Response(body=entry.row.json, content_type="application/json")
+
+
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """The response; with ``stream=true`` its events, those after number ``starting_after`` if that is given."""
-    entry = find(request)
+    entry = await find(request)
     if request.query.get("stream") != "true":
-        return shown(entry)
-    if entry.recorder is None:
+        return shown_again(request, entry)
+    if not (entry.streamed if isinstance(entry, Found) else entry.recorder):
         raise BadRequest(
             "only a response that was made with background: true and stream: true can be streamed again"
         )
     after = request.query.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", after):
         raise InvalidField("starting_after must be a sequence number", param="starting_after")
+    if isinstance(entry, Found):
+        return await play_again(request, entry, int(after) + 1)
+    assert entry.recorder is not None
     return await entry.recorder.play(request, int(after) + 1)
 
 
+async def play_again(request: web.Request, entry: Found, start: int) -> web.StreamResponse:
+    """Stream the events from number ``start`` on of a response that has ended. If it was lost, the last one says so."""
+    response = web.StreamResponse(headers=sse.HEADERS)
+    await response.prepare(request)
+    while blocks := await request.app[SERVER].responses.events(entry, start):
+        start += len(blocks)
+        for at in range(0, len(blocks), PIECE):
+            await response.write(b"".join(blocks[at : at + PIECE]))
+    if entry.lost:
+        failed = {"type": "response.failed", "response": msgspec.Raw(entry.row.json)}
+        await response.write(event_block(failed, start))
+    return response
+
+
 async def delete(request: web.Request) -> web.Response:
-    entry = find(request)
-    request.app[SERVER].responses.delete(entry.id)
-    return json_response({"id": entry.id, "object": "response", "deleted": True})
+    uid = request[PATH_ID]
+    if not await request.app[SERVER].responses.delete(uid, request[CLIENT].owner):
+        raise not_found(uid)
+    return json_response({"id": uid, "object": "response", "deleted": True})
 
 
 async def cancel(request: web.Request) -> web.Response:
     """End a response that is still in progress; one that has ended stays as it is."""
-    entry = find(request)
-    if entry.uid is not None:
+    entry = await find(request)
+    if isinstance(entry, Stored) and entry.uid is not None:
         request.app[SERVER].end(entry.uid)
         for _ in range(100):  # whoever runs it sees the end in the loop's next turns
             if entry.uid is None:
                 break
             await asyncio.sleep(0)
-    return shown(entry)
+        await request.app[SERVER].responses.settled()
+    return shown_again(request, entry)
 
 
 async def input_list(request: web.Request) -> web.Response:
     """A page of what the request sent: newest first as OpenAI lists it, or oldest first with ``order=asc``."""
-    entry, query = find(request), request.query
-    limit = query.get("limit", "20")
-    if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
-        raise InvalidField(f"limit must be from 1 to {MAX_PAGE}", param="limit")
-    numbers = range(entry.asked) if query.get("order") == "asc" else range(entry.asked)[::-1]
-    if after := query.get("after"):
-        place = request.app[SERVER].responses.place(after, entry)
-        if place is None or place not in numbers:
-            raise InvalidField("after must be the id of an input item of this response", param="after")
-        numbers = numbers[numbers.index(place) + 1 :]
-    page, slices, share = numbers[: int(limit)], Slices(), request[SHARE]
-    ids: list[Any] = []
-    data = []
-    for i in page:
-        item = listed(await decoded(entry.part.items[i].json, share, slices))
-        ids.append(item["id"])
-        data.append(msgspec.Raw(encode(item)))
-    first, last = (ids[0], ids[-1]) if ids else (None, None)
-    more = len(numbers) > len(page)
-    return json_response(
-        {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
-    )
-
-
-def listed(item: Item) -> Item:
-    """An item in its long form."""
-    content = item.get("content")
-    if not isinstance(content, str):
-        return item
-    form = (
-        {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
-    )
-    return {"type": "message", **item, "content": [{**form, "text": content}]}
+    limit, ascending = page_of(request)
+    uid, share = request[PATH_ID], request[SHARE]
+    after = request.query.get("after")
+    found = await request.app[SERVER].responses.page(uid, request[CLIENT].owner, limit + 1, after, ascending)
+    if found is None:
+        raise not_found(uid)
+    share.take(sum(len(item.json) for item in found))
+    slices = Slices()
+    items = [listed(await decoded(item.json, share, slices)) for item in found[:limit]]
+    data = [msgspec.Raw(encode(item)) for item in items]
+    return page(data, [item["id"] for item in items], len(found) > limit)
 
 
 # the answer -----------------------------------------------------------------------------------------------------------
@@ -250,9 +294,11 @@ class Answer:
         reader: Reader,
         may_store: bool,
         logprobs: Callable[[list[TokenLogprob]], list[Any]] | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """``logprobs`` shows those of tokens, if they are asked for."""
+        """``logprobs`` shows those of tokens, if they are asked for. ``turn``: the response's in a conversation."""
         self.response = response_object(fields, may_store)
+        self._turn = turn
         self._reader = reader
         self._show_logprobs = logprobs
         self._tokens = 0  # read
@@ -266,12 +312,12 @@ class Answer:
     def keep(self, store: ResponseStore, entry: Stored) -> None:
         """Have the response found in ``store`` from now on."""
         self._store, self._entry = store, entry
-        store.put(entry)
+        store.open(entry)
 
     def forget(self) -> None:
         """The client gets an error instead, and never knows the response's id."""
-        if self._store is not None:
-            self._store.delete(self.response["id"])
+        if self._store is not None and self._entry is not None:
+            self._store.drop(self._entry)
 
     @property
     def ended(self) -> bool:
@@ -333,6 +379,9 @@ class Answer:
         self.response.update(status=status, output=self._output.items, **fields)
         if self._entry is not None and self._store is not None:
             self._store.end(self._entry, self._output.items)
+        if self._turn is not None:
+            ended = status in ("completed", "incomplete")
+            self._turn.end([kept(in_conversation(item)) for item in self._output.items] if ended else None)
 
 
 def logprobs_of(server: Server, chat: ChatRequest) -> Callable[[list[TokenLogprob]], list[Any]] | None:
@@ -352,6 +401,7 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "created_at": int(time.time()),
         "status": "queued" if fields.background else "in_progress",
         "background": bool(fields.background),
+        "conversation": None if (uid := conversation_id(fields)) is None else {"id": uid},
         "error": None,
         "incomplete_details": None,
         "instructions": fields.instructions,
@@ -419,7 +469,10 @@ class ResponseStream(sse.Encoder):
     def _blocks(self, events: list[dict[str, Any]]) -> bytes:
         data = b""
         for event in events:
-            kind = event["type"].encode()
-            data += b"event: %b\ndata: %b\n\n" % (kind, encode({**event, "sequence_number": self._number}))
+            data += event_block(event, self._number)
             self._number += 1
         return data
+
+
+def event_block(event: dict[str, Any], number: int) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode({**event, "sequence_number": number}))

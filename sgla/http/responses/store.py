@@ -1,242 +1,347 @@
-"""The responses that ``previous_response_id``, ``item_reference`` and ``GET /v1/responses/{id}`` can find: bounded in number, size and
-age, and shared among clients (``clients.Client.name``). An owner (``Client.owner``) finds its own responses, a client items by their ids, which
-others may have chosen too. Items are kept as JSON: their size is known, and no garbage collection walks through them.
+"""The responses that ``previous_response_id``, ``item_reference`` and ``GET /v1/responses/{id}`` can find.
+
+Those in the making are in memory, those that have ended in the database (``state.shelf`` says how they are bounded). An owner
+(``Client.owner``) finds its own responses, a client (``Client.name``) items by their ids, which others may have chosen too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sgla import clock
+from sgla.errors import InvalidField
+from sgla.http.clients import Client
+from sgla.http.responses import items as rows
+from sgla.http.responses.items import ITEM, Item, Kept, Part, kept
+from sgla.http.state.database import Database, StorageFailed
+from sgla.http.state.shelf import ENTRY, Bounds, Row, Shelf, one
 from sgla.http.wire import encode
 
 if TYPE_CHECKING:
     from sgla.http.responses.background import Recorder
 
-Item = dict[str, Any]
+KIND = "response"
+EVENTS = 16 << 10  # bytes of a stream that are stored together
+LOST = "the server ended before the response did"
 
-MAX_BYTES = 128 << 20
-ITEM = 512  # bytes that an item takes beside its JSON
-ENTRY = 4096  # bytes that a response takes beside its JSON
+# ``asked``: so many items of the part are the response's input. ``live``: it is in the making; ``streamed``: in the background, with its
+# events stored; ``lost``: the server ended before it did. ``conversation``: the id of the one that it
+# belongs to, or "". ``events``: those of a stream in the background, from number ``first`` on.
+SCHEMA = """
+CREATE TABLE responses (
+    object INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE,
+    part INTEGER NOT NULL,
+    asked INTEGER NOT NULL,
+    live INTEGER NOT NULL,
+    streamed INTEGER NOT NULL,
+    lost INTEGER NOT NULL,
+    conversation TEXT NOT NULL
+);
+CREATE INDEX responses_by_part ON responses (part);
+CREATE INDEX responses_live ON responses (live) WHERE live = 1;
+CREATE TABLE events (
+    response INTEGER NOT NULL REFERENCES objects ON DELETE CASCADE,
+    first INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    UNIQUE (response, first)
+);
+"""
 
 
-class Kept(NamedTuple):
-    """An item. ``id`` is "" for one that nobody can refer to."""
+class Found(NamedTuple):
+    """A stored response that has ended, or been read while it was in the making."""
 
-    id: str
-    json: bytes
+    row: Row
+    part: int
+    asked: int
+    streamed: bool
+    lost: bool
+    conversation: str
 
 
-def kept(item: Item) -> Kept:
-    uid = item.get("id")
-    return Kept(uid if isinstance(uid, str) else "", encode(item))
+class Place(msgspec.Struct, eq=False):
+    """Where a response comes, so that what it goes on from is kept meanwhile. Read and written in the database's thread."""
+
+    part: Part | None = None
 
 
-class Part:
-    """The items of one response, its input and then its output, behind the conversation ``before``, which is all of the ``client``'s
-    that began it.
+class Earlier(NamedTuple):
+    """What a request goes on from, ``past``, and the items that it refers to by their ids, b"" for one that there is not. ``size``: bytes
+    of all of them; where that is too much, they are not there. ``length``: items of ``past``."""
 
-    ``holders``: its response, if that is stored, and the stored parts behind it, which may outlive the response. ``total`` and
-    ``count``: bytes of JSON and items of the whole conversation.
-    """
-
-    __slots__ = ("before", "client", "count", "holders", "items", "size", "total")
-
-    def __init__(self, before: Part | None, items: Iterable[Kept], client: str) -> None:
-        self.before = before
-        self.client: str = client if before is None else before.client
-        self.holders = 0
-        self.items: list[Kept] = []
-        self.size = 0
-        self.total: int = 0 if before is None else before.total
-        self.count: int = 0 if before is None else before.count
-        self.add(items)
-
-    def add(self, items: Iterable[Kept]) -> int:
-        """Returns the bytes that they take."""
-        new = list(items)
-        self.items += new
-        self.count += len(new)
-        self.total += (size := sum(len(item.json) for item in new))
-        taken = size + sum(ITEM + len(item.id) for item in new)
-        self.size += taken
-        return taken
-
-    def conversation(self) -> list[bytes]:
-        """All items up to here."""
-        parts: list[list[Kept]] = []
-        part: Part | None = self
-        while part is not None:
-            parts.append(part.items)
-            part = part.before
-        return [item.json for items in reversed(parts) for item in items]
+    found: Found | None
+    size: int
+    length: int
+    past: Sequence[bytes] = ()
+    named: Mapping[str, bytes] = {}
 
 
 class Stored(msgspec.Struct, kw_only=True, eq=False):
-    """A response. ``live`` is the object as clients see it now, and ``uid`` names the running request, until it has ended; ``json`` is
-    what clients see then.
+    """A response in the making. ``live`` is the object as clients see it now, and ``uid`` names the running request, until it has
+    ended; ``json`` is what clients see then.
 
-    The first ``asked`` items of ``part`` are its input. ``stop`` ends a request that nobody waits for: without its place here its
-    answer could not be found. ``recorder``: the events of one that streams in the background.
+    ``stop`` ends a request that nobody waits for: without its place here its answer could not be found. ``recorder``: the events of one
+    that streams in the background, of which ``recorded`` are in the database, as is the response itself where it is ``put``.
     """
 
     id: str
-    owner: str
-    part: Part
-    asked: int
+    client: Client
+    asked: Sequence[Kept]
+    place: Place = msgspec.field(default_factory=Place)
+    conversation: str = ""
     uid: str | None
     live: dict[str, Any] | None = None
-    live_size: int = 0  # bytes of its JSON at first; they are part of ``size`` until ``json`` takes its place
+    live_size: int = 0  # bytes of its JSON at first
     json: bytes = b""
     stop: Callable[[], None] | None = None
     recorder: Recorder | None = None
-    size: int = ENTRY  # bytes, those of ``part`` left out
-    expires: float = 0.0
+    recorded: int = 0
+    recorded_size: int = 0
+    put: bool = False
 
     def shown(self) -> bytes:
         return self.json if self.live is None else encode(self.live)
 
-
-class Share:
-    """What one client has stored: the responses, oldest first; their bytes; its items by id, each in the parts that have it, newest last."""
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[str, Stored] = OrderedDict()
-        self.bytes = 0
-        self.items: dict[str, dict[Part, int]] = {}
-
-    def index(self, part: Part, start: int) -> None:
-        """Have the items of ``part`` from number ``start`` on found."""
-        for i, item in enumerate(part.items[start:], start):
-            if item.id:
-                self.items.setdefault(item.id, {}).setdefault(part, i)
-
-    def forget(self, part: Part) -> None:
-        for item in part.items:
-            places = self.items.get(item.id, {})
-            if places.pop(part, None) is not None and not places:
-                del self.items[item.id]
+    @property
+    def size(self) -> int:
+        """Bytes that it counts for, its items left out."""
+        json = self.live_size if self.live is not None else len(self.json)
+        return ENTRY + json + (self.recorder.size if self.recorder is not None else 0)
 
 
 class ResponseStore:
-    """Drops what is older than ``ttl`` seconds, then, beyond ``limit`` entries or ``MAX_BYTES``, the oldest of the client that has most.
+    """See ``Shelf`` for what is dropped when."""
 
-    The time of a call does not grow with what is stored.
-    """
+    def __init__(self, database: Database, bounds: Bounds) -> None:
+        self.shelf = Shelf(database, KIND, bounds, self._gone, self._forget)
+        self._live: dict[str, Stored] = {}
+        database.at_start(self._recover)
 
-    def __init__(self, limit: int, ttl: float) -> None:
-        self.limit = limit
-        self._ttl = ttl
-        self._entries: OrderedDict[str, Stored] = OrderedDict()  # oldest first
-        self._shares: dict[str, Share] = {}  # by client
-        self._bytes = 0
+    @property
+    def limit(self) -> int:
+        return self.shelf.bounds.limit
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    # in the making ---------------------------------------------------------------------------------------------------
 
-    def put(self, entry: Stored) -> None:
-        share = self._shares.setdefault(entry.part.client, Share())
-        entry.expires = clock.now() + self._ttl
-        self._entries[entry.id] = share.entries[entry.id] = entry
-        share.index(entry.part, 0)
-        self._take(share, entry.size + _hold(entry.part))
-        self._trim()
+    def open(self, entry: Stored) -> None:
+        """Have a response found from now on by its id."""
+        self._live[entry.id] = entry
 
-    def grow(self, entry: Stored, size: int) -> None:
-        """An entry has got larger by ``size`` bytes."""
-        if self._entries.get(entry.id) is entry:
-            entry.size += size
-            self._take(self._shares[entry.part.client], size)
-            self._trim()
+    def live(self, uid: str, owner: str) -> Stored | None:
+        entry = self._live.get(uid)
+        return entry if entry is not None and entry.client.owner == owner else None
+
+    async def put(self, entry: Stored, wait: bool) -> None:
+        """Store a response that may be asked for before it has ended. Raises StorageFailed if it is to be waited for."""
+        entry.put = True
+        json = encode(entry.live)
+        entry.live_size = len(json)
+        work = partial(self._insert, entry, json, entry.size, True)
+        if wait:
+            await self.shelf.write(work)
+        else:
+            self._queue(work, len(json))
+
+    def grown(self, entry: Stored) -> None:
+        """More of its events have come; they are stored a few at a time."""
+        recorder = entry.recorder
+        if recorder is None or not entry.put:
+            return
+        if recorder.size - entry.recorded_size < EVENTS and not recorder.ended.is_set():
+            return
+        first, data, size = entry.recorded, b"".join(recorder.blocks[entry.recorded :]), entry.size
+
+        def work(tx: sqlite3.Connection) -> None:
+            if (number := self.shelf.number(tx, entry.id)) is not None:
+                tx.execute("INSERT INTO events VALUES (?, ?, ?)", (number, first, data))
+                self.shelf.change(tx, number, size=size)
+
+        entry.recorded, entry.recorded_size = len(recorder.blocks), recorder.size
+        self._queue(work, len(data))
 
     def end(self, entry: Stored, output: Iterable[Item]) -> None:
-        """An entry's request is over, with these items."""
+        """A response has ended, with these items."""
         entry.uid = entry.stop = None
-        if self._entries.get(entry.id) is not entry:
-            return
-        share, start = self._shares[entry.part.client], len(entry.part.items)
         entry.json, entry.live = encode(entry.live), None
-        self._take(share, entry.part.add(map(kept, output)))
-        share.index(entry.part, start)
-        self.grow(entry, len(entry.json) - entry.live_size)
-
-    def get(self, uid: str, owner: str) -> Stored | None:
-        self._trim()
-        entry = self._entries.get(uid)
-        return entry if entry is not None and entry.owner == owner else None
-
-    def delete(self, uid: str) -> None:
-        entry = self._entries.pop(uid, None)
-        if entry is None:
+        if self._live.pop(entry.id, None) is not entry:
+            self.release(entry.place)
             return
-        share = self._shares[entry.part.client]
-        del share.entries[uid]
-        share.forget(entry.part)
-        self._take(share, -entry.size - _release(entry.part))
-        if not share.entries:
-            del self._shares[entry.part.client]
+        made = [kept(item) for item in output]
+        json, size, put = entry.json, entry.size, entry.put
+
+        def work(tx: sqlite3.Connection) -> None:
+            number = self.shelf.number(tx, entry.id) if put else self._insert(entry, json, size, False, tx)
+            if number is None:  # it has made room for others
+                return
+            if put:
+                self.shelf.change(tx, number, json, size)
+                tx.execute("UPDATE responses SET live = 0 WHERE object = ?", (number,))
+            rows.append(tx, one(tx, "SELECT part FROM responses WHERE object = ?", number)[0], made)
+
+        self._queue(work, len(json) + sum(len(item.json) + ITEM for item in [*entry.asked, *made]))
+
+    def release(self, place: Place) -> None:
+        """No response comes there."""
+        self._queue(partial(self._release, place), 0)
+
+    async def settled(self) -> None:
+        """Return when what was written before is on the disk."""
+        if self.shelf.database.on_disk:
+            await self.shelf.database.run(lambda tx: None)
+
+    # stored ----------------------------------------------------------------------------------------------------------
+
+    async def find(self, uid: str, owner: str) -> Found | None:
+        return await self.shelf.database.run(lambda tx: self._find(tx, uid, owner))
+
+    async def delete(self, uid: str, owner: str) -> bool:
+        """False: there is no such response."""
+        entry = self.live(uid, owner)
+
+        def work(tx: sqlite3.Connection) -> bool:
+            found = self._find(tx, uid, owner)
+            if found is not None:
+                self.shelf.remove(tx, found.row.number)
+            return found is not None
+
+        if entry is not None:
+            self._stop(entry)
+        return await self.shelf.database.run(work) or entry is not None
+
+    def drop(self, entry: Stored) -> None:
+        """Forget a response whose client gets an error instead, and never knows its id."""
+        self._live.pop(entry.id, None)
+
+        def work(tx: sqlite3.Connection) -> None:
+            if (number := self.shelf.number(tx, entry.id)) is not None:
+                self.shelf.remove(tx, number)
+            else:
+                self._release(entry.place, tx)
+
+        self._queue(work, 0)
+
+    async def earlier(
+        self,
+        client: Client,
+        uid: str | None,
+        part: int | None,
+        names: Mapping[str, int],
+        most: int,
+        place: Place | None,
+    ) -> Earlier:
+        """What a request of the client goes on from, the response ``uid`` or the items of ``part``, and the items called ``names``, each so
+        many times, of ``most`` bytes in all. ``place``: to be behind that response until ``release`` or ``end``."""
+
+        def work(tx: sqlite3.Connection) -> Earlier:
+            found = None if uid is None else self._find(tx, uid, client.owner)
+            number = part if found is None else found.part
+            before = None if number is None else rows.part(tx, number)
+            size, count = (0, 0) if before is None else (before.total, before.items)
+            if names:
+                sizes = rows.sizes(tx, client.name, names)
+                size += sum(map(mul, sizes, names.values()))
+            if found is not None and place is not None:
+                place.part = rows.begin(tx, KIND, client.name, before)
+            if size > most:
+                return Earlier(found, size, count)
+            past = rows.read(tx, before.number) if before is not None else []
+            named = dict(zip(names, rows.named(tx, client.name, names))) if names else {}
+            return Earlier(found, size, count, past, named)
+
+        return await self.shelf.write(work)
+
+    async def page(
+        self, uid: str, owner: str, limit: int, after: str | None, ascending: bool
+    ) -> list[Kept] | None:
+        """Input items of a response; None if there is no such response. Raises InvalidField if it has no input item ``after``."""
+
+        def work(tx: sqlite3.Connection) -> list[Kept] | None:
+            found = self._find(tx, uid, owner)
+            if found is None:
+                return None
+            at = None if after is None else rows.place(tx, found.part, after)
+            if after is not None and (at is None or at >= found.asked):
+                raise InvalidField("after must be the id of an input item of this response", param="after")
+            return rows.page(tx, found.part, limit, at, ascending, found.asked)
+
+        return await self.shelf.database.run(work)
+
+    async def events(self, found: Found, number: int) -> list[bytes]:
+        """Some of a stream's events from this number on; none behind the last one."""
+        query = (
+            "SELECT first, data FROM events WHERE response = ?1 AND first <= ?2 ORDER BY first DESC LIMIT 1"
+        )
+        piece = await self.shelf.database.run(lambda tx: one(tx, query, found.row.number, number))
+        if piece is None:
+            return []
+        first, data = piece
+        return [block + b"\n\n" for block in data.split(b"\n\n")[number - first : -1]]
+
+    # for work --------------------------------------------------------------------------------------------------------
+
+    def _find(self, tx: sqlite3.Connection, uid: str, owner: str) -> Found | None:
+        row = self.shelf.find(tx, uid, owner)
+        if row is None:
+            return None
+        query = "SELECT part, asked, streamed, lost, conversation FROM responses WHERE object = ?"
+        return Found(row, *one(tx, query, row.number))
+
+    def _insert(self, entry: Stored, json: bytes, size: int, live: bool, tx: sqlite3.Connection) -> int:
+        """Returns its number."""
+        part = entry.place.part or rows.begin(tx, KIND, entry.client.name)
+        number = self.shelf.add(tx, entry.id, entry.client._replace(name=part.client), json, size)
+        tx.execute(
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, 0, ?)",
+            (number, part.number, len(entry.asked), live, entry.recorder is not None, entry.conversation),
+        )
+        rows.append(tx, part.number, entry.asked)
+        return number
+
+    def _forget(self, tx: sqlite3.Connection, number: int) -> None:
+        found = one(tx, "DELETE FROM responses WHERE object = ? RETURNING part", number)
+        rows.collect(tx, found[0])
+
+    def _release(self, place: Place, tx: sqlite3.Connection) -> None:
+        if place.part is not None:
+            rows.collect(tx, place.part.number)
+
+    def _recover(self, tx: sqlite3.Connection) -> None:
+        """After an end of the server in the middle: responses that were in the making have failed, and places that were kept for some
+        are given back."""
+        live = tx.execute("SELECT number, json FROM objects JOIN responses ON object = number WHERE live = 1")
+        for number, json in live.fetchall():
+            response = {**msgspec.json.decode(json), "status": "failed"}
+            response["error"] = {"code": "server_error", "message": LOST}
+            self.shelf.change(tx, number, encode(response))
+        tx.execute("UPDATE responses SET live = 0, lost = 1 WHERE live = 1")
+        kept = tx.execute(
+            "SELECT number FROM parts WHERE kind = ? AND NOT EXISTS (SELECT 1 FROM responses WHERE part = parts.number) "
+            "AND NOT EXISTS (SELECT 1 FROM parts AS behind WHERE behind.before = parts.number)",
+            (KIND,),
+        )
+        for (number,) in kept.fetchall():
+            rows.collect(tx, number)
+
+    # the loop's side -------------------------------------------------------------------------------------------------
+
+    def _queue(self, work: Callable[[sqlite3.Connection], Any], size: int) -> None:
+        """A failure costs what is stored, not the answer, which the client gets."""
+        try:
+            self.shelf.queue(work, size)
+        except StorageFailed:
+            pass
+
+    def _gone(self, ids: list[str]) -> None:
+        for uid in ids:
+            if (entry := self._live.get(uid)) is not None:
+                self._stop(entry)
+
+    def _stop(self, entry: Stored) -> None:
+        del self._live[entry.id]
         if entry.stop is not None:
             entry.stop()
-
-    def item(self, uid: str, client: str) -> bytes | None:
-        """The JSON of the client's newest input or output item with this id."""
-        self._trim()
-        share = self._shares.get(client)
-        places = share.items.get(uid) if share is not None else None
-        if not places:
-            return None
-        part = next(reversed(places))
-        return part.items[places[part]].json
-
-    def place(self, uid: str, entry: Stored) -> int | None:
-        """The number of the item with this id among those of ``entry``."""
-        share = self._shares.get(entry.part.client)
-        return share.items.get(uid, {}).get(entry.part) if share is not None else None
-
-    def _take(self, share: Share, size: int) -> None:
-        share.bytes += size
-        self._bytes += size
-
-    def _trim(self) -> None:
-        now = clock.now()
-        while self._entries:
-            oldest = next(iter(self._entries))
-            if self._entries[oldest].expires > now:
-                if len(self._entries) > self.limit:
-                    oldest = self._oldest(lambda share: len(share.entries))
-                elif self._bytes > MAX_BYTES:
-                    oldest = self._oldest(lambda share: share.bytes)
-                else:
-                    return
-            self.delete(oldest)
-
-    def _oldest(self, most: Callable[[Share], int]) -> str:
-        return next(iter(max(self._shares.values(), key=most).entries))
-
-
-def _hold(part: Part | None) -> int:
-    """Returns the bytes that are held now and were not."""
-    size = 0
-    while part is not None:
-        part.holders += 1
-        if part.holders > 1:
-            break
-        size += part.size
-        part = part.before
-    return size
-
-
-def _release(part: Part | None) -> int:
-    """Returns the bytes that are held no longer."""
-    size = 0
-    while part is not None:
-        part.holders -= 1
-        if part.holders:
-            break
-        size += part.size
-        part = part.before
-    return size

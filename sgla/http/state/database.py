@@ -33,6 +33,7 @@ NAME = "state.db"
 APPLICATION = 0x73676C61  # "sgla", so that other databases are not taken for ours
 VERSION = 1  # of all tables together; a change of any of them counts it up
 BACKLOG_BYTES = 64 << 20  # of writes that nobody waits for
+VACUUMED = 4096  # pages of 4 KiB that the file gets smaller by at once
 PRAGMAS = """
 PRAGMA foreign_keys = ON;
 PRAGMA temp_store = MEMORY;
@@ -121,6 +122,15 @@ class Database:
 
         self._begin(step)
 
+    def give_back(self) -> None:
+        """Let the file shrink by some of what is free in it."""
+        self.queue(lambda tx: tx.execute(f"PRAGMA incremental_vacuum({VACUUMED})").fetchall())
+
+    def at_start(self, work: Work[T]) -> T:
+        """``work(connection)`` as a transaction in this thread, before there is another."""
+        assert self._thread is None
+        return self._transaction(work)
+
     async def close(self, timeout: float = 1.0) -> None:
         """Wait until all that was begun is done, but not longer than ``timeout`` seconds; nothing can be begun after that."""
         if self._thread is not None:
@@ -177,7 +187,7 @@ class Database:
         if found := self._connection.execute(query, (name,)).fetchone():
             return bytes(found[0])
         value = secrets.token_bytes(16)
-        self._transaction(lambda tx: tx.execute("INSERT INTO secrets VALUES (?, ?)", (name, value)))
+        self.at_start(lambda tx: tx.execute("INSERT INTO secrets VALUES (?, ?)", (name, value)))
         return value
 
 

@@ -118,8 +118,8 @@ class Shelf:
         forget: Callable[[sqlite3.Connection, int], None] | None = None,
     ) -> None:
         self.bounds = bounds
-        self._database = database
-        self._kind = kind
+        self.database = database
+        self.kind = kind
         self._gone = gone
         self._forget = forget
 
@@ -127,17 +127,17 @@ class Shelf:
 
     async def write(self, work: Work[T]) -> T:
         """``Database.run`` for work that adds something; what it adds has room made for it in the same transaction."""
-        result, removed = await self._database.run(self._with_room(work))
+        result, removed = await self.database.run(self._with_room(work))
         self._left(removed)
         return result
 
     def queue(self, work: Work[Any], size: int) -> None:
         """``Database.queue`` in the same way."""
-        self._database.queue(self._with_room(work), size, lambda done: self._left(done[1]))
+        self.database.queue(self._with_room(work), size, lambda done: self._left(done[1]))
 
     def sweep(self) -> None:
         """Remove what is too old; to be called now and then, since what nobody asks for would stay."""
-        self._database.queue(self.trim, then=self._left)
+        self.database.queue(self.trim, then=self._left)
 
     def _with_room(self, work: Work[T]) -> Work[tuple[T, list[str]]]:
         return lambda tx: (work(tx), self.trim(tx))
@@ -152,7 +152,7 @@ class Shelf:
 
     def add(self, tx: sqlite3.Connection, uid: str, client: Client, json: bytes, size: int) -> int:
         """Store an object that counts for ``size`` bytes; returns its number. ``uid`` must be new."""
-        values = (self._kind, uid, client.owner, client.name, clock.wall(), size, json)
+        values = (self.kind, uid, client.owner, client.name, clock.wall(), size, json)
         return one(
             tx,
             "INSERT INTO objects (kind, id, owner, client, stamp, size, json) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING number",
@@ -163,7 +163,7 @@ class Shelf:
         found = one(
             tx,
             f"SELECT {ROW} FROM objects WHERE kind = ? AND id = ? AND owner = ? AND stamp > ?",
-            *(self._kind, uid, owner, self._horizon()),
+            *(self.kind, uid, owner, self._horizon()),
         )
         return found and Row(*found)
 
@@ -180,17 +180,23 @@ class Shelf:
         beyond = "" if after is None else f"AND number {side} {after:d}"
         found = tx.execute(
             f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND stamp > ? {beyond} ORDER BY number {order} LIMIT ?",
-            (self._kind, owner, self._horizon(), limit),
+            (self.kind, owner, self._horizon(), limit),
         )
         return [Row(*row) for row in found]
 
-    def change(self, tx: sqlite3.Connection, number: int, json: bytes | None = None, grown: int = 0) -> bool:
-        """Give an object another JSON, or more bytes to count for; its age is 0 again. False: it has gone."""
-        changed = tx.execute(
-            "UPDATE objects SET json = coalesce(?, json), size = size + ?, stamp = ? WHERE number = ?",
-            (json, grown, clock.wall(), number),
+    def number(self, tx: sqlite3.Connection, uid: str) -> int | None:
+        """That of an object, whoever owns it."""
+        found = one(tx, "SELECT number FROM objects WHERE kind = ? AND id = ?", self.kind, uid)
+        return found and found[0]
+
+    def change(
+        self, tx: sqlite3.Connection, number: int, json: bytes | None = None, size: int | None = None
+    ) -> None:
+        """Give an object another JSON, or other bytes to count for; its age is 0 again."""
+        tx.execute(
+            "UPDATE objects SET json = coalesce(?, json), size = coalesce(?, size), stamp = ? WHERE number = ?",
+            (json, size, clock.wall(), number),
         )
-        return changed.rowcount > 0
 
     def remove(self, tx: sqlite3.Connection, number: int) -> None:
         if self._forget is not None:
@@ -208,10 +214,10 @@ class Shelf:
     def _least(self, tx: sqlite3.Connection) -> tuple[int, str] | None:
         """Number and id of the object that has to go next."""
         oldest = "SELECT number, id FROM objects WHERE kind = ? {} ORDER BY stamp, number LIMIT 1"
-        aged = one(tx, oldest.format("AND stamp <= ?"), self._kind, self._horizon())
+        aged = one(tx, oldest.format("AND stamp <= ?"), self.kind, self._horizon())
         if aged is not None:
             return aged
-        count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", self._kind) or (0, 0)
+        count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", self.kind) or (0, 0)
         if count > self.bounds.limit:
             most = "count"
         elif count and size > self.bounds.bytes:
@@ -221,9 +227,9 @@ class Shelf:
         (client,) = one(
             tx,
             f"SELECT client FROM shares WHERE kind = ? AND count > 0 ORDER BY {most} DESC LIMIT 1",
-            self._kind,
+            self.kind,
         )
-        return one(tx, oldest.format("AND client = ?"), self._kind, client)
+        return one(tx, oldest.format("AND client = ?"), self.kind, client)
 
     def _horizon(self) -> float:
         """What was last changed then is too old."""
