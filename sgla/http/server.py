@@ -86,6 +86,7 @@ class Server:
             "fp_" + hashlib.blake2s(f"{__version__}|{self.created}".encode(), digest_size=5).hexdigest()
         )
         self.database = Database(config.state_path, SCHEMAS)
+        metrics.unstored = lambda: self.database.failures
         kept = bounds(config)
         self.responses = ResponseStore(self.database, kept)
         self.conversations = ConversationStore(self.database, kept)

@@ -7,7 +7,7 @@ collector turns into metric families, in this object's own registry.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -51,6 +51,7 @@ class Metrics(Collector):
         self.compiler: Compiler | None = None  # once it runs
         self.tracing: Tracing | None = None  # if asked for
         self.dump: RequestDump | None = None  # if asked for
+        self.unstored: Callable[[], int] | None = None  # how many writes of what clients store have failed
         self.inference_time = Histogram(LATENCY)
         self.loop_lag = Histogram(LAG)
         self.asked_choices = Histogram(SIZES)
@@ -214,6 +215,10 @@ class Metrics(Collector):
         }
         yield self._counter("http_responses", "HTTP responses", responses, ["method", "endpoint", "status"])
         yield self._gauge("http_requests_active", "HTTP requests being answered", self.http_active)
+        if self.unstored is not None:
+            yield self._counter(
+                "unstored_writes", "Writes of what clients store that failed", self.unstored()
+            )
         if self.dump is not None:
             yield self._counter(
                 "undumped_requests", "Requests that --dump-requests could not write", self.dump.dropped

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sqlite3
+from collections import Counter
 from typing import Any
 
 import openai
@@ -14,142 +16,227 @@ from http_site import Serve, Site
 
 from sgla import clock
 from sgla.http.app import SERVER
-from sgla.http.responses import store as module
-from sgla.http.responses.store import Kept, Part, ResponseStore, Stored
+from sgla.http.clients import Client
+from sgla.http.responses.items import ITEM, Kept
+from sgla.http.responses.store import Place, ResponseStore, Stored
+from sgla.http.server import SCHEMAS
+from sgla.http.state.database import Database
+from sgla.http.state.shelf import ENTRY, Bounds
 from sgla.messages import Event, Usage
 
-
-def entry(uid: str, owner: str = "", items: int = 0, size: int = 10, before: Stored | None = None) -> Stored:
-    part = Part(before.part if before else None, [Kept(f"{uid}.{i}", b"1") for i in range(items)], owner)
-    return Stored(id=uid, owner=owner, part=part, asked=items, uid=None, live={"id": uid}, size=size)
+DAY = 86400.0
 
 
-def names(store: ResponseStore) -> list[str]:
-    return list(store._entries)
+def make(limit: int, size: int = 128 << 20, ttl: float = DAY) -> ResponseStore:
+    return ResponseStore(Database(None, SCHEMAS), Bounds(limit, size, ttl))
 
 
-def test_old_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def entry(uid: str, owner: str = "", items: int = 0, size: int = 0, place: Place | None = None) -> Stored:
+    """``size``: bytes of its JSON beside those of ``{}``."""
+    return Stored(
+        id=uid,
+        client=Client(owner, owner),
+        asked=[Kept(f"{uid}.{i}", b"1") for i in range(items)],
+        place=place or Place(),
+        uid=None,
+        live={"x" * (size - 5): 1} if size else {},
+    )
+
+
+def put(store: ResponseStore, new: Stored, *output: dict[str, Any]) -> Stored:
+    """A response that comes and ends at once."""
+    store.open(new)
+    store.end(new, output)
+    return new
+
+
+async def behind(store: ResponseStore, uid: str, owner: str = "") -> Place:
+    place = Place()
+    await store.earlier(Client(owner, owner), uid, None, {}, 1 << 30, place)
+    return place
+
+
+async def rows(store: ResponseStore, query: str) -> list[Any]:
+    return await store.shelf.database.run(lambda tx: tx.execute(query).fetchall())
+
+
+async def names(store: ResponseStore) -> list[str]:
+    return [uid for (uid,) in await rows(store, "SELECT id FROM objects ORDER BY number")]
+
+
+async def taken(store: ResponseStore) -> int:
+    return sum(size for (size,) in await rows(store, "SELECT bytes FROM totals WHERE kind = 'response'"))
+
+
+async def item(store: ResponseStore, uid: str, owner: str) -> bytes:
+    """The item that a reference finds; b"" for none."""
+    return (await store.earlier(Client(owner, owner), None, None, {uid: 1}, 1 << 30, None)).named[uid]
+
+
+async def test_old_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(clock, "now", lambda: now)
-    store = ResponseStore(3, ttl=10.0)
+    monkeypatch.setattr(clock, "wall", lambda: now)
+    store = make(3, size=20_000, ttl=10.0)
     for i in range(5):
-        store.put(entry(str(i)))
+        put(store, entry(str(i)))
+        assert await store.find(str(i), "") is not None
         now += 1
-    assert [store.get(str(i), "") is not None for i in range(5)] == [False, False, True, True, True]
-    store.put(entry("9", size=1 << 40))
-    assert len(store) == 0
-    store.put(entry("6"))
+    assert await names(store) == ["2", "3", "4"]
+    put(store, entry("9", size=30_000))
+    assert await names(store) == []
+    put(store, entry("6", items=2))
+    assert await store.find("6", "") is not None
     now += 10
-    assert store.get("6", "") is None
-    assert (store._bytes, store._shares) == (0, {})
+    assert await store.find("6", "") is None
+    store.shelf.sweep()
+    assert (await names(store), await taken(store)) == ([], 0)
+    assert await rows(store, "SELECT * FROM shares") == await rows(store, "SELECT * FROM parts") == []
 
 
-def test_who_has_most_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ResponseStore(6, ttl=10.0)
+async def test_who_has_most_makes_room() -> None:
+    store = make(6)
     for uid in "ab":
-        store.put(entry(uid, "ben"))
+        put(store, entry(uid, "ben"))
     for i in range(20):
-        store.put(entry(str(i), "anna"))
-    assert names(store) == ["a", "b", "16", "17", "18", "19"]
+        put(store, entry(str(i), "anna"))
+    assert await names(store) == ["a", "b", "16", "17", "18", "19"]
     for uid in "cdefgh":
-        store.put(entry(uid, "ben"))
-    assert [len(share.entries) for share in store._shares.values()] == [3, 3]
-    monkeypatch.setattr(module, "MAX_BYTES", 1000)
-    store = ResponseStore(100, ttl=10.0)
-    store.put(entry("small", "ben"))
+        put(store, entry(uid, "ben"))
+    assert await rows(store, "SELECT client, count FROM shares") == [("anna", 3), ("ben", 3)]
+    store = make(100, size=3 * ENTRY + 1000)
+    put(store, entry("small", "ben"))
     for i in range(20):
-        store.put(entry(str(i), "anna", size=400))
-    assert names(store) == ["small", "18", "19"]
+        put(store, entry(str(i), "anna", size=400))
+    assert await names(store) == ["small", "18", "19"]
 
 
-def test_a_conversation_is_all_of_the_client_that_began_it() -> None:
-    store = ResponseStore(9, ttl=60.0)
-    first = entry("first", "anna", items=2)
-    store.put(first)
-    store.put(entry("second", "ben", items=1, before=first))
-    assert list(store._shares) == ["anna"]
-    store.delete("first")
-    assert store._bytes == store._shares["anna"].bytes > 2 * module.ITEM
-    store.delete("second")
-    assert (store._bytes, store._shares) == (0, {})
+async def test_much_goes_in_several_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(clock, "wall", lambda: now)
+    store = make(1000, ttl=10.0)
+    for i in range(300):
+        put(store, entry(str(i)))
+    assert len(await names(store)) == 300
+    now += 20
+    put(store, entry("new"))
+    assert 200 < len(await names(store)) < 300
+    while len(await names(store)) > 1:
+        await asyncio.sleep(0)
+    assert await names(store) == ["new"]
 
 
-def test_an_owner_finds_what_is_its_own() -> None:
-    store = ResponseStore(6, ttl=10.0)
-    store.put(entry("r", "anna", items=1))
-    assert store.get("r", "anna") is not None
-    assert store.item("r.0", "anna") == b"1"
-    assert store.get("r", "ben") is None
-    assert store.item("r.0", "ben") is None
-    assert store.get("r", "") is None
+async def test_a_conversation_is_all_of_the_client_that_began_it() -> None:
+    store = make(9)
+    put(store, entry("first", "anna", items=2))
+    place = await behind(store, "first", "anna")
+    put(store, entry("second", "ben", items=1, place=place))
+    assert await rows(store, "SELECT client FROM shares") == [("anna",)]
+    assert await store.delete("first", "anna")
+    assert await taken(store) > 3 * ITEM + ENTRY
+    assert await store.delete("second", "ben")
+    assert await taken(store) == 0
 
 
-def test_items_are_found_without_a_search() -> None:
-    """A search would look at 1,000,000,000 of them."""
-    store = ResponseStore(300, ttl=60.0)
-    for i in range(100):
-        store.put(entry(str(i), items=500))
-    assert all(store.item("0.0", "") == b"1" for _ in range(20_000))
+async def test_an_owner_finds_what_is_its_own() -> None:
+    store = make(6)
+    put(store, entry("r", "anna", items=1))
+    assert await store.find("r", "anna") is not None
+    assert await item(store, "r.0", "anna") == b"1"
+    assert await store.find("r", "ben") is None
+    assert await item(store, "r.0", "ben") == b""
+    assert await store.find("r", "") is None
+    assert not await store.delete("r", "ben")
 
 
-def test_the_newest_item_of_an_id_is_found() -> None:
-    store = ResponseStore(9, ttl=60.0)
+async def test_items_are_found_without_a_search() -> None:
+    """A search for each would look at 60,000,000 of them."""
+    store = make(300)
+    for i in range(40):
+        put(store, entry(str(i), items=500))
+    wanted = Counter({f"{i % 40}.{i // 40}": 2 for i in range(3000)})
+    found = await store.earlier(Client(""), None, None, wanted, 1 << 20, None)
+    assert set(found.named) == set(wanted)
+    assert set(found.named.values()) == {b"1"}
+    assert found.size == 6000
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    def work(tx: sqlite3.Connection) -> None:
+        tx.set_progress_handler(count, 1000)
+
+    await store.shelf.database.run(work)
+    await store.earlier(Client(""), None, None, wanted, 1 << 20, None)
+    assert steps < 500  # thousands of SQLite's instructions
+
+
+async def test_the_newest_item_of_an_id_is_found() -> None:
+    store = make(9)
     for i in range(3):
-        kept = [Kept("same", b"%d" % i), Kept("", b"2"), Kept("same", b"3")]
-        store.put(Stored(id=str(i), owner="", part=Part(None, kept, ""), asked=3, uid=None))
+        new = entry(str(i))
+        new.asked = [Kept("same", b"%d" % i), Kept("", b"2"), Kept("same", b"3")]
+        put(store, new)
     for i in (2, 0, 1):
-        store.delete(str(i))
-        found = {2: b"1", 0: b"1", 1: None}[i]
-        assert store.item("same", "") == found
-    assert store.item("", "") is None
+        await store.delete(str(i), "")
+        assert await item(store, "same", "") == {2: b"1", 0: b"1", 1: b""}[i]
+    assert await item(store, "", "") == b""
 
 
-def test_what_a_conversation_needs_is_kept_and_counted_once() -> None:
+async def test_what_a_conversation_needs_is_kept_and_counted_once() -> None:
     """The bytes are those of all responses and of all parts that can be reached."""
     chance = random.Random(0)
-    store, known = ResponseStore(40, ttl=1e9), [entry("first", "a", 1)]
-    for step in range(2000):
-        before = chance.choice([None, *known[-20:]])  # one of them may have gone
-        owner = before.owner if before else chance.choice("abc")
-        new = entry(str(step), owner, chance.randrange(3), chance.randrange(99), before)
-        store.put(new)
-        known.append(new)
-        if chance.random() < 0.5:
-            store.end(new, [{"id": f"{step}.out", "x": "y" * chance.randrange(50)}])
-        if chance.random() < 0.2:
-            store.delete(chance.choice(names(store)))
-    assert len(store) > 20
-    parts = set()
-    for stored in store._entries.values():
-        part: Part | None = stored.part
-        while part is not None:
-            parts.add(part)
-            part = part.before
-    size = sum(part.size for part in parts) + sum(stored.size for stored in store._entries.values())
-    assert store._bytes == size == sum(share.bytes for share in store._shares.values())
-    assert {
-        part for share in store._shares.values() for places in share.items.values() for part in places
-    } == {stored.part for stored in store._entries.values() if stored.part.items}
-    for uid in names(store):
-        store.delete(uid)
-    assert (store._bytes, store._shares) == (0, {})
+    store = make(40)
+    put(store, entry("first", "a", 1))
+    for step in range(600):
+        known = await rows(store, "SELECT id, owner FROM objects ORDER BY number DESC LIMIT 20")
+        before, owner = chance.choice([("", chance.choice("abc")), *known])
+        place = await behind(store, before, owner) if before else Place()
+        for uid, of in chance.sample(known, 2) if len(known) > 9 and chance.random() < 0.2 else ():
+            await store.delete(uid, of)
+        new = entry(str(step), owner, chance.randrange(3), place=place)
+        if chance.random() < 0.1:
+            store.drop(new)
+        elif chance.random() < 0.3:
+            store.open(new)
+            await store.put(new, wait=False)
+            store.end(new, [])
+        else:
+            put(store, new, {"id": f"{step}.out", "x": "y" * chance.randrange(50)})
+    parts = await rows(store, "SELECT number, before, size FROM parts")
+    before_of = {number: before for number, before, _ in parts}
+    reached: set[int | None] = set()
+    for (number,) in await rows(store, "SELECT part FROM responses"):
+        while number is not None:
+            reached.add(number)
+            number = before_of[number]
+    assert len(await names(store)) > 20
+    assert len(parts) == len(reached) > 20
+    sizes = [size for (size,) in await rows(store, "SELECT size FROM objects")]
+    assert await taken(store) == sum(size for _, _, size in parts) + sum(sizes)
+    for uid, owner in await rows(store, "SELECT id, owner FROM objects"):
+        await store.delete(uid, owner)
+    assert await taken(store) == 0
+    for table in ("parts", "items", "responses", "shares"):
+        assert await rows(store, f"SELECT * FROM {table}") == []
 
 
-def test_a_long_chain_is_freed() -> None:
-    store, last = ResponseStore(2, ttl=60.0), None
-    for i in range(30_000):
-        last = entry(str(i), before=last)
-        store.put(last)
-    assert store._bytes == 20
-    del last
-    for uid in names(store):
-        store.delete(uid)
+async def test_a_long_chain_is_freed() -> None:
+    store = make(2)
+    put(store, entry("0", items=1))
+    for i in range(1, 2000):
+        put(store, entry(str(i), items=1, place=await behind(store, str(i - 1))))
+    assert len(await rows(store, "SELECT 1 FROM parts")) == 2000
+    for uid in await names(store):
+        await store.delete(uid, "")
+    assert await rows(store, "SELECT * FROM parts") == await rows(store, "SELECT * FROM items") == []
 
 
 # over HTTP ------------------------------------------------------------------------------------------------------------
 
 
-def sizes(site: Site) -> ResponseStore:
+def stored(site: Site) -> ResponseStore:
     return site.app[SERVER].responses
 
 
@@ -176,10 +263,10 @@ async def test_references_share_what_they_refer_to_and_are_bounded(serve: Serve)
 
 
 async def test_what_is_stored_takes_memory_of_the_request(site: Site) -> None:
-    store, budget = sizes(site), site.app[SERVER].budget
+    store, budget = stored(site), site.app[SERVER].budget
     first = await site.client.responses.create(model="fake", input="x" * 50_000, background=True)
     asked = {"input": "y", "previous_response_id": first.id, "max_output_tokens": 1}
-    while (entry := store.get(first.id, "")) is None or entry.uid is not None:
+    while store.live(first.id, "") is not None:
         await asyncio.sleep(0.001)
     budget.limit = 70_000
     assert (await site.post("/v1/responses", {"input": "y"}))[0] == 200
@@ -204,7 +291,7 @@ async def test_what_arrives_in_chunks_is_counted_too(site: Site) -> None:
     for count in (1, 2):
         async with site.http.post("/v1/responses", data=body()) as response:
             assert response.status == 200
-        assert sizes(site)._bytes > 3000 * count
+        assert await taken(stored(site)) > 3000 * count
 
 
 async def test_input_items_come_in_pages(site: Site) -> None:
@@ -232,19 +319,19 @@ async def test_who_is_pushed_out_in_the_background_is_ended(serve: Serve, stream
         ) as response:
             await response.content.readline()
         assert len(site.ingress.open_jobs) == min(i + 1, 2)
-    uid = names(sizes(site))[0]
+    uid = (await names(stored(site)))[0]
     assert (await site.http.delete(f"/v1/responses/{uid}")).status == 200
     assert len(site.ingress.open_jobs) == 1
 
 
-async def test_events_count_while_they_come(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 20_000)
-    site = await serve()
+async def test_events_count_while_they_come(serve: Serve) -> None:
+    site = await serve(FakeIngress(pace=0.005), state_bytes=1 << 20)
+    stored(site).shelf.bounds = stored(site).shelf.bounds._replace(bytes=20_000)
     asked = {"model": "fake", "input": "x", "background": True, "stream": True, "max_output_tokens": 200}
     async with site.http.post("/v1/responses", json=asked) as response:
         last = (await response.text()).rstrip().rpartition("data: ")[2]
     assert json.loads(last)["response"]["status"] == "cancelled"
-    assert (len(sizes(site)), sizes(site)._bytes) == (0, 0)
+    assert (len(await names(stored(site))), await taken(stored(site))) == (0, 0)
     site.ingress.check()
 
 
@@ -261,8 +348,8 @@ async def test_a_response_in_the_background_holds_its_memory_until_it_has_ended(
             await response.content.readline()
     assert len(site.ingress.open_jobs) == 2
     assert budget.used > 400_000
-    assert sizes(site)._bytes > 400_000
-    for uid, rid in zip(names(sizes(site)), list(site.ingress.open_jobs)):
+    assert await taken(stored(site)) > 400_000
+    for uid, rid in zip(await names(stored(site)), list(site.ingress.open_jobs)):
         if end == "finish":
             site.ingress.push(rid, Event(rid=rid, index=0, finish="stop", usage=Usage()))
         elif end == "cancel":
@@ -274,7 +361,7 @@ async def test_a_response_in_the_background_holds_its_memory_until_it_has_ended(
             await asyncio.sleep(0.01)
     assert not budget.of_client
     kept = 0 if end == "delete" else 2
-    assert (len(sizes(site)), sizes(site)._bytes > 400_000) == (kept, kept > 0)
+    assert (len(await names(stored(site))), await taken(stored(site)) > 400_000) == (kept, kept > 0)
 
 
 async def test_responses_in_the_background_share_the_memory(serve: Serve) -> None:

@@ -1,0 +1,260 @@
+"""The database of what clients store: what outlives a server, and what its folder may be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_fake import FakeIngress
+from http_site import Serve, Site
+
+from sgla.errors import ConfigError
+from sgla.http.app import SERVER
+from sgla.http.server import SCHEMAS
+from sgla.http.state.database import NAME, VERSION, Database, StorageFailed
+from sgla.messages import Event, Usage
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "some" / "state"
+
+
+def left(folder: Path) -> None:
+    """A database as a server leaves it."""
+    asyncio.run(Database(str(folder), SCHEMAS).close())
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as refused:
+        Database(str(folder), SCHEMAS)
+    assert refused.value.param == "state_path"
+    return refused.value.message
+
+
+def test_a_folder_is_one_servers(folder: Path) -> None:
+    left(folder)
+    database = Database(str(folder), SCHEMAS)
+    message = refusal(folder)
+    assert str(folder) in message
+    assert "in use by another server" in message
+    asyncio.run(database.close())
+    left(folder)
+    assert (folder.stat().st_mode & 0o777, (folder / NAME).stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_another_version_is_refused(folder: Path) -> None:
+    left(folder)
+    with sqlite3.connect(folder / NAME) as other:
+        other.execute(f"PRAGMA user_version = {VERSION + 6}")
+    message = refusal(folder)
+    assert f"version {VERSION + 6} of the tables, this server knows version {VERSION}" in message
+
+
+def test_what_is_no_state_is_refused(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    with sqlite3.connect(folder / NAME) as other:
+        other.execute("CREATE TABLE mine (x)")
+    assert "is no state of sgla" in refusal(folder)
+
+
+@pytest.mark.parametrize("where", [0, 4096 * 3])
+def test_damage_is_said_plainly(folder: Path, where: int) -> None:
+    left(folder)
+    with (folder / NAME).open("r+b") as file:
+        file.seek(where)
+        file.write(b"\xa5" * 4096)
+    message = refusal(folder)
+    assert f"{NAME} is damaged" in message
+    assert "backup" in message
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refusal(tmp_path / "file" / "state")
+
+
+async def test_transactions_are_all_or_nothing_and_in_order() -> None:
+    database = Database(None, ["CREATE TABLE numbers (n INTEGER);"])
+
+    def add(n: int, fail: bool = False) -> Any:
+        def work(tx: sqlite3.Connection) -> None:
+            tx.execute("INSERT INTO numbers VALUES (?)", (n,))
+            if fail:
+                raise ValueError(n)
+
+        return work
+
+    for n in range(3):
+        database.queue(add(n))
+    with pytest.raises(ValueError, match="3"):
+        await database.run(add(3, fail=True))
+    database.queue(add(4, fail=True))
+    asyncio.ensure_future(database.run(add(5))).cancel()
+    await asyncio.sleep(0)
+    assert await database.run(lambda tx: tx.execute("SELECT n FROM numbers").fetchall()) == [(0,), (1,), (2,)]
+    assert database.failures == 1
+    await database.close()
+
+
+async def test_what_waits_for_the_disk_is_bounded() -> None:
+    database = Database(None, [])
+    for _ in range(4):
+        database.queue(lambda tx: None, 16 << 20)
+    with pytest.raises(StorageFailed, match="does not keep up"):
+        database.queue(lambda tx: None, 64 << 20)
+    assert database.failures == 1
+    await database.close()
+
+
+# servers --------------------------------------------------------------------------------------------------------------
+
+
+async def again(serve: Serve, site: Site, *args: Any, **settings: Any) -> Site:
+    """Another server with the state of one that has ended."""
+    await site.app[SERVER].database.close()
+    return await serve(*args, **settings)
+
+
+def by(key: str) -> dict[str, Any]:
+    return {"headers": {"Authorization": f"Bearer {key}"}}
+
+
+async def story(site: Site, key: str) -> tuple[list[str], list[Any]]:
+    """Responses of several kinds; their ids, and what is told about them."""
+    user = {"role": "user", "content": "one", "id": "mine"}
+    ids: list[str] = []
+    for asked in (
+        {"input": [user], "metadata": {"a": "b"}},
+        {"input": "two", "stream": True},
+        {"input": "three", "background": True, "stream": True},
+        {"input": [{"type": "item_reference", "id": "mine"}]},
+    ):
+        more = {"max_output_tokens": 3, **({"previous_response_id": ids[-1]} if ids else {})}
+        async with site.http.post("/v1/responses", json={**asked, **more}, **by(key)) as response:
+            text = await response.text()
+            assert response.status == 200, text
+        ids.append("resp_" + text.partition('"resp_')[2].partition('"')[0])
+    return ids, await told(site, key, ids)
+
+
+async def told(site: Site, key: str, ids: list[str]) -> list[Any]:
+    seen: list[Any] = []
+    for uid in ids:
+        for tail in ("", "/input_items?order=asc", "?stream=true&starting_after=2"):
+            async with site.http.get(f"/v1/responses/{uid}{tail}", **by(key)) as response:
+                seen.append((response.status, await response.text()))
+    asked = {"input": "on", "previous_response_id": ids[-1], "max_output_tokens": 1, "store": False}
+    status, _ = await site.post("/v1/responses", asked, **by(key))
+    seen += [status, site.ingress.jobs[-1].messages if status == 200 else None]
+    return seen
+
+
+async def test_responses_outlive_a_server(serve: Serve, folder: Path) -> None:
+    settings = {"state_path": str(folder), "api_key": ["anna", "ben"]}
+    site = await serve(**settings)
+    ids, before = await story(site, "anna")
+    assert [status for status, _ in before[:12]] == [
+        200,
+        200,
+        400,
+        200,
+        200,
+        400,
+        200,
+        200,
+        200,
+        200,
+        200,
+        400,
+    ]
+    assert len(before[-1]) == 9
+    site = await again(serve, site, **settings)
+    assert await told(site, "anna", ids) == before
+    assert {answer[0] for answer in (await told(site, "ben", ids))[:12]} == {404}
+
+
+async def test_memory_and_disk_tell_the_same(serve: Serve, folder: Path) -> None:
+    stories = []
+    for where in ({}, {"state_path": str(folder)}):
+        site = await serve(api_key=["anna"], **where)
+        ids, seen = await story(site, "anna")
+        stories.append(plain(seen, ids))
+    assert stories[0] == stories[1]
+
+
+def plain(seen: list[Any], ids: list[str]) -> str:
+    """Without what is different each time: random ids and times."""
+    text = re.sub(r"(resp|msg|item)_[0-9a-f]{32}", r"\1", json.dumps(seen))
+    return re.sub(r'(created_at|completed_at)\\\\?":\d+', "", text)
+
+
+async def test_what_was_in_the_making_has_failed(serve: Serve, folder: Path) -> None:
+    """The database as it is at a moment is what a killed server leaves."""
+    site = await serve(FakeIngress(manual=True), state_path=str(folder))
+    ids = []
+    for stream in (False, True):
+        body = {"input": "x" * 20_000, "background": True, "stream": stream, "metadata": {"a": "b" * 20_000}}
+        async with site.http.post("/v1/responses", json=body) as response:
+            ids.append("resp_" + (await response.content.readany()).decode().partition('"resp_')[2][:32])
+    for job in site.ingress.jobs:
+        site.ingress.push(job.rid, Event(rid=job.rid, index=0, text="so far", tokens=[1], usage=Usage(1, 1)))
+    await asyncio.sleep(0.01)
+    copy = folder.parent / "copy"
+    copy.mkdir()
+    await site.app[SERVER].database.run(lambda tx: None)
+    with sqlite3.connect(folder / NAME) as one, sqlite3.connect(copy / NAME) as other:
+        one.backup(other)
+    site = await serve(state_path=str(copy))
+    for uid in ids:
+        status, response = await site.get(f"/v1/responses/{uid}")
+        assert (status, response["status"]) == (200, "failed")
+        assert response["error"] == {
+            "code": "server_error",
+            "message": "the server ended before the response did",
+        }
+        listed = (await site.get(f"/v1/responses/{uid}/input_items"))[1]["data"]
+        assert [item["content"][0]["text"] for item in listed] == ["x" * 20_000]
+    for after in (-1, 1, 77):
+        path = f"/v1/responses/{ids[1]}?stream=true&starting_after={after}"
+        async with site.http.get(path) as response:
+            blocks = (await response.text()).removesuffix("\n\n").split("\n\n")
+        events = [json.loads(block.partition("data: ")[2]) for block in blocks]
+        assert [event["sequence_number"] for event in events] == list(
+            range(after + 1, after + 1 + len(events))
+        )
+        assert (events[-1]["type"], events[-1]["response"]["error"]["code"]) == (
+            "response.failed",
+            "server_error",
+        )
+        assert (events[0]["type"] == "response.created") == (after == -1)
+
+
+async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
+    site = await serve(state_path=str(folder))
+    kept = await site.client.responses.create(model="fake", input="x", max_output_tokens=1)
+    database = site.app[SERVER].database
+    pages = await database.run(lambda tx: tx.execute("PRAGMA page_count").fetchone()[0])
+    await database.run(lambda tx: tx.execute(f"PRAGMA max_page_count = {pages}").fetchall())
+    asked = {"input": "x", "metadata": {"a": "b" * 100_000}, "max_output_tokens": 1}
+    status, answer = await site.post("/v1/responses", asked)
+    assert status == 200
+    assert answer["output"]
+    assert (await site.get(f"/v1/responses/{answer['id']}"))[0] == 404
+    assert database.failures == 1
+    for stream in (False, True):
+        status, reply = await site.post("/v1/responses", {**asked, "background": True, "stream": stream})
+        assert (status, reply["error"]["code"]) == (507, "storage_failed")
+        assert "full" in reply["error"]["message"]
+    assert not site.ingress.open_jobs
+    assert (await site.client.responses.retrieve(kept.id)).id == kept.id
+    await database.run(lambda tx: tx.execute("PRAGMA max_page_count = 100000").fetchall())
+    status, answer = await site.post("/v1/responses", {**asked, "previous_response_id": kept.id})
+    assert (await site.get(f"/v1/responses/{answer['id']}"))[0] == 200
+    async with site.http.get("/metrics") as response:
+        assert 'sgla:unstored_writes_total{model_name="fake"} 1.0' in await response.text()
