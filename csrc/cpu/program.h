@@ -45,7 +45,7 @@ struct Step {
 
 // One random token wanted of a row of logits, or the best one at temperature 0: see sgla/sampling/draw.py.
 struct Draw {
-  int64_t row, position;  // position: of the token in its request
+  int64_t row, position;  // position: of the token in its request; the upper half is 0
   uint64_t seed;
   int64_t top_k;  // <= 0, top_p >= 1 and min_p <= 0 are off
   double temperature, top_p, min_p;

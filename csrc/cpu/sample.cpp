@@ -1,7 +1,11 @@
-// Random tokens from rows of logits: see sgla/sampling/draw.py, whose rules these are.
+// Random tokens from rows of logits: see sgla/sampling/draw.py, whose definition this is.
+//
+// No logarithm is needed to see that a token cannot win: E > v, so its score is below that of the best so far if its bits, a uniform
+// number, are above a limit that its block's largest logit sets. Only the few that pass get a score.
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 #include "program.h"
@@ -9,127 +13,124 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 64;  // values whose weights are summed in float32
+constexpr int64_t BLOCK = 64;  // values whose weights are summed in float32, and that have one limit
+constexpr int VECTORS = BLOCK / LANES;
+constexpr float LOG2_E = 1.442695041f;
+constexpr double MOST_NOISE = 33;  // bits: the largest -log2(E)
 
-struct Candidate {
-  float value;
-  int32_t id;
-  bool operator<(const Candidate& other) const { return value > other.value || (value == other.value && id < other.id); }
-};
+// A block of the first of ``count`` values, padded with -inf.
+INLINE void load_values(const float* from, int64_t count, vf* v) {
+  float tail[BLOCK];
+  if (count < BLOCK) {
+    std::fill(std::copy(from, from + count, tail), tail + BLOCK, -INFINITY);
+    from = tail;
+  }
+  UNROLL for (int j = 0; j < VECTORS; j++) v[j] = load(from + j * LANES);
+}
 
 struct Row {
   const float* x;
+  const int64_t* ids;  // the tokens; null: 0, 1, ...
   int64_t n;
-  float top, inverse, floor;  // floor: scaled logits below it have no weight
-
-  // Weights of block b, the last one padded with zeros.
-  void weights(int64_t b, vf* w) const {
-    float tail[BLOCK];
-    const float* from = x + b * BLOCK;
-    if (n - b * BLOCK < BLOCK) {
-      std::fill(tail, tail + BLOCK, -INFINITY);
-      std::copy(from, x + n, tail);
-      from = tail;
-    }
-    UNROLL for (int64_t j = 0; j < BLOCK / LANES; j++) {
-      vf scaled = (load(from + j * LANES) - top) * inverse;
-      w[j] = scaled < splat(floor) ? vf{} : vexp(scaled);
-    }
-  }
+  double temperature;
+  const float* most;  // the largest of each block
+  float top;
 
   int64_t blocks() const { return (n + BLOCK - 1) / BLOCK; }
 
-  // Cumulative weights of the blocks.
-  void sum_blocks(std::vector<double>& sums) const {
+  void load_block(int64_t b, vf* v) const { load_values(x + b * BLOCK, n - b * BLOCK, v); }
+
+  // The sum of the weights of ``count`` logits; the largest of the row has 1.
+  double weigh(const float* values, int64_t count) const {
+    const float inverse = (float)(1 / temperature);
     double total = 0;
-    sums.resize(blocks());
-    for (int64_t b = 0; b < blocks(); b++) {
-      vf w[BLOCK / LANES], s{};
-      weights(b, w);
-      UNROLL for (int64_t j = 0; j < BLOCK / LANES; j++) s += w[j];
-      sums[b] = total += sum(s);
+    for (int64_t at = 0; at < count; at += BLOCK) {
+      vf v[VECTORS], s{};
+      load_values(values + at, count - at, v);
+      UNROLL for (int j = 0; j < VECTORS; j++) s += vexp((v[j] - top) * inverse);
+      total += sum(s);
     }
+    return total;
   }
 
-  // The logits from ``least`` on, in the order of the vocabulary.
-  void gather(float least, std::vector<Candidate>& out) const {
+  // The logits from ``least`` on.
+  void gather(float least, std::vector<float>& out) const {
     out.clear();
-    for (int64_t at = 0; at < n; at += BLOCK) {
-      int64_t end = std::min(at + BLOCK, n);
-      if (end - at == BLOCK) {
-        vf most = load(x + at);
-        UNROLL for (int64_t j = 1; j < BLOCK / LANES; j++) most = vmax(most, load(x + at + j * LANES));
-        if (max_of(most) < least) continue;
-      }
-      for (int64_t i = at; i < end; i++)
-        if (x[i] >= least) out.push_back({x[i], (int32_t)i});
+    for (int64_t b = 0; b < blocks(); b++) {
+      if (most[b] < least) continue;
+      const int64_t end = std::min((b + 1) * BLOCK, n);
+      for (int64_t i = b * BLOCK; i < end; i++)
+        if (x[i] >= least) out.push_back(x[i]);
     }
   }
 };
 
-// First index whose sum exceeds ``target``, but never one that adds nothing.
-int64_t search(const double* sums, int64_t count, double target) {
-  int64_t i = std::upper_bound(sums, sums + count, target) - sums;
-  return i < count ? i : std::lower_bound(sums, sums + count, sums[count - 1]) - sums;
+// False if the largest logit is not finite, or one is NaN.
+bool find_largest(Row& row) {
+  thread_local std::vector<float> most;
+  most.resize(row.blocks());
+  row.most = most.data();
+  vf odd{};
+  row.top = -INFINITY;
+  for (int64_t b = 0; b < row.blocks(); b++) {
+    vf v[VECTORS], m = splat(-INFINITY);
+    row.load_block(b, v);
+    UNROLL for (int j = 0; j < VECTORS; j++) {
+      m = vmax(m, v[j]);
+      odd += v[j] != v[j] ? splat(1.0f) : vf{};
+    }
+    most[b] = max_of(m);
+    row.top = std::max(row.top, most[b]);
+  }
+  return std::isfinite(row.top) && sum(odd) == 0;
 }
 
-int32_t draw_in_order(const Row& row, double u) {
-  thread_local std::vector<double> sums;
-  row.sum_blocks(sums);
-  double total = sums.back();
-  if (!(total > 0)) return -1;
-  int64_t b = search(sums.data(), sums.size(), u * total);
-  vf w[BLOCK / LANES];
-  row.weights(b, w);
-  double inside[BLOCK], sum = 0;
-  for (int64_t i = 0; i < BLOCK; i++) inside[i] = sum += ((const float*)w)[i];
-  int64_t i = search(inside, std::min(BLOCK, row.n - b * BLOCK), u * total - (b ? sums[b - 1] : 0.0));
-  return (int32_t)(b * BLOCK + i);
-}
-
-// Falling candidates, at least ``top_k`` of them or as many as hold ``mass``: from ever more of the row.
-void find_candidates(const Row& row, double temperature, int64_t top_k, double mass, std::vector<Candidate>& found) {
+// The largest logits: at least ``top_k`` of them, or as many as hold ``mass``, from ever more of the row.
+void find_likeliest(const Row& row, int64_t top_k, double mass, std::vector<float>& found) {
   for (double depth : {1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, (double)INFINITY}) {
-    row.gather((float)(row.top - depth * temperature), found);
-    if (std::isinf(depth)) break;
-    if (top_k > 0 && (int64_t)found.size() >= top_k) break;
-    double held = 0;
-    if (top_k <= 0)
-      for (const Candidate& c : found) held += std::exp(((double)c.value - row.top) / temperature);
-    if (top_k <= 0 && held > mass) break;
+    row.gather((float)(row.top - depth * row.temperature), found);
+    if (top_k > 0 ? (int64_t)found.size() >= top_k : row.weigh(found.data(), found.size()) > mass) return;
   }
-  if (top_k > 0 && (int64_t)found.size() > top_k) {
-    std::nth_element(found.begin(), found.begin() + top_k - 1, found.end());
-    found.resize(top_k);
-  }
-  std::sort(found.begin(), found.end());
 }
 
-int32_t draw_sorted(Row row, double temperature, int64_t top_k, double top_p, double min_p, double u) {
-  thread_local std::vector<Candidate> found;
-  thread_local std::vector<double> sums;
-  double mass = 0;
-  if (top_k <= 0) {
-    row.floor = -INFINITY;
-    row.sum_blocks(sums);
-    mass = top_p * sums.back();
-    if (!(mass >= 0)) return -1;
+// The largest value such that the values from it on weigh ``mass``; the smallest if all weigh less. Reorders them.
+float find_mass(const Row& row, float* begin, float* end, double mass) {
+  float least = INFINITY;
+  while (begin < end) {
+    float* middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, std::greater<float>());  // what is before it is not smaller
+    const double held = row.weigh(begin, middle - begin), own = row.weigh(middle, 1);
+    if (held >= mass) {
+      end = middle;
+      continue;
+    }
+    least = *middle;
+    if (held + own >= mass) break;
+    mass -= held + own;
+    begin = middle + 1;
   }
-  find_candidates(row, temperature, top_k, mass, found);
-  sums.clear();
-  double total = 0;
-  int64_t likely = 0;  // candidates that min_p lets stay
-  for (const Candidate& c : found) {
-    double weight = std::exp(((double)c.value - row.top) / temperature);
-    sums.push_back(total += weight);
-    likely += weight >= min_p;
+  return least;
+}
+
+// The smallest logit that may be drawn.
+float find_threshold(const Row& row, int64_t top_k, double top_p, double min_p) {
+  thread_local std::vector<float> found;
+  float least = -INFINITY;
+  if (top_k >= row.n) top_k = 0;
+  if (top_k > 0 || top_p < 1) {
+    double mass = top_k > 0 ? 0 : top_p * row.weigh(row.x, row.n);
+    find_likeliest(row, top_k, mass, found);
+    float *begin = found.data(), *end = begin + found.size();
+    if (top_k > 0) {
+      std::nth_element(begin, begin + top_k - 1, end, std::greater<float>());
+      least = begin[top_k - 1];
+      end = std::partition(begin, end, [&](float value) { return value >= least; });
+      mass = top_p * row.weigh(begin, end - begin);
+    }
+    if (top_p < 1) least = find_mass(row, begin, end, mass);
   }
-  if (top_k > 0) mass = top_p * total;
-  int64_t count = sums.size();
-  if (top_p < 1) count = std::min<int64_t>(count, std::lower_bound(sums.begin(), sums.end(), mass) - sums.begin() + 1);
-  if (min_p > 0) count = std::min(count, likely);
-  count = std::max<int64_t>(1, count);
-  return found[search(sums.data(), count, u * sums[count - 1])].id;
+  if (min_p > 0) least = std::max(least, (float)(row.top + row.temperature * std::log(min_p)));
+  return std::min(least, row.top);
 }
 
 // The finaliser of splitmix64.
@@ -140,26 +141,110 @@ uint64_t mix(uint64_t z) {
   return z ^ z >> 31;
 }
 
-double uniform(uint64_t seed, uint64_t position) { return (double)(mix(mix(seed) ^ position) >> 24) / (double)(1ULL << 40); }
+constexpr uint32_t STRIDE = 0x9E3779B1;  // between the starts of tokens
+
+// The upper half of each product.
+INLINE vu mul_high(vu a, uint32_t b) {
+#if defined(__AVX512F__)
+  const __m512i m = _mm512_set1_epi64(b), even = _mm512_mul_epu32((__m512i)a, m);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), m);
+  return (vu)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xAAAA, odd);
+#elif defined(__AVX2__)
+  const __m256i m = _mm256_set1_epi64x(b), even = _mm256_mul_epu32((__m256i)a, m);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), m);
+  return (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+  typedef uint64_t wide __attribute__((vector_size(LANES * 8)));
+  return __builtin_convertvector(__builtin_convertvector(a, wide) * b >> 32, vu);
+#endif
+}
+
+INLINE bool any(vi mask) {
+  typedef int64_t pairs __attribute__((vector_size(LANES * 4)));
+  const pairs p = (pairs)mask;
+  int64_t all = 0;
+  UNROLL for (int j = 0; j < LANES / 2; j++) all |= p[j];
+  return all != 0;
+}
+
+// The noise of one row.
+struct Noise {
+  uint32_t low, high;
+
+  // Of tokens that start at ``start``, each its id times STRIDE.
+  INLINE vu bits(vu start) const {
+    vu t = start + high;
+    t ^= t >> 16;
+    const vu h = mul_high(t, low) + (t * high + low * 0x85EBCA6B);
+    return h << 9 | h >> 23;
+  }
+};
+
+// log2(E)
+double log2_noise(uint32_t bits) {
+  const float v = std::min(((float)bits + 0.5f) * (1 / 4294967296.0f), 0.99999994f);
+  return std::log2(-std::log1p(-(double)v));
+}
+
+// The largest bits that a token may have whose score is ``below`` the best one without noise. Rounded up.
+uint32_t find_limit(double below) {
+  if (below <= 0) return UINT32_MAX;
+  return (uint32_t)std::min(4294967295.0, std::exp2((float)-below) * 4294967296.0 * 1.00001 + 2);
+}
+
+template <bool IDS>
+int64_t draw_above(const Row& row, float threshold, Noise noise) {
+  const float factor = LOG2_E / (float)row.temperature;
+  vu lane, apart = vu{} + LANES * STRIDE;
+  UNROLL for (int j = 0; j < LANES; j++) lane[j] = j * STRIDE;
+  double best = -INFINITY;
+  int64_t winner = row.n;
+
+  auto look = [&](int64_t b) {
+    if (row.most[b] < threshold) return;
+    const double below = best - (double)row.most[b] * factor;
+    if (below > MOST_NOISE) return;
+    const uint32_t limit = find_limit(below);
+    const int64_t first = b * BLOCK, count = std::min(BLOCK, row.n - first);
+    vu bits[VECTORS], start = lane + (uint32_t)first * STRIDE;
+    vi close{};
+    uint32_t starts[BLOCK] = {};
+    if (IDS)
+      for (int64_t i = 0; i < count; i++) starts[i] = (uint32_t)row.ids[first + i] * STRIDE;
+    UNROLL for (int j = 0; j < VECTORS; j++) {
+      if (IDS) std::memcpy(&start, starts + j * LANES, sizeof start);
+      bits[j] = noise.bits(start);
+      close |= bits[j] <= limit;
+      start += apart;
+    }
+    if (!any(close)) return;
+    for (int64_t i = 0; i < count; i++) {
+      const uint32_t own = ((const uint32_t*)bits)[i];
+      const float x = row.x[first + i];
+      if (own > limit || x < threshold) continue;
+      const double score = (double)x * factor - log2_noise(own);
+      if (score > best || (score == best && first + i < winner)) best = score, winner = first + i;
+    }
+  };
+
+  const int64_t likely = std::max_element(row.most, row.most + row.blocks()) - row.most;
+  look(likely);  // a good score to begin with
+  for (int64_t b = 0; b < row.blocks(); b++)
+    if (b != likely) look(b);
+  return winner;
+}
 
 }  // namespace
 
-// The token at ``u`` of the CDF, or -1 if the logits are not numbers. Off: top_k <= 0, top_p >= 1, min_p <= 0.
-extern "C" int32_t sgla_draw(const float* x, int64_t n, double temperature, int64_t top_k, double top_p, double min_p, double u) {
-  vf most = splat(-INFINITY), odd{};
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    vf v = load(x + i);
-    most = vmax(most, v);
-    odd += v != v ? splat(1.0f) : vf{};
-  }
-  float top = max_of(most), bad = sum(odd);
-  for (; i < n; i++) top = std::max(top, x[i]), bad += x[i] != x[i];
-  if (!std::isfinite(top) || bad > 0) return -1;
-  float floor = min_p > 0 ? (float)std::log(min_p) : -INFINITY;
-  Row row{x, n, top, (float)(1 / temperature), floor};
-  if (top_k > 0 || top_p < 1) return draw_sorted(row, temperature, std::min(top_k, n), top_p, min_p, u);
-  return draw_in_order(row, u);
+// Index of the token drawn for ``position``, or -1 if the logits are not numbers. Off: top_k <= 0, top_p >= 1, min_p <= 0.
+extern "C" int32_t sgla_draw(const float* x, const int64_t* ids, int64_t n, double temperature, int64_t top_k, double top_p, double min_p,
+                             uint64_t seed, uint64_t position) {
+  Row row{x, ids, n, temperature, nullptr, 0};
+  if (!find_largest(row)) return -1;
+  const float threshold = find_threshold(row, top_k, top_p, min_p);
+  const uint64_t of_row = mix(mix(seed) ^ position);
+  const Noise noise{(uint32_t)of_row, (uint32_t)(of_row >> 32)};
+  return (int32_t)(ids ? draw_above<true>(row, threshold, noise) : draw_above<false>(row, threshold, noise));
 }
 
 // in: 0 logits [S, k]; p: 0 Draw[a0]
@@ -168,7 +253,7 @@ void run_draw(Context& c, const Instr& i) {
     Draw& d = ((Draw*)i.p[0])[n];
     const float* x = c.at(i.in[0]) + d.row * i.k;
     d.token = d.temperature > 0
-                  ? sgla_draw(x, i.k, d.temperature, d.top_k, d.top_p, d.min_p, uniform(d.seed, d.position))
+                  ? sgla_draw(x, nullptr, i.k, d.temperature, d.top_k, d.top_p, d.min_p, d.seed, d.position)
                   : argmax_row(x, i.k);
   });
 }

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import mmap
 import weakref
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -95,7 +95,11 @@ class Library:
         dll.sgla_run.argtypes = (c_void_p, POINTER(Instr), c_int64, POINTER(Step), c_void_p)
         dll.sgla_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p)
         dll.sgla_pack_fixed.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-        dll.sgla_draw.argtypes = (c_void_p, c_int64, c_double, c_int64, c_double, c_double, c_double)
+        dll.sgla_draw.argtypes = (
+            *(c_void_p, c_void_p, c_int64),
+            *(c_double, c_int64, c_double, c_double),
+            *(c_uint64, c_uint64),
+        )
         self.dll = dll
         self.isa: str = dll.sgla_isa().decode()
 

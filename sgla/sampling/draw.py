@@ -1,128 +1,120 @@
-"""One random token from one row of logits.
+"""One random token from one row of logits: the definition, and its oracle. Every device draws this token.
 
-The distribution: softmax of ``logits / temperature``, cut to the ``top_k`` largest, renormalised, cut to the smallest
-set of most probable tokens that holds ``top_p``, cut to tokens with at least ``min_p`` times the largest probability.
-(This order is that of Hugging Face's logits processors.) The token is the inverse CDF at a uniform number that depends
-on the request's seed and the position alone, so neither batch nor history of the process can change it.
+The distribution: softmax of ``logits / temperature`` over the tokens whose logit is at least a threshold. The threshold leaves
+the ``top_k`` most probable tokens, of these, renormalised, the fewest that hold ``top_p``, and of these the tokens with at least
+``min_p`` times the largest probability. Tokens as probable as the last one that stays, stay too. (Hugging Face's logits
+processors have the same order, and the same ties in top-k.)
 
-Without top_k and top_p the CDF runs in vocabulary order and nothing is sorted; else in order of falling logit.
+The draw: Gumbel-max. The token with the largest ``logit / temperature - log(E)`` is taken, the lowest id among equals. E is
+exponential noise that depends on the request's seed, the position and the token's id alone, so the batch, the history of the
+process, the number of ranks and the device cannot change a draw.
+
+A score is counted in bits: ``logit * (log2(e) / temperature) - log2(E)``. The factor of the logit and the uniform number that
+makes E are rounded to float32, as ``bits_of`` and ``noise`` say; a CPU computes the rest in float64. A GPU computes it in float32,
+with logarithms good to about 1e-5, finds the threshold up to 1e-5 of the temperature too low, and adds weights for top-p to
+about 2e-5 of their sum. So devices may differ where the two best scores are closer than 3e-5 bits and 1e-6 of their size, or
+where the winner is that close to the threshold. The native draw (csrc/cpu/sample.cpp) adds weights to about 1e-6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
-CANDIDATES = (
-    1024  # largest logits that are looked at first; the whole row is sorted only if they do not suffice
-)
-BLOCK = 64  # tokens whose probabilities are added before the cumulative sum
-U_BITS = 40  # so that u * total < total in float64
+LOG2_E = np.float32(1.442695041)
+MOST_NOISE = 33  # bits: ``-log2(E)`` is at most that, and at least LEAST_NOISE
+LEAST_NOISE = -5
+_MASK = (1 << 64) - 1
 
 
-class Shape(NamedTuple):
-    """How to cut the distribution; ``top_k <= 0``, ``top_p >= 1`` and ``min_p <= 0`` are off."""
+class Distribution(NamedTuple):
+    """What to draw from; ``top_k <= 0``, ``top_p >= 1`` and ``min_p <= 0`` are off."""
 
     temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
-Draw = Callable[[Floats, Shape, float], int]  # ``draw``, in any implementation
+class Draw(Protocol):
+    """``draw``, in any implementation."""
+
+    def __call__(
+        self,
+        logits: Floats,
+        distribution: Distribution,
+        seed: int,
+        position: int,
+        ids: NDArray[np.intp] | None = None,
+    ) -> int: ...
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from a counter hash: two rounds of the splitmix64 finaliser (Steele et al., 2014)."""
-    return (_mix(_mix(seed) ^ position) >> (64 - U_BITS)) / (1 << U_BITS)
-
-
-def _mix(z: int) -> int:
-    mask = (1 << 64) - 1
-    z = (z + 0x9E3779B97F4A7C15) & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return z ^ (z >> 31)
-
-
-def draw(logits: Floats, shape: Shape, u: float) -> int:
-    """Token at ``u`` of the CDF of ``logits`` float32[V]; -1 if the largest is not finite, or one is NaN."""
+def draw(
+    logits: Floats, distribution: Distribution, seed: int, position: int, ids: NDArray[np.intp] | None = None
+) -> int:
+    """Index in ``logits`` float32[n] of the token at ``position``; -1 if the largest logit is not finite, or one is NaN. ``ids``
+    int[n], rising: the tokens, where they are not the whole vocabulary."""
     top = float(logits.max())
     if not np.isfinite(top):
         return -1
-    if shape.top_k > 0 or shape.top_p < 1:
-        return _draw_sorted(logits, top, shape, u)
-    weights = _weights(logits, top, shape)
-    sums = _block_sums(weights).cumsum(dtype=np.float64)
-    block = _search(sums, u * sums[-1])
-    rest = u * sums[-1] - (sums[block - 1] if block else 0.0)
-    inside = weights[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
-    return block * BLOCK + _search(inside, rest)
+    factor = LOG2_E / np.float32(distribution.temperature)
+    reach = (MOST_NOISE - LEAST_NOISE) / float(
+        factor
+    )  # no noise lets a token win that is further below the top
+    kept = np.flatnonzero(logits >= max(threshold(logits, distribution), top - reach))
+    bits = bits_of(seed, position, kept if ids is None else ids[kept])
+    return int(kept[(logits[kept].astype(np.float64) * factor - noise(bits)).argmax()])
 
 
-def _block_sums(weights: Floats) -> Floats:
-    """Sum of each BLOCK values; the last block may be shorter."""
-    whole = len(weights) // BLOCK * BLOCK
-    sums = np.einsum("ij->i", weights[:whole].reshape(-1, BLOCK))  # thrice as fast as add.reduceat
-    return sums if whole == len(weights) else np.append(sums, weights[whole:].sum())
+def threshold(logits: Floats, distribution: Distribution) -> float:
+    """The smallest logit that may be drawn, from ``logits`` float32[n] without NaN."""
+    temperature, top_k, top_p, min_p = distribution
+    top, least = float(logits.max()), -np.inf
+    if top_k > 0 or top_p < 1:
+        values = np.sort(logits)[::-1].astype(np.float64)
+        if 0 < top_k < len(values):
+            least = values[top_k - 1]
+            values = values[values >= least]
+        if top_p < 1:
+            sums = np.exp((values - top) / temperature).cumsum()
+            least = values[min(len(values) - 1, int(np.searchsorted(sums, top_p * sums[-1])))]
+    if min_p > 0:
+        least = max(least, float(np.float32(top + temperature * np.log(min_p))))
+    return min(least, top)
 
 
-def _weights(logits: Floats, top: float, shape: Shape) -> Floats:
-    """Unnormalised probabilities float32[V]; the largest is 1."""
-    scaled = logits - np.float32(top)
-    if shape.temperature != 1:
-        scaled *= np.float32(1 / shape.temperature)
-    if shape.min_p > 0:
-        scaled[scaled < np.log(shape.min_p)] = -np.inf
-    return np.exp(scaled, out=scaled)
+def bits_of(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """The 32 bits of a uniform number for each of ``tokens`` int[n]: uint32[n].
+
+    Two rounds of the finaliser of splitmix64 (Steele et al., 2014) make 64 bits of seed and position. The upper half of
+    ``position`` is free for the number of an attempt, for those who draw a position again; everybody else's is 0. Of a token
+    these bits make the upper half of a multiple, as in multiply-shift hashing (Dietzfelbinger et al., 1997).
+    """
+    row = _mix(_mix(seed) ^ position)
+    low, high = np.uint64(row & 0xFFFFFFFF), np.uint32(row >> 32)
+    t = tokens.astype(np.uint32) * np.uint32(0x9E3779B1) + high
+    t ^= t >> np.uint32(16)
+    h = (
+        (t * low >> np.uint64(32)).astype(np.uint32)
+        + t * high
+        + np.uint32(int(low) * 0x85EBCA6B & 0xFFFFFFFF)
+    )
+    return h << np.uint32(9) | h >> np.uint32(23)
 
 
-def _draw_sorted(logits: Floats, top: float, shape: Shape, u: float) -> int:
-    """Only values are sorted; the id of the one that is hit is looked up. Of equal logits the lower id comes first."""
-    values = largest(logits, CANDIDATES)
-    sums = _kept(logits, top, values, shape)
-    if sums is None:
-        values = largest(logits, len(logits))
-        sums = _kept(logits, top, values, shape)
-        assert sums is not None
-    index = _search(sums, u * sums[-1])
-    equal = np.flatnonzero(logits == values[index])
-    return int(equal[index - np.flatnonzero(values == values[index])[0]])
+def noise(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """``log2(E)`` of ``bits``, with E = -log(1 - v) and v uniform in (0, 1), a float32."""
+    v = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    v = np.minimum(v, np.float32(1 - 2**-24))  # so that E is finite
+    return np.log2(-np.log1p(-v.astype(np.float64)))
 
 
-def largest(logits: Floats, k: int) -> Floats:
-    """The ``k`` largest logits, falling."""
-    if k < len(logits):
-        logits = np.partition(logits, len(logits) - k)[len(logits) - k :]
-    return np.sort(logits)[::-1]
-
-
-def _kept(logits: Floats, top: float, values: Floats, shape: Shape) -> NDArray[np.float64] | None:
-    """Cumulative weights of the tokens that stay, a prefix of ``values``; None if these do not reach their end."""
-    whole = len(values) == len(logits) or 0 < shape.top_k <= len(values)
-    if shape.top_k > 0:
-        if not whole:
-            return None
-        values = values[: shape.top_k]
-    weights = np.exp((values.astype(np.float64) - top) / shape.temperature)
-    sums = weights.cumsum()
-    count = len(sums)
-    if shape.top_p < 1:
-        total = sums[-1] if whole else _weights(logits, top, shape._replace(min_p=0.0)).sum(dtype=np.float64)
-        count = int(np.searchsorted(sums, shape.top_p * total)) + 1
-        if count > len(sums) and not whole:
-            return None
-    if shape.min_p > 0:
-        count = min(count, int(np.count_nonzero(weights >= shape.min_p)))
-    return sums[: max(1, count)]
-
-
-def _search(sums: NDArray[np.float64], target: float) -> int:
-    """First index whose cumulative weight exceeds ``target``, but never one of zero weight."""
-    index = int(np.searchsorted(sums, target, side="right"))
-    return index if index < len(sums) else int(np.searchsorted(sums, sums[-1]))
+def _mix(z: int) -> int:
+    z = (z + 0x9E3779B97F4A7C15) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)

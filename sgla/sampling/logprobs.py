@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.messages import LogprobBlock
-from sgla.sampling.draw import Floats, largest
+from sgla.sampling.draw import Floats
 
 
 class Scores(NamedTuple):
@@ -72,7 +72,8 @@ def score(
 
 def _largest_ids(row: Floats, k: int) -> NDArray[np.intp]:
     """Falling; of equal logits the lower id first."""
-    ids = np.flatnonzero(row >= largest(row, k)[-1])
+    least = np.partition(row, len(row) - k)[len(row) - k] if k < len(row) else -np.inf
+    ids = np.flatnonzero(row >= least)
     return ids[np.lexsort((ids, -row[ids]))][:k]
 
 

@@ -13,7 +13,7 @@ from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
 from sgla.kernels.native import DRAW
 from sgla.messages import Failed, LogprobBlock, RowSampling
 from sgla.sampling import faults
-from sgla.sampling.draw import Draw, Floats, Shape, draw, uniform
+from sgla.sampling.draw import Distribution, Draw, Floats, draw
 from sgla.sampling.logprobs import score
 from sgla.sampling.processors import Kind, ProcessorFailed
 from sgla.sampling.rules import Rule, forbids, make_rules
@@ -36,9 +36,9 @@ class Unusable(Exception):
 
 
 class Choice(NamedTuple):
-    """How one request chooses; ``shape`` None is greedy."""
+    """How one request chooses; ``distribution`` None is greedy."""
 
-    shape: Shape | None
+    distribution: Distribution | None
     seed: int
     rules: list[Rule]
     constraint: Constraint | None
@@ -79,17 +79,17 @@ class Sampler:
         constraint = None
         if sampling.grammar and self._matchers is not None:
             constraint = self._matchers.constraint(self._tokens[slot], prompt_len, sampling)
-        shape = None
+        distribution = None
         if sampling.temperature >= COLD:
-            shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            distribution = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._known[slot] = 0
         jumps = self._jumps and sampling.logprobs < 0 and not forbids(sampling)
         self._choices[slot] = Choice(
-            shape, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids, jumps
+            distribution, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids, jumps
         )
         self._plain[slot] = not (rules or constraint) and sampling.logprobs < 0
-        cuts = (shape.temperature, shape.top_p, shape.min_p) if shape else (0.0, 1.0, 0.0)
-        self._draws[slot] = (0, 0, sampling.seed, sampling.top_k, *cuts, -1)
+        temperature, top_k, top_p, min_p = distribution or Distribution(0.0)
+        self._draws[slot] = (0, 0, sampling.seed, top_k, temperature, top_p, min_p, -1)
 
     def logprob_ids(self, slot: int) -> list[int]:
         """Tokens whose logprobs the request in ``slot`` asks for."""
@@ -157,11 +157,11 @@ class Sampler:
         ids = None
         if choice.constraint is not None:
             logits, ids = choice.constraint.narrow(logits, position)
-        if choice.shape is None:
+        if choice.distribution is None:
             token = int(logits.argmax())
             usable = np.isfinite(logits[token])
         else:
-            token = self._draw(logits, choice.shape, uniform(choice.seed, position))
+            token = self._draw(logits, choice.distribution, choice.seed, position, ids)
             usable = token >= 0
         if not usable:
             fault = faults.NONE_LEFT if logits.max() == -np.inf else faults.NOT_NUMBERS

@@ -25,7 +25,7 @@ from sgla.kernels.program import Limits, Program
 from sgla.kernels.record import Recorder
 from sgla.messages import Progress
 from sgla.quant import Weight, pack
-from sgla.sampling.draw import Shape, draw, uniform
+from sgla.sampling.draw import Distribution, draw
 from sgla.worker import start
 
 pytestmark = pytest.mark.native
@@ -122,7 +122,7 @@ def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
         torch.testing.assert_close(program.run(step(rows)), want, rtol=0, atol=tolerance)
 
 
-SHAPES = [None, Shape(0.8, 0, 1.0, 0.0), Shape(1.5, 20, 0.9, 0.0), Shape(0.3, 0, 0.8, 0.1)]
+DISTRIBUTIONS = [None, Distribution(0.8), Distribution(1.5, 20, 0.9), Distribution(0.3, 0, 0.8, 0.1)]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -130,20 +130,20 @@ def test_draws_behind_the_logits_are_those_of_the_sampler(threads: int) -> None:
     program = Program.record(Tiny("f32"), Limits(40, 5), threads)
     for position in range(30):
         data = step(STEPS[0])
-        asked = [(2, 2**63 - 1, SHAPES[position % 4]), (0, position, SHAPES[position // 4 % 4])]
+        asked = [(2, 2**63 - 1, DISTRIBUTIONS[position % 4]), (0, position, DISTRIBUTIONS[position // 4 % 4])]
         data.draws = np.array(
             [
-                (row, position, seed, shape.top_k, shape.temperature, shape.top_p, shape.min_p, -1)
-                if shape
+                (row, position, seed, each.top_k, each.temperature, each.top_p, each.min_p, -1)
+                if each
                 else (row, position, seed, 0, 0.0, 1.0, 0.0, -1)
-                for row, seed, shape in asked
+                for row, seed, each in asked
             ],
             native.DRAW,
         )
         logits = program.run(data).numpy()
         wanted = [
-            draw(logits[row], shape, uniform(seed, position)) if shape else int(logits[row].argmax())
-            for row, seed, shape in asked
+            draw(logits[row], each, seed, position) if each else int(logits[row].argmax())
+            for row, seed, each in asked
         ]
         assert data.draws["token"].tolist() == wanted
     program.run(step(STEPS[0]))

@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from sgla.kernels import build
 from sgla.messages import RowSampling
 from sgla.sampling import Sampler, faults
 from sgla.sampling.device import score as device_score
-from sgla.sampling.draw import CANDIDATES, Draw, Shape, draw, uniform
+from sgla.sampling.draw import Distribution, Draw, bits_of, draw, threshold
 from sgla.sampling.logprobs import join, score
 from sgla.sampling.native import find_draw
 
-VOCAB = 1700  # more than CANDIDATES and no multiple of BLOCK
+VOCAB = 1700  # no multiple of a block
+
+LEVELS = [level.name for level in build.supported()]
+WIDTHS = list(
+    dict.fromkeys([LEVELS[0], *(name for name in LEVELS if not name.startswith("avx512"))])
+)  # of vectors
+PINNED = [3787680688, 1724555295, 3559151513, 4094892475, 3775842436]
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -24,97 +31,139 @@ def make_logits(seed: int, scale: float = 2.0, vocab: int = VOCAB) -> np.ndarray
     return (rng(seed).standard_normal(vocab) * scale).astype(np.float32)
 
 
-def oracle(logits: np.ndarray, shape: Shape) -> np.ndarray:
-    """The filtered distribution float64[V], straight from the definition."""
-    x = torch.from_numpy(logits).double() / shape.temperature
-    order = x.argsort(descending=True, stable=True)
+def oracle(logits: np.ndarray, distribution: Distribution) -> np.ndarray:
+    """The probabilities float64[V], straight from the definition."""
+    x = torch.from_numpy(logits).double() / distribution.temperature
     keep = torch.ones(len(x), dtype=torch.bool)
-    if shape.top_k > 0:
-        keep[order[shape.top_k :]] = False
+    if distribution.top_k > 0:
+        keep = x >= x.sort(descending=True).values[: distribution.top_k][-1]
     p = x.masked_fill(~keep, -torch.inf).softmax(-1)
-    if shape.top_p < 1:
-        before = p[order].cumsum(-1) - p[order]
-        drop = before >= shape.top_p
-        drop[0] = False
-        keep[order[drop]] = False
-    if shape.min_p > 0:
-        keep &= p >= shape.min_p * p.max()
+    if distribution.top_p < 1:
+        falling = p.sort(descending=True).values
+        before = falling.cumsum(-1) - falling
+        keep &= p >= falling[(before < distribution.top_p) | (falling == falling[0])][-1]
+    if distribution.min_p > 0:
+        keep &= p >= distribution.min_p * p.max()
     return x.masked_fill(~keep, -torch.inf).softmax(-1).numpy()
 
 
-SHAPES = [
-    Shape(1.0, 0, 1.0, 0.0),
-    Shape(0.7, 0, 1.0, 0.0),
-    Shape(1.3, 0, 1.0, 0.05),
-    Shape(1.0, 20, 1.0, 0.0),
-    Shape(1.0, 0, 0.8, 0.0),
-    Shape(3.0, 0, 0.999, 0.0),  # beyond the candidates
-    Shape(5.0, 1200, 0.95, 0.0),  # top_k beyond the candidates
-    Shape(1.5, 50, 0.9, 0.02),
-    Shape(1.0, 1, 1.0, 0.0),
-    Shape(1.0, 0, 0.0, 0.0),
+DISTRIBUTIONS = [
+    Distribution(1.0),
+    Distribution(0.7),
+    Distribution(1.3, min_p=0.05),
+    Distribution(1.0, top_k=20),
+    Distribution(1.0, top_p=0.8),
+    Distribution(3.0, top_p=0.999),
+    Distribution(5.0, 1200, 0.95),
+    Distribution(1.5, 50, 0.9, 0.02),
+    Distribution(1.0, top_k=1),
+    Distribution(1.0, top_p=0.0),
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_draw_walks_the_cdf_of_the_filtered_distribution(shape: Shape) -> None:
-    """Over an even grid of u every token comes up as often as its probability says, and no other token ever."""
-    logits = np.round(make_logits(1), 2)  # so that some are equal
-    expected = oracle(logits, shape)
-    n = 4000
-    counts = np.bincount([draw(logits, shape, (i + 0.5) / n) for i in range(n)], minlength=VOCAB)
-    assert np.abs(counts - n * expected).max() <= 1.5
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_draws_follow_the_definition(distribution: Distribution) -> None:
+    """By the threshold exactly, and by chi-square. Some logits are equal."""
+    logits = np.round(make_logits(1), 2)
+    logits[:2] = logits.max()
+    expected, n, pick = oracle(logits, distribution), 4000, find_draw()
+    assert ((logits >= threshold(logits, distribution)) == (expected > 0)).all()
+    counts = np.bincount([pick(logits, distribution, 3, i) for i in range(n)], minlength=VOCAB)
     assert counts[expected == 0].sum() == 0
-
-
-def test_both_ends_of_the_cdf_are_tokens_with_weight() -> None:
-    logits = make_logits(2)
-    logits[:3] = logits[-5:] = -np.inf
-    for shape in SHAPES:
-        allowed = set(np.flatnonzero(oracle(logits, shape)))
-        for u in (0.0, 1 - 2**-40):
-            assert draw(logits, shape, u) in allowed
+    rare = n * expected < 5
+    cells = np.append(counts[~rare], counts[rare].sum()), n * np.append(expected[~rare], expected[rare].sum())
+    found, wanted = (cell[cells[1] > 0] for cell in cells)
+    degrees = len(wanted) - 1
+    assert ((found - wanted) ** 2 / wanted).sum() < degrees + 4 * np.sqrt(2 * degrees) + 1e-9
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(
-    "shape", [*SHAPES, Shape(0.7, 0, 0.95, 0.1), Shape(0.6, 20, 0.95, 0.0), Shape(0.01, 0, 0.9, 0.0)]
-)
-def test_the_native_draw_gives_the_same_tokens(shape: Shape) -> None:
-    fast = find_draw()
-    assert fast is not draw
-    for seed, vocab in ((1, VOCAB), (2, 40), (3, 49152)):
-        logits = np.round(make_logits(seed, 3.0, vocab), 2)
-        logits[5:9] = -np.inf
-        for position in range(60):
-            u = uniform(seed, position)
-            assert fast(logits, shape, u) == draw(logits, shape, u)
-        for u in (0.0, 1 - 2**-40):
-            assert fast(logits, shape, u) == draw(logits, shape, u)
+@pytest.mark.parametrize("level", WIDTHS)
+def test_the_native_draw_gives_the_same_tokens(level: str) -> None:
+    """On every level, with equal logits, logits of -inf, rows that no block divides, and tokens that are a part of the vocabulary."""
+    fast, chance = find_draw(level), rng(8)
+    for seed, vocab in enumerate([1, 2, 40, 64, 127, VOCAB, VOCAB, 20_000]):
+        for scale in (0.0, 0.5, 3.0, 20.0):
+            logits = np.round(make_logits(seed, scale, vocab), 2)
+            logits[1:][chance.random(vocab - 1) < 0.2] = -np.inf
+            ids = np.flatnonzero(chance.random(3 * vocab) < 0.4)[:vocab]
+            for each in [*DISTRIBUTIONS, Distribution(0.7, 0, 0.95, 0.1), Distribution(0.01, 0, 0.9)]:
+                for position in chance.integers(0, 2**20, 3).tolist():
+                    given = logits, each, 2**63 - seed, position
+                    assert fast(*given) == draw(*given)
+                    given = logits[: len(ids)], each, seed, position
+                    assert fast(*given, ids) == draw(*given, ids)
     for bad in (np.nan, -np.inf, np.inf):
+        logits[:] = bad if bad == -np.inf else logits
         logits[3] = bad
-        assert fast(logits, shape, 0.5) == draw(logits, shape, 0.5)
+        assert fast(logits, Distribution(1.0), 1, 1) == draw(logits, Distribution(1.0), 1, 1) == -1
 
 
-def test_temperature_sampling_passes_a_chi_square_test() -> None:
-    logits = make_logits(3, vocab=40)
-    n = 20000
-    counts = np.bincount(
-        [draw(logits, Shape(1.0, 0, 1.0, 0.0), uniform(7, i)) for i in range(n)], minlength=40
+def test_a_draw_knows_tokens_by_their_ids() -> None:
+    """So what a grammar leaves is drawn alike from the whole row and from a copy of what is left."""
+    logits = make_logits(6)
+    for position in range(200):
+        ids = np.flatnonzero(rng(position).random(VOCAB) < 0.1)
+        masked = np.full_like(logits, -np.inf)
+        masked[ids] = logits[ids]
+        for each in DISTRIBUTIONS:
+            assert draw(masked, each, 5, position) == ids[draw(logits[ids], each, 5, position, ids)]
+
+
+def test_what_is_equal_is_won_by_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sgla.sampling.draw.bits_of", lambda seed, position, tokens: tokens.astype(np.uint32) // 9
     )
-    expected = n * oracle(logits, Shape(1.0, 0, 1.0, 0.0))
-    rare = expected < 5
-    statistic = ((counts - expected)[~rare] ** 2 / expected[~rare]).sum()
-    degrees = int((~rare).sum()) - 1
-    assert statistic < degrees + 4 * np.sqrt(2 * degrees)
+    logits = np.zeros(100, np.float32)
+    logits[:50] = -np.inf
+    assert draw(logits, Distribution(1.0), 0, 0) == 50  # 50 to 53 have the same noise
 
 
-def test_uniform_is_even_and_its_streams_are_unrelated() -> None:
-    streams = np.array([[uniform(seed, i) for i in range(2000)] for seed in (0, 1, 2, 2**63 - 1)])
-    assert ((streams >= 0) & (streams < 1)).all()
-    assert np.abs(streams.mean(1) - 0.5).max() < 0.03
-    correlation = np.corrcoef(np.vstack([streams, np.roll(streams[0], 1)]))
-    assert np.abs(correlation - np.eye(5)).max() < 0.08
+def numbers(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
+    return (bits_of(seed, position, tokens) + 0.5) / 2**32
+
+
+def test_the_bits_are_those_of_the_kernels() -> None:
+    """Pinned: a change of them changes every seeded output."""
+    found = bits_of(7, 3, np.array([0, 1, 2, 50_000, 262_143]))
+    assert found.tolist() == PINNED
+
+
+def test_noise_is_uniform_and_independent() -> None:
+    """By the tail, which decides draws: how many tokens of a row are below a threshold, and how many at a distance are both."""
+    rows, vocab, expected = 400, 50_000, 20
+    counts, pairs, tokens = [], np.zeros(12), np.arange(vocab)
+    for row in range(rows):
+        few = bits_of(*divmod(row, 20), tokens) < 2**32 * expected / vocab
+        counts.append(few.sum())
+        pairs += [(few[1 << d :] & few[: -1 << d]).sum() for d in range(12)]
+    assert abs(np.mean(counts) - expected) < 4 * (expected / rows) ** 0.5
+    assert abs(np.var(counts) / expected - 1) < 4 * (2 / rows) ** 0.5
+    likely = rows * expected**2 / vocab
+    assert (abs(pairs - likely) < 4.5 * likely**0.5).all(), pairs
+
+
+@pytest.mark.parametrize(
+    ("seeds", "positions", "ids"), [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0, 2, 4096)]
+)
+def test_neighbours_draw_independently(seeds: int, positions: int, ids: int) -> None:
+    """The noise of a row and of one beside it, or of the tokens beside, is unrelated; so are the draws of eight likely tokens."""
+    tokens = np.arange(20_000)
+    for seed in (0, 1, 2**40, 2**63 - 2):
+        a, b = numbers(seed, 9, tokens), numbers(seed + seeds, 9 + positions, tokens + ids)
+        for x, y in ((a, b), (np.log(a), np.log(b))):
+            assert abs(np.corrcoef(x, y)[0, 1]) < 4.5 / len(tokens) ** 0.5
+    p, n = np.array([0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01]), 12_000
+    few, pairs = 1000 + 64 * np.arange(8), np.zeros((8, 8))
+    for i in range(n):
+        seed, position = divmod(i, 100)
+        one = np.log1p(-numbers(3 * seed, 3 * position, few)) / p
+        two = np.log1p(-numbers(3 * seed + seeds, 3 * position + positions, few + ids)) / p
+        pairs[one.argmax(), two.argmax()] += 1
+    expected = np.outer(p, p) * n
+    common = expected >= 5
+    statistic = ((pairs - expected)[common] ** 2 / expected[common]).sum()
+    assert statistic < common.sum() + 4.5 * (2 * common.sum()) ** 0.5
 
 
 def broken(bad: float, places: slice | int) -> np.ndarray:
@@ -268,7 +317,7 @@ def test_a_seeded_stream_depends_on_the_position_and_not_on_the_past() -> None:
     assert [int(other.run(logits[i][None], [1], [10 + i]).tokens[0]) for i in range(20)] != whole
 
 
-@pytest.mark.parametrize("k", [0, 1, 5, CANDIDATES + 3])
+@pytest.mark.parametrize("k", [0, 1, 5, 1027])
 def test_scores_match_log_softmax(k: int) -> None:
     logits = np.stack([make_logits(i, scale=6.0) for i in range(6)])
     targets = rng(1).integers(0, VOCAB, 6)

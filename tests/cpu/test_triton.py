@@ -12,11 +12,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from draws import DISTRIBUTIONS, possible
+
 from sgla.attention.base import cut
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention, elementwise, sampling, step
 from sgla.layers.batch import ForwardBatch
+from sgla.sampling.draw import Distribution, bits_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -209,31 +212,13 @@ def test_draws_follow_the_distribution_and_the_seed() -> None:
     assert again.tolist() == [out[5], out[150], out[5]]
 
 
-def hashes(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The hash of ``kernels/triton/sampling.py`` as the 32 bits of a uniform number: uint32[rows, tokens]."""
-
-    def mix(z: np.ndarray) -> np.ndarray:
-        z = z + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-    row = mix(mix(seeds.astype(np.uint64)) ^ positions.astype(np.uint64))[:, None]
-    low, high = row.astype(np.uint32), (row >> np.uint64(32)).astype(np.uint32)
-    t = tokens.astype(np.uint32) * np.uint32(0x9E3779B1) + high
-    t ^= t >> np.uint32(16)
-    upper = (t * low.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
-    h = upper + t * high + low * np.uint32(0x85EBCA6B)
-    return h << np.uint32(9) | h >> np.uint32(23)
-
-
 @pytest.mark.parametrize(("spread", "temperature"), [(0.0, 1.0), (1.0, 0.8), (4.0, 0.6), (30.0, 1.5)])
 def test_the_best_of_all_tokens_wins(spread: float, temperature: float) -> None:
     rows, vocab = 8, 9000
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)) * spread
     logits[0, 4000:] = float("-inf")
     out, _ = draw(logits, temperature, list(range(rows)), position=6)
-    v = (hashes(np.arange(rows), np.full(rows, 6), np.arange(vocab)) + 0.5) / 2**32
+    v = np.stack([bits_of(seed, 6, np.arange(vocab)) + 0.5 for seed in range(rows)]) / 2**32
     scores = logits.double().numpy() / temperature - np.log(-np.log1p(-v))
     assert out.tolist() == scores.argmax(1).tolist()
 
@@ -246,30 +231,25 @@ def test_a_token_that_is_left_alone_wins() -> None:
     assert out.tolist() == allowed.tolist()
 
 
-def test_noise_is_uniform_and_independent() -> None:
-    """By the tail, which decides draws: how many tokens of a row are below a threshold, and how many at a distance are both."""
-    rows, vocab, expected = 400, 50_000, 20
-    counts, pairs = [], np.zeros(12)
-    for first in range(0, rows, 50):
-        seeds, positions = np.divmod(np.arange(first, first + 50), 20)
-        few = hashes(seeds, positions, np.arange(vocab)) < 2**32 * expected / vocab
-        counts += few.sum(1).tolist()
-        pairs += [(few[:, 1 << d :] & few[:, : -1 << d]).sum() for d in range(12)]
-    assert abs(np.mean(counts) - expected) < 4 * (expected / rows) ** 0.5
-    assert abs(np.var(counts) / expected - 1) < 4 * (2 / rows) ** 0.5
-    likely = rows * expected**2 / vocab
-    assert (abs(pairs - likely) < 4.5 * likely**0.5).all(), pairs
-
-
-@pytest.mark.parametrize("stride", [1, 64, 4096])
-def test_few_likely_tokens_are_drawn_by_their_weights(stride: int) -> None:
-    p = np.array([0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01])
-    seeds, positions = np.divmod(np.arange(200_000), 100)
-    v = (hashes(seeds, positions, 1000 + stride * np.arange(8)) + 0.5) / 2**32
-    drawn = (-np.log1p(-v) / p).argmin(1)
-    expected = p * len(drawn)
-    assert (np.square(np.bincount(drawn, minlength=8) - expected) / expected).sum() < 26  # once in 2000
-    assert abs((drawn[1:] == drawn[:-1]).mean() - (p @ p)) < 4 * (0.25 / len(drawn)) ** 0.5
+@pytest.mark.parametrize(
+    ("vocab", "rows", "each"),
+    [
+        *((vocab, rows, each) for each in DISTRIBUTIONS[:3] for vocab, rows in ((40, 12), (50_000, 2))),
+        *((vocab, rows, each) for each in DISTRIBUTIONS[3:] for vocab, rows in ((40, 12), (2000, 3))),
+    ],
+)
+def test_the_kernels_draw_the_tokens_of_the_cpu(vocab: int, rows: int, each: Distribution) -> None:
+    chance = np.random.default_rng(vocab)
+    scales = chance.choice([0.0, 0.5, 3.0, 20.0], (rows, 1))
+    logits = (chance.standard_normal((rows, vocab)) * scales).round(2).astype(np.float32)
+    logits[:, 1:][chance.random((rows, vocab - 1)) < 0.2] = -np.inf
+    rest = each._asdict()
+    cut = each != Distribution(each.temperature)
+    seeds = chance.integers(0, 2**62, rows).tolist()
+    out, _ = draw(torch.from_numpy(logits), rest.pop("temperature"), seeds, 5, cut, **rest)
+    found = [possible(row, each, seed, 5) for row, seed in zip(logits, seeds)]
+    assert all(token in tokens for token, tokens in zip(out.tolist(), found))
+    assert sum(len(tokens) == 1 for tokens in found) > rows / 2
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from sgla.messages import RowSampling, StepPlan, StepResult
 from sgla.sampling import device
 from sgla.sampling.constraints import Constraints
 from sgla.sampling.device import DeviceSampler, Undrawn
+from sgla.sampling.draw import Distribution, draw
 from sgla.sampling.faults import NONE_LEFT
 from sgla.sampling.rules import Rule, make_rules
 from sgla.worker.batch import build, read
@@ -46,7 +47,7 @@ class Event:
 
 
 def choose(logits: Tensor, slots: Tensor, positions: Tensor, *tables: Any) -> None:
-    """For the kernel of this name: the same choice if greedy, else another one."""
+    """For the kernel of this name."""
     seeds, temperatures, tokens, out = tables[:4]
     for n, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist())):
         temperature = float(temperatures[slot])
@@ -54,8 +55,7 @@ def choose(logits: Tensor, slots: Tensor, positions: Tensor, *tables: Any) -> No
             out[n], tokens[slot, position] = NONE_LEFT, 0
             continue
         if temperature:
-            noise = torch.Generator().manual_seed(1000 * int(seeds[slot] % 1000) + position)
-            out[n] = (logits[n] / temperature).softmax(-1).multinomial(1, generator=noise)
+            out[n] = draw(logits[n].numpy(), Distribution(temperature), int(seeds[slot]), position)
         else:
             out[n] = logits[n].argmax()
         tokens[slot, position] = out[n]
