@@ -20,10 +20,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sgla import census
 from sgla.census import TooComplex
 from sgla.errors import BadRequest, ConfigError, InvalidField, UnsupportedField
-from sgla.text.tools.generic import shows_tools, with_tools
+from sgla.text.tools.generic import joined, shows_tools, with_tools
 
 Message = dict[str, Any]
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+SYSTEM = ("system", "developer")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Variables with a field of their own in a request, so that ``chat_template_kwargs`` should not set them.
 RESERVED = frozenset(
@@ -110,6 +111,7 @@ class ChatTemplate:
         variant = self._pick(kwargs.pop("chat_template", None), tools)
         if kwargs.pop("tool_prompt", True) and not variant.shows_tools:
             messages, tools = variant.told(messages, tools), None
+        messages = variant.with_system_first(messages)
         if continue_final_message and (not messages or messages[-1].get("content") in (None, [])):
             raise InvalidField(
                 "continue_final_message needs a last message with text to continue",
@@ -196,6 +198,21 @@ class _Variant:
         if not tools and not any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             return messages
         return with_tools([_plain(message) for message in messages], tools, self._takes_system)
+
+    def with_system_first(self, messages: list[Message]) -> list[Message]:
+        """``messages``; where the template refuses system messages behind the first message, as agents send them, these are the user's."""
+        if all(m.get("role") not in SYSTEM for m in messages[1:]) or self._takes_later_system:
+            return messages
+        plain = [_plain(message) for message in messages]
+        later = [m | {"role": "user"} if m.get("role") in SYSTEM else m for m in plain[1:]]
+        return joined([plain[0], *later])
+
+    @cached_property
+    def _takes_later_system(self) -> bool:
+        told = {"role": "system", "content": PROBE}
+        return PROBE in self._attempt(
+            [{"role": "user", "content": "x"}, told, {"role": "assistant", "content": "y"}]
+        )
 
     @cached_property
     def _takes_system(self) -> bool:

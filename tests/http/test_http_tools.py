@@ -12,6 +12,9 @@ from http_fake import BOS, FakeIngress, FakeTemplate, FakeTokenizer
 from http_site import Serve, Site
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
+from sgla.http.answer.reading import Reading
+from sgla.http.request.schema import ChatRequest
+from sgla.http.server import SERVER
 from sgla.messages import Event, Job, Usage
 
 MESSAGES: Any = [{"role": "user", "content": "weather?"}]
@@ -328,6 +331,15 @@ async def test_tools_that_a_template_does_not_show_are_told_where_calls_are_read
         with pytest.raises(openai.BadRequestError, match="shows no tools") as caught:
             await ask(site, tool_choice=choice, **silent)
         assert caught.value.param == "tools"
+
+
+async def test_where_there_is_no_template_the_tools_are_not_to_blame(serve: Serve) -> None:
+    """What is opened then is refused for want of a template, and that says what to do."""
+    site = await serve(Writer("hi"))
+    site.ingress.template = None
+    for choice in ("auto", "required"):
+        fields = ChatRequest(messages=MESSAGES, tools=TOOLS, tool_choice=choice)
+        assert Reading(site.app[SERVER], fields).tools == TOOLS
 
 
 async def test_calls_are_text_when_none_are_wanted(serve: Serve) -> None:

@@ -58,6 +58,14 @@ GEMMA = """{{ bos_token }}{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"""
 
+SYSTEM_FIRST = """{%- set skipped = 1 if messages[0]['role'] == 'system' else 0 -%}
+{%- for m in messages -%}
+    {%- if loop.index0 >= skipped and (m['role'] == 'user') != ((loop.index0 - skipped) % 2 == 0) -%}
+        {{ raise_exception("After the optional system message, roles must alternate") }}
+    {%- endif -%}
+    [{{ m['role'] }}]{{ m['content'] }}
+{%- endfor -%}"""
+
 PARTS_ONLY = """{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}
 {% endfor %}"""
 
@@ -195,6 +203,22 @@ def test_tools_stand_in_the_first_turn_where_there_is_no_system() -> None:
     assert first.startswith("user\n# Tools")
     assert first.endswith("weather?<end_of_turn>\n")
     assert (called.split("\n")[0], results.split("\n")[0]) == ("assistant", "user")
+
+
+def test_a_later_system_message_is_the_users_where_the_template_refuses_it() -> None:
+    chat = [
+        message("system", "be kind"),
+        message("user", [{"type": "text", "text": "a"}]),
+        message("system", "more"),
+        message("assistant", "b"),
+        message("developer", "still more"),
+    ]
+    assert ChatTemplate(CHATML).render(chat).count("<|im_start|>system") == 3
+    strict = ChatTemplate(SYSTEM_FIRST)
+    assert strict.render(chat) == "[system]be kind[user]a\nmore[assistant]b[user]still more"
+    text = strict.render([message("user", "a"), message("system", "x")], [WEATHER])
+    assert text.endswith("[user]a\nx")
+    assert ChatTemplate(GEMMA, TOKENS).render(chat[1:4]).count("<start_of_turn>user") == 1
 
 
 def test_a_template_with_tools_shows_them_itself() -> None:

@@ -40,14 +40,15 @@ class Reading:
         dialect = server_dialect(server)
         self.dialect = dialect.forced() if self._choice.forced else dialect
         self.tools = fields.tools if self._choice.tools else None
-        if self.tools is not None and self.dialect.tools is None:
+        template = server.ingress.template  # without one the chat itself is refused
+        if self.tools is not None and template is not None and self.dialect.tools is None:
             raise unsupported(
                 "tools",
                 " with this model, unless tool_choice is 'none': its chat template has no tool calls that are known; "
                 "the server's --tool-call-parser names a format",
             )
-        if self.tools is not None and not written_as_told(dialect.tools):
-            check_shown(server.ingress.template, fields)
+        if self.tools is not None and template is not None and not written_as_told(dialect.tools):
+            check_shown(template, fields)
         self.separate = fields.separate_reasoning is not False
         self.calls_only = self._choice.forced and self.separate
         self.active = self.tools is not None or (self.separate and self.dialect.reasoning is not None)
@@ -182,9 +183,9 @@ def schema_of(grammar: Grammar) -> dict[str, Any] | None:
     return schema if isinstance(schema, dict) else None
 
 
-def check_shown(template: BoundedTemplate | None, fields: ChatRequest) -> None:
+def check_shown(template: BoundedTemplate, fields: ChatRequest) -> None:
     """Raise UnsupportedField if the template shows no tools, so that the model is told to write calls in another form than is read."""
-    if template is not None and not template.shows_tools(fields.chat_template):
+    if not template.shows_tools(fields.chat_template):
         raise unsupported(
             "tools",
             " with this chat template: it shows no tools, and the calls of this model are not read in the form that models are told of "

@@ -44,7 +44,7 @@ def with_tools(
             told[0]["content"] = f"{told[0]['content']}\n\n{text}"
         else:
             told.insert(0, {"role": "system" if takes_system else "user", "content": text})
-    return _joined(told)
+    return joined(told)
 
 
 def _told(message: Message) -> Message:
@@ -65,8 +65,8 @@ def _call(call: dict[str, Any]) -> str:
     return json.dumps(shown, ensure_ascii=False)
 
 
-def _joined(messages: list[Message]) -> list[Message]:
-    """Results, and what the user says behind them, as one message: templates may want user and assistant to take turns."""
+def joined(messages: list[Message]) -> list[Message]:
+    """What the user says, results included, without an answer between as one message: templates may want user and assistant to take turns."""
     found: list[Message] = []
     for message in messages:
         if found and message["role"] == "user" == found[-1]["role"]:
