@@ -105,6 +105,24 @@ def test_a_median_takes_plain_lines_of_known_commits(monkeypatch: pytest.MonkeyP
     assert plots.gpu_medians() == {"W1": {"qwen3-8b": 2.0}}
 
 
+def test_what_an_attack_may_not_bring_about_is_named() -> None:
+    import attack
+
+    fine = {"attack": "a", "slowest_live_ms": 20.0, "back": True, "statuses": {"200": 1}, "other": {200: 1}}
+    for change, fault in (
+        ({"slowest_live_ms": 101.0}, "slow"),
+        ({"back": False}, "keeps memory"),
+        ({"statuses": {"500": 1}}, "500"),
+        ({"statuses": {"0": 1}}, "no answer"),
+        ({"broken": 1}, "broken streams"),
+        ({"other": {429: 1}}, "others suffer"),
+    ):
+        assert attack.faults(fine | change) == [fault]
+    end = {"attack": "SIGTERM", "seconds": 3.5, "exit": 0}
+    assert attack.faults(fine) + attack.faults(end) == []
+    assert attack.faults(end | {"seconds": 6.0, "exit": 1}) == ["ends late", "exit code"]
+
+
 def test_an_answer_counts_by_whole_words_at_its_beginning() -> None:
     import questions
 

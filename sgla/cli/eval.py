@@ -8,17 +8,19 @@ import contextlib
 import difflib
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import aiohttp
 import msgspec
 
 from sgla.cli.bench import describe
-from sgla.cli.settings import load_config
+from sgla.cli.settings import PREFIX, load_config
 from sgla.cli.show import table
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
@@ -43,17 +45,26 @@ def run(args: argparse.Namespace) -> int:
     if args.url and (others := args.flags.keys() - {"model", "api_key"}):
         flag = min(others).replace("_", "-")
         raise ConfigError(f"--{flag} is for a server that is started; --url names one that runs", param=flag)
+    manager = find_tasks(args.tasks, args.include_path)
     key = next(iter(config.api_key), None)
-    if args.url:
-        rows = evaluate(args, args.url.rstrip("/").removesuffix("/v1"), args.flags.get("model"), key)
-    else:
-        with started(config) as url:
-            rows = evaluate(args, url, None, key)
-    table(HEAD, [[cell(row[name]) for name in HEAD] for row in rows])
-    if args.output:
-        with open(args.output, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    with output_file(args.output) as file:
+        if args.url:
+            url = args.url.rstrip("/").removesuffix("/v1")
+            rows = evaluate(args, manager, url, args.flags.get("model"), key)
+        else:
+            with started(config) as url:
+                rows = evaluate(args, manager, url, None, key)
+        table(HEAD, [[cell(row[name]) for name in HEAD] for row in rows])
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return 0
+
+
+def output_file(path: str | None) -> TextIO:
+    """Raises ConfigError before anything is measured."""
+    try:
+        return open(path or os.devnull, "a")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}", param="output") from error
 
 
 def cell(value: Any) -> str:
@@ -63,13 +74,20 @@ def cell(value: Any) -> str:
 @contextlib.contextmanager
 def started(config: Config) -> Iterator[str]:
     """The address of a server with these settings, which ends with the block. Raises SglaError if it does not start."""
-    fields = {name: value for name, value in msgspec.to_builtins(config).items() if value is not None}
+    settings = msgspec.to_builtins(config)
+    fields = {name: value for name, value in settings.items() if value is not None}
+    # A variable would come before the file, in which it has been taken into account.
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in settings)
+    }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "settings.yaml")
-        file.touch(0o600)
         file.write_text(json.dumps(fields))
-        command = [sys.executable, "-m", "sgla", "serve", "--config", str(file), "--host", "127.0.0.1"]
-        with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
+        command = [sys.executable, "-m", "sgla", "serve", "--config", str(file)]
+        command += ["--host", "127.0.0.1", "--port", "0", "--log-interval", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=others) as server:
             try:
                 yield address(server)
             finally:
@@ -87,11 +105,17 @@ def address(server: subprocess.Popen[str]) -> str:
     raise SglaError(f"the server did not start: exit code {server.wait()}")
 
 
-def evaluate(args: argparse.Namespace, url: str, model: str | None, key: str | None) -> list[dict[str, Any]]:
-    """A row for each metric of each task, and of each group of tasks. Raises ConfigError for a server or tasks that are not there."""
+def evaluate(
+    args: argparse.Namespace, manager: Any, url: str, model: str | None, key: str | None
+) -> list[dict[str, Any]]:
+    """A row for each metric of each task, and of each group of tasks. Raises ConfigError for a server that is not there, and SglaError
+    for requests that fail and data that cannot be had."""
     facts = asyncio.run(describe(url, key))
     model = model or facts["model"]
-    results = measure(args, url, model, key, facts["context"])
+    try:
+        results = measure(args, manager, url, model, key, facts["context"])
+    except (aiohttp.ClientError, OSError) as error:
+        raise SglaError(f"lm_eval ended: {type(error).__name__}: {error}") from error
     head = {
         "engine": facts["engine"],
         "version": facts["version"],
@@ -103,13 +127,12 @@ def evaluate(args: argparse.Namespace, url: str, model: str | None, key: str | N
 
 
 def measure(
-    args: argparse.Namespace, url: str, model: str, key: str | None, context: int | None
+    args: argparse.Namespace, manager: Any, url: str, model: str, key: str | None, context: int | None
 ) -> Mapping[str, Any]:
     """What lm_eval finds out by ``/v1/completions``. The server tokenizes, if it can."""
     from lm_eval import simple_evaluate
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    manager = find_tasks(args.tasks, args.include_path)
     found = simple_evaluate(
         model="local-completions",
         model_args={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
@@ -13,7 +14,10 @@ import pytest
 import torch
 from server_process import ServerProcess, serving
 
+from sgla.cli import eval as evaluation
 from sgla.cli import main
+from sgla.cli.bench import describe
+from sgla.config import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +37,47 @@ def test_a_missing_lm_eval_is_named(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", "demo", "--tasks", "a"]) == 2
     assert "pip install 'sgla[eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tasks", "nothing"], "there is no task nothing"),
+        (
+            ["--tasks", "rivers", "--url", "http://127.0.0.1:9", "--dtype", "float32"],
+            "--dtype is for a server",
+        ),
+        (["--tasks", "rivers", "--include-path", "nowhere"], "there is no folder nowhere"),
+        (["--tasks", "rivers", "--output", "nowhere/a"], "--output nowhere/a: No such file"),
+        (["--tasks", "rivers", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
+        (["--tasks", "rivers", "--limit", "0"], "--limit above 0"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(
+    argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = pytest.importorskip("lm_eval.tasks")
+    monkeypatch.chdir(ROOT)
+    own = tasks.TaskManager(include_path="tests/eval", include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", lambda **options: own)  # lm_eval's own are many
+    assert main(["eval", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_settings_reach_the_server_that_is_started(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag comes before a variable."""
+    monkeypatch.setenv("SGLA_CONTEXT_LENGTH", "100")
+    config = Config(
+        model=str(tiny_model),
+        executor="fake",
+        device="cpu",
+        context_length=200,
+        api_key=["key"],
+        served_model_name=["me"],
+    )
+    with evaluation.started(config) as url:
+        facts = asyncio.run(describe(url, "key"))
+    assert (facts["model"], facts["context"]) == ("me", 200)
 
 
 class Oracle:
