@@ -305,6 +305,10 @@ REFUSED: list[tuple[str, str]] = [
         "disable-fastapi-docs enable-offline-docs api-prefix path webui timeout",
         "HTTP/1.1 on --host and --port is what there is; a proxy can do the rest",
     ),
+    (
+        "enable-return-hidden-states return-hidden-states-mode",
+        "workers hand out no hidden states; --task embed serves the last one of a prompt",
+    ),
     ("tool-server", "tools are called by the client"),
     (
         "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids return-input-ids return-output-ids "

@@ -92,6 +92,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
+# What to do instead of some of them.
+INSTEAD = {
+    "return_hidden_states": ": workers hand out tokens, log-probabilities and vectors. A server with --task embed answers "
+    "/v1/embeddings with the last hidden state of a prompt",
+}
+
 # Fields of the APIs that cannot change the output here.
 IGNORED = frozenset(
     [
@@ -486,7 +492,7 @@ def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
         if harmless is None:
             names.append(name)
         elif msgspec.json.decode(value) not in harmless:
-            raise unsupported(name)
+            raise unsupported(name, INSTEAD.get(name, ""))
     _tell(names)
     return names
 
