@@ -221,6 +221,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int | None,
         Doc(description="bytes of stored responses, and of conversations; 128M, with --state-path 1G"),
     ] = None
+    files_bytes: Annotated[
+        int | None,
+        Doc(description="bytes of uploaded files and of what batches make; 256M, with --state-path 4G"),
+    ] = None
     response_store: Annotated[
         int | None,
         Doc(

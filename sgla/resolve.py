@@ -279,6 +279,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "watchdog_timeout": (0, math.inf),
     "sse_keepalive": (0, math.inf),
     "state_bytes": (1 << 20, math.inf),
+    "files_bytes": (1 << 20, math.inf),
     "response_store": (0, math.inf),
     "response_ttl": (0, math.inf),
     "step_log": (0, math.inf),

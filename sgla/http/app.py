@@ -15,6 +15,10 @@ from sgla.errors import NotFound, SglaError
 from sgla.http import admin, control, invocations, ollama, openapi, page
 from sgla.http.access import log_access
 from sgla.http.anthropic import messages as anthropic
+from sgla.http.batches import routes as batches
+from sgla.http.batches import upload
+from sgla.http.batches.runner import RUNNER, Runner, run_batches
+from sgla.http.batches.store import BatchStore
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
 from sgla.http.connections import answers, asked, check_spare, gives_way, is_last
@@ -71,6 +75,12 @@ ROUTES: dict[str, dict[str, Handler]] = {
     },
     anthropic.PREFIX: {"POST": anthropic.messages},
     f"{anthropic.PREFIX}/count_tokens": {"POST": anthropic.count_tokens},
+    batches.FILES: {"POST": upload.create, "GET": batches.file_list},
+    f"{batches.FILES}/{{id}}": {"GET": batches.file, "DELETE": batches.file_delete},
+    f"{batches.FILES}/{{id}}/content": {"GET": batches.file_content},
+    batches.BATCHES: {"POST": batches.create, "GET": batches.batch_list},
+    f"{batches.BATCHES}/{{id}}": {"GET": batches.batch},
+    f"{batches.BATCHES}/{{id}}/cancel": {"POST": batches.cancel},
     "/v1/embeddings": {"POST": embeddings.embeddings},
     "/v2/embed": {"POST": cohere.embed},
     "/pooling": {"POST": pooling.pooling},
@@ -177,7 +187,9 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
     app.on_response_prepare.extend((add_headers, answers))
     app.on_shutdown.append(realtime.close_all)
-    app.cleanup_ctx.append(keep_state)
+    app[RUNNER] = Runner(app, BatchStore(server.database, server.files))
+    server.shelves.append(app[RUNNER].store.shelf)
+    app.cleanup_ctx.extend((keep_state, run_batches))
     return app
 
 

@@ -18,6 +18,9 @@ from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.access import TALLY, Tallied, Tally
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
+from sgla.http.batches import files
+from sgla.http.batches import store as batches
+from sgla.http.batches.files import Files, file_bounds
 from sgla.http.bodies import SHARE, Budget, Share
 from sgla.http.clients import CLIENT, Client, Proxies
 from sgla.http.conversations import store as conversations
@@ -42,6 +45,8 @@ SCHEMAS = (
     items.SCHEMA,
     store.SCHEMA,
     conversations.SCHEMA,
+    files.SCHEMA,
+    batches.SCHEMA,
 )  # in the order in which they refer to each other
 SWEEP = 60.0  # seconds
 SCRAPES = 20  # so a twentieth of the loop's time goes to metrics at most
@@ -90,7 +95,8 @@ class Server:
         kept = bounds(config)
         self.responses = ResponseStore(self.database, kept)
         self.conversations = ConversationStore(self.database, kept)
-        self.shelves = [self.responses.shelf, self.conversations.shelf]
+        self.files = Files(self.database, file_bounds(config))
+        self.shelves = [self.responses.shelf, self.conversations.shelf, self.files.shelf]
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
         self.sessions = Sessions(kept.limit, kept.ttl)

@@ -65,6 +65,7 @@ class Metrics(Collector):
         self.http_responses: Counter[tuple[str, str, int]] = Counter()  # by method, route and status
         self.http_active = 0
         self.slow_readers = 0
+        self.batch_lines: Counter[str] = Counter()  # by what came of them
         self.tool_outputs: Counter[str] = Counter()  # by what they are
         self.tool_calls = 0
         self._stats = Stats()
@@ -148,6 +149,10 @@ class Metrics(Collector):
         """A stream was dropped because its client did not read."""
         self.slow_readers += 1
 
+    def batch_line(self, failed: bool) -> None:
+        """A line of a batch has its answer."""
+        self.batch_lines["failed" if failed else "completed"] += 1
+
     # scraping --------------------------------------------------------------------------------------------------------
 
     def text(self) -> bytes:
@@ -183,6 +188,8 @@ class Metrics(Collector):
             "tool_call_parser_invocations", "Outputs searched for tool calls", outputs, ["outcome"]
         )
         yield self._counter("tool_calls", "Tool calls found", self.tool_calls)
+        lines = {(outcome,): self.batch_lines[outcome] for outcome in ("completed", "failed")}
+        yield self._counter("batch_lines", "Lines of batches that were run", lines, ["outcome"])
         yield self._counter(
             "slow_readers", "Streams dropped because the client did not read", self.slow_readers
         )

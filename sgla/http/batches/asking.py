@@ -1,0 +1,146 @@
+"""Asking a route from inside: the handler that answers over HTTP gets a request that came over no connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion11, RawRequestMessage
+from aiohttp.streams import EMPTY_PAYLOAD
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from sgla.errors import SglaError, TooLarge
+from sgla.http.bodies import SHARE, Share
+from sgla.http.clients import ADDRESS, CLIENT, Client
+from sgla.http.errors import error_response
+from sgla.http.request.intake import BODY
+from sgla.http.server import IGNORED_FIELDS, RID, SERVER, TRACE, UID, YIELDS
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_ANSWER = 32 << 20  # bytes of an answer that is kept as one line
+HEADERS = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json"}))
+
+
+class Answer(NamedTuple):
+    """``body``: JSON. ``ignored``: the fields that the route ignored."""
+
+    status: int
+    body: bytes
+    ignored: list[str]
+
+
+class Nowhere:
+    """In place of a connection."""
+
+    ssl_context = peername = sockname = transport = None
+
+
+class Kept(AbstractStreamWriter):
+    """In place of what writes to a connection: keeps what it gets, in ``share``. Raises TooLarge."""
+
+    def __init__(self, share: Share) -> None:
+        self.pieces: list[bytes] = []
+        self.output_size = 0
+        self._share = share
+
+    async def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        self.output_size += len(chunk)
+        check_length(self.output_size)
+        self._share.take(len(chunk))
+        self.pieces.append(bytes(chunk))
+
+    async def write_eof(self, chunk: bytes = b"") -> None:
+        if chunk:
+            await self.write(chunk)
+
+    async def drain(self) -> None:
+        pass
+
+    def enable_compression(self, encoding: str = "deflate", strategy: int | None = None) -> None:
+        pass
+
+    def enable_chunking(self) -> None:
+        pass
+
+    async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
+        pass
+
+
+class Inside(web.Request):
+    """A request to the handler of ``path``."""
+
+    def __init__(self, app: web.Application, path: str, writer: Kept) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        super().__init__(
+            RawRequestMessage("POST", path, HttpVersion11, HEADERS, (), False, None, False, False, URL(path)),
+            EMPTY_PAYLOAD,
+            Nowhere(),  # type: ignore[arg-type]
+            writer,
+            task,
+            asyncio.get_running_loop(),
+        )
+        self._inside = app
+
+    @property
+    def app(self) -> web.Application:
+        return self._inside
+
+
+async def ask(
+    app: web.Application, handler: Handler, path: str, body: bytes, client: Client, rid: str
+) -> Answer:
+    """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come over connections."""
+    server = app[SERVER]
+    share = Share(server.budget, client.name)
+    writer = Kept(share)
+    request = Inside(app, path, writer)
+    request[CLIENT], request[ADDRESS], request[SHARE], request[BODY], request[YIELDS] = (
+        client,
+        "",
+        share,
+        body,
+        True,
+    )
+    request[RID] = request[UID] = rid
+    share.body = len(body)
+    try:
+        status, answer = await answered(handler, request, writer)
+        if server.metrics.tracing is not None and TRACE in request:
+            server.metrics.tracing.end(request[TRACE], status)
+        return Answer(status, answer, list(dict.fromkeys(request.get(IGNORED_FIELDS, []))))
+    finally:
+        share.close()
+
+
+async def answered(handler: Handler, request: web.Request, writer: Kept) -> tuple[int, bytes]:
+    """Status and body."""
+    try:
+        request[SHARE].take(request[SHARE].body)
+        response = await handler(request)
+        if not isinstance(response, web.Response):
+            return response.status, b"".join(writer.pieces)
+        assert isinstance(response.body, bytes)
+        check_length(len(response.body))
+    except SglaError as error:
+        response = error_response(error)
+    except Exception:
+        log.exception("a line of a batch failed (%s)", request[RID])
+        response = error_response(SglaError("internal error; the server's log has the details"))
+    assert isinstance(response.body, bytes)
+    return response.status, response.body
+
+
+def check_length(size: int) -> None:
+    if size > MAX_ANSWER:
+        raise TooLarge(
+            f"the answer has more than {MAX_ANSWER} bytes, which is the limit of a line; ask for less"
+        )

@@ -1,0 +1,227 @@
+"""Batches in the database: those that have ended as clients see them, the others with what it takes to go on after a restart."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from typing import Any
+
+import msgspec
+
+from sgla.errors import InvalidField, NotFound, Overloaded
+from sgla.http.batches.files import HIDDEN, MADE, PINNED, PURPOSE, Files, file_object
+from sgla.http.clients import Client
+from sgla.http.state.database import Database
+from sgla.http.state.shelf import ENTRY, Bounds, Row, Shelf, one
+from sgla.http.wire import encode
+
+SCHEMA = """
+CREATE TABLE unended_batches (
+    batch INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE,
+    input INTEGER NOT NULL,
+    output INTEGER NOT NULL,
+    errors INTEGER NOT NULL,
+    kept INTEGER NOT NULL
+);
+"""
+
+BATCH = "batch"  # the kind
+MOST = 4096  # batches, those that have ended included
+MOST_UNENDED = 32  # of one client
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+class FileNotFound(NotFound):
+    code = "file_not_found"
+
+
+class Batch:
+    """One that has not ended. ``seen`` is what clients see of it, but for the counts; ``input``, ``output`` and ``errors`` are numbers of files."""
+
+    def __init__(
+        self, number: int, client: Client, seen: dict[str, Any], files: tuple[int, int, int], kept: int
+    ) -> None:
+        self.number = number
+        self.client = client
+        self.seen = seen
+        self.input, self.output, self.errors = files
+        self.kept = kept  # seconds that the files it makes are kept
+        self.total: int = seen["request_counts"]["total"]
+        self.completed = self.failed = 0
+        self.running = 0  # lines
+        self.wanted = ""  # how it is to end, if somebody wants it to
+
+    @property
+    def id(self) -> str:
+        return str(self.seen["id"])
+
+    def shown(self) -> dict[str, Any]:
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
+        return {**self.seen, "request_counts": counts}
+
+    def become(self, status: str) -> None:
+        self.seen["status"] = status
+        self.seen[f"{status}_at"] = int(time.time())
+
+
+class BatchStore:
+    def __init__(self, database: Database, files: Files) -> None:
+        self.files = files
+        self.database = database
+        self.shelf = Shelf(database, BATCH, Bounds(MOST, MOST * 16 * ENTRY, files.bounds.ttl))
+
+    async def create(self, client: Client, seen: dict[str, Any], kept: int) -> Batch:
+        """Raises FileNotFound, InvalidField for a file that is no input, Overloaded for too many batches, StorageFull."""
+
+        def work(tx: sqlite3.Connection) -> Batch:
+            row = self.files.shelf.find(tx, seen["input_file_id"], client.owner)
+            if row is None:
+                raise FileNotFound(f"there is no file {seen['input_file_id'][:100]!r}", param="input_file_id")
+            if msgspec.json.decode(row.json)["purpose"] != PURPOSE:
+                raise InvalidField(
+                    f"input_file_id must be a file with purpose {PURPOSE}", param="input_file_id"
+                )
+            unended = one(
+                tx,
+                "SELECT count(*) FROM objects WHERE kind = ? AND client = ? AND stamp = ?",
+                BATCH,
+                client.name,
+                PINNED,
+            )[0]
+            if unended >= MOST_UNENDED:
+                raise Overloaded(
+                    f"{unended} batches of yours have not ended, which is the limit; retry later",
+                    retry_after=60.0,
+                )
+            made = [self.files.begin(tx, client, half=False) for _ in range(2)]
+            json = encode(seen)
+            number = self.shelf.add(tx, seen["id"], client, json, ENTRY + len(json))
+            tx.execute("UPDATE objects SET stamp = ? WHERE number = ?", (PINNED, number))
+            self.files.pin(tx, row.number)
+            tx.execute(
+                "INSERT INTO unended_batches VALUES (?, ?, ?, ?, ?)", (number, row.number, *made, kept)
+            )
+            self._make_room(tx)
+            return Batch(number, client, seen, (row.number, made[0], made[1]), kept)
+
+        return await self.database.run(work)
+
+    def _make_room(self, tx: sqlite3.Connection) -> None:
+        """Drop the oldest that have ended, first those of the client that has most."""
+        while True:
+            count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", BATCH)
+            if count <= self.shelf.bounds.limit and size <= self.shelf.bounds.bytes:
+                return
+            oldest = one(
+                tx,
+                "SELECT number FROM objects WHERE kind = ? AND stamp < ? ORDER BY "
+                "(SELECT count FROM shares WHERE shares.kind = objects.kind AND shares.client = objects.client) DESC, stamp LIMIT 1",
+                *(BATCH, PINNED),
+            )
+            if oldest is None:
+                raise Overloaded(
+                    f"{count} batches have not ended, which is the limit; retry later", retry_after=60.0
+                )
+            self.shelf.remove(tx, oldest[0])
+
+    async def unended(self) -> list[Batch]:
+        """Those that an earlier process has left, the oldest first. What it has left of uploads goes."""
+
+        def work(tx: sqlite3.Connection) -> list[Batch]:
+            tx.execute(
+                "DELETE FROM objects WHERE kind = 'file' AND owner = ? AND number NOT IN "
+                "(SELECT output FROM unended_batches UNION SELECT errors FROM unended_batches)",
+                (HIDDEN,),
+            )
+            rows = tx.execute(
+                "SELECT number, owner, client, json, input, output, errors, kept FROM unended_batches JOIN objects ON batch = number ORDER BY number"
+            )
+            return [
+                Batch(number, Client(client, owner), msgspec.json.decode(json), (given, output, errors), kept)
+                for number, owner, client, json, given, output, errors, kept in rows
+            ]
+
+        return await self.database.run(work)
+
+    async def done(self, batch: Batch) -> set[int]:
+        """The numbers of the lines that have been answered; counts them, too."""
+
+        def work(tx: sqlite3.Connection) -> list[tuple[int, str | None]]:
+            query = "SELECT count(*), group_concat(number) FROM pieces WHERE file = ?"
+            return [one(tx, query, number) for number in (batch.output, batch.errors)]
+
+        (batch.completed, completed), (batch.failed, failed) = await self.database.run(work)
+        return {int(number) for numbers in (completed, failed) if numbers for number in numbers.split(",")}
+
+    async def clear(self, batch: Batch) -> None:
+        """Forget what an earlier check of its lines has found."""
+
+        def work(tx: sqlite3.Connection) -> None:
+            tx.execute("DELETE FROM pieces WHERE file = ?", (batch.errors,))
+            tx.execute("UPDATE objects SET size = ? WHERE number = ?", (ENTRY, batch.errors))
+
+        await self.database.run(work)
+
+    async def keep(self, batch: Batch, line: int, data: bytes, failed: bool) -> None:
+        """The answer to a line. Raises StorageFull."""
+        file = batch.errors if failed else batch.output
+        await self.database.run(
+            lambda tx: self.files.put(tx, file, line, data, batch.client.name, half=False)
+        )
+        if failed:
+            batch.failed += 1
+        else:
+            batch.completed += 1
+
+    async def keep_errors(self, batch: Batch, lines: list[tuple[int, str]]) -> None:
+        """The same for lines that were not run."""
+        await self.database.run(lambda tx: self.files.put_all(tx, batch.errors, lines, batch.client.name))
+        batch.failed += len(lines)
+
+    async def save(self, batch: Batch) -> None:
+        json = encode(batch.shown())
+        await self.database.run(
+            lambda tx: tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
+        )
+
+    async def end(self, batch: Batch, status: str) -> None:
+        """Show its files, and let go of what it holds."""
+
+        def work(tx: sqlite3.Connection) -> None:
+            batch.completed = self._publish(tx, batch, batch.output, "output")
+            batch.failed = self._publish(tx, batch, batch.errors, "error")
+            batch.become(status)
+            tx.execute("DELETE FROM unended_batches WHERE batch = ?", (batch.number,))
+            if one(tx, "SELECT 1 FROM unended_batches WHERE input = ?", batch.input) is None:
+                self.files.unpin(tx, batch.input)
+            json = encode(batch.shown())
+            self.shelf.change(tx, batch.number, json, ENTRY + len(json))
+
+        await self.database.run(work)
+        self.files.tidy()
+
+    def _publish(self, tx: sqlite3.Connection, batch: Batch, number: int, name: str) -> int:
+        """Show a file of the batch, if it has lines; how many these are."""
+        lines, size = one(tx, "SELECT count(*), total(length(data)) FROM pieces WHERE file = ?", number)
+        if not lines:
+            self.files.shelf.remove(tx, number)
+            return 0
+        now = int(time.time())
+        seen = file_object(int(size), f"{batch.id}_{name}.jsonl", MADE, now, now + batch.kept)
+        json = self.files.show(tx, number, batch.client.owner, seen)
+        batch.seen[f"{name}_file_id"] = msgspec.json.decode(json)["id"]
+        return int(lines)
+
+    async def find(self, uid: str, owner: str) -> Row | None:
+        return await self.database.run(lambda tx: self.shelf.find(tx, uid, owner))
+
+    async def page(self, owner: str, limit: int, after: str | None) -> list[Row]:
+        """Raises InvalidField."""
+
+        def work(tx: sqlite3.Connection) -> list[Row]:
+            start = None if after is None else self.shelf.find(tx, after, owner)
+            if after is not None and start is None:
+                raise InvalidField("after must be the id of a batch", param="after")
+            return self.shelf.page(tx, owner, limit, start and start.number)
+
+        return await self.database.run(work)

@@ -1,0 +1,523 @@
+"""/v1/files and /v1/batches with the ``openai`` client, in front of the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from http_fake import FakeIngress
+from http_site import Serve, Site
+
+from sgla import clock
+from sgla.errors import Overloaded
+from sgla.http.batches import runner as runner_module
+from sgla.http.batches.files import COST, PIECE, Files
+from sgla.http.batches.lines import BOM, Splitter
+from sgla.http.batches.runner import RUNNER
+from sgla.http.server import SERVER
+from sgla.http.state.shelf import ENTRY, Bounds, one
+
+CHAT = "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line(i: int, url: str = CHAT, **changes: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": f"{i}?"}], "max_tokens": 3, "temperature": 0}
+    if url != CHAT:
+        body = {"input": f"{i}?", "max_output_tokens": 3}
+    return {"custom_id": f"c{i}", "method": "POST", "url": url, "body": body, **changes}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return (
+        b"\n".join(each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines) + b"\n"
+    )
+
+
+async def uploaded(client: openai.AsyncOpenAI, *lines: Any) -> str:
+    return (await client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")).id
+
+
+async def started(client: openai.AsyncOpenAI, *lines: Any, endpoint: Any = CHAT, **fields: Any) -> Any:
+    file = await uploaded(client, *lines)
+    return await client.batches.create(
+        input_file_id=file, endpoint=endpoint, completion_window="24h", **fields
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, uid: str) -> Any:
+    for _ in range(2000):
+        batch = await client.batches.retrieve(uid)
+        if batch.status in ENDED:
+            return batch
+        await asyncio.sleep(0.005)
+    raise AssertionError(batch)
+
+
+async def lines_of(client: openai.AsyncOpenAI, file: str | None) -> dict[str | None, dict[str, Any]]:
+    if file is None:
+        return {}
+    text = (await client.files.content(file)).text
+    return {answer["custom_id"]: answer for answer in map(json.loads, text.splitlines())}
+
+
+async def test_files_come_are_listed_and_go(site: Site) -> None:
+    client = site.client
+    data = jsonl(*map(line, range(5000)))
+    assert len(data) > 8 * PIECE
+    first = await client.files.create(file=("einfach é.jsonl", data), purpose="batch")
+    assert (first.bytes, first.filename, first.purpose, first.status) == (
+        len(data),
+        "einfach é.jsonl",
+        "batch",
+        "processed",
+    )
+    assert await client.files.retrieve(first.id) == first
+    content = await client.files.content(first.id)
+    assert content.content == data
+    second = await client.files.create(
+        file=b"{}", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert second.expires_at == second.created_at + 3600
+    assert [file.id async for file in client.files.list()] == [second.id, first.id]
+    assert [file.id async for file in client.files.list(order="asc", limit=1)] == [first.id, second.id]
+    assert (await client.files.list(after=second.id)).data == [first]
+    assert (await client.files.list(purpose="batch_output")).data == []
+    assert (await client.files.delete(first.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(first.id)
+    files: Files = site.app[SERVER].files
+    await until_shed(files)
+    left = await files.database.run(lambda tx: one(tx, "SELECT count(*) FROM pieces")[0])
+    assert left == 1, "the pieces of a deleted file go, too"
+
+
+async def until_shed(files: Files) -> None:
+    while await files.database.run(lambda tx: one(tx, "SELECT 1 FROM removed_files")):
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"purpose": "fine-tune", "file": b"x"},
+            "purpose 'fine-tune' is not supported by this server; it takes 'batch'",
+        ),
+        ({"file": b"x"}, "purpose must be 'batch'"),
+        ({"purpose": "batch"}, "file is required"),
+        (
+            {
+                "purpose": "batch",
+                "file": b"x",
+                "expires_after[anchor]": "created_at",
+                "expires_after[seconds]": "5",
+            },
+            "from 3600",
+        ),
+        ({"purpose": "b" * 5000, "file": b"x"}, "more than 4096 bytes"),
+    ],
+)
+async def test_forms_that_are_no_upload_leave_nothing(
+    site: Site, fields: dict[str, Any], message: str
+) -> None:
+    form = aiohttp.FormData()
+    for name, value in fields.items():
+        if isinstance(value, bytes):
+            form.add_field(name, value, filename="f.jsonl")
+        else:
+            form.add_field(name, value)
+    if not any(isinstance(value, bytes) for value in fields.values()):
+        form.add_field("other", "x", content_type="text/plain")  # a form of several parts
+    async with site.http.post("/v1/files", data=form) as response:
+        assert response.status == 400
+        assert message in (await response.json())["error"]["message"]
+    await nothing_is_kept(site)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"Content-Type": "application/json"}, b"{}"),
+        ({"Content-Type": "multipart/form-data"}, b"x"),
+        ({"Content-Type": "multipart/form-data; boundary=b"}, b"no boundary"),
+        (
+            {"Content-Type": "multipart/form-data; boundary=b"},
+            b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx',
+        ),
+        (
+            {"Content-Type": "multipart/form-data; boundary=b"},
+            b"--b\r\nContent-Type: multipart/mixed; boundary=c\r\n\r\n--c",
+        ),
+        (
+            {"Content-Type": "multipart/form-data; boundary=b"},
+            b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\nx\r\n' * 20 + b"--b--\r\n",
+        ),
+    ],
+)
+async def test_bodies_that_are_no_form_are_refused(site: Site, headers: dict[str, str], body: bytes) -> None:
+    status, answer = await site.post("/v1/files", body, headers=headers)
+    assert status == 400, answer
+    await nothing_is_kept(site)
+
+
+async def nothing_is_kept(site: Site) -> None:
+    files: Files = site.app[SERVER].files
+    await until_shed(files)
+    count = "SELECT (SELECT count(*) FROM pieces) + (SELECT count(*) FROM objects)"
+    assert await files.database.run(lambda tx: one(tx, count)[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "text"),
+    [
+        (CHAT, lambda body: body["choices"][0]["message"]["content"]),
+        ("/v1/responses", lambda body: body["output"][0]["content"][0]["text"]),
+    ],
+)
+async def test_a_batch_answers_as_its_route_does(site: Site, endpoint: Any, text: Any) -> None:
+    client = site.client
+    lines = [line(i, endpoint) for i in range(100)]
+    made = await started(client, *lines, endpoint=endpoint, metadata={"for": "test"})
+    assert (made.status, made.object, made.endpoint, made.metadata) == (
+        "validating",
+        "batch",
+        endpoint,
+        {"for": "test"},
+    )
+    batch = await ended(client, made.id)
+    assert batch.status == "completed", batch
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        100,
+        100,
+        0,
+    )
+    assert batch.error_file_id is None
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    answers = await lines_of(client, batch.output_file_id)
+    assert list(answers) == [each["custom_id"] for each in lines]
+    for each in lines[::10]:
+        status, expected = await site.post(endpoint, each["body"])
+        response = answers[each["custom_id"]]["response"]
+        assert (status, answers[each["custom_id"]]["error"]) == (response["status_code"], None)
+        assert text(response["body"]) == text(expected)
+        assert response["body"].keys() == expected.keys()
+        assert response["body"]["usage"] == expected["usage"]
+    assert [each.id async for each in client.batches.list()] == [batch.id]
+    assert (await client.files.retrieve(batch.output_file_id)).purpose == "batch_output"
+    assert (
+        b'sgla:batch_lines_total{model_name="fake",outcome="completed"} 100'
+        in site.app[SERVER].metrics_text()
+    )
+
+
+async def test_bad_lines_become_errors_of_their_items(site: Site) -> None:
+    client = site.client
+    good = line(0)
+    body = good["body"]
+    lines = [
+        BOM + json.dumps(good).encode(),
+        b"",
+        b"{no json",
+        b"[1]",
+        line(0),
+        line(1, method="GET"),
+        line(2, url="/v1/completions"),
+        line(3, body={**body, "model": "other"}),
+        line(4, body={**body, "stream": True}),
+        line(5, body="text"),
+        {"custom_id": "c6", "method": "POST", "body": body},
+        line(7, body={**body, "temperature": -1}),
+        line(8, body={**body, "who": 1}),
+        b'{"custom_id": "\xff"}',
+        line(9, custom_id="x" * 600),
+    ]
+    batch = await ended(client, (await started(client, *lines)).id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        14,
+        2,
+        12,
+    )
+    answers = await lines_of(client, batch.output_file_id)
+    assert list(answers) == ["c0", "c8"]
+    assert answers["c8"]["response"]["ignored_fields"] == ["who"]
+    text = (await client.files.content(batch.error_file_id)).text
+    errors = [json.loads(each) for each in text.splitlines()]
+    assert [
+        (each["custom_id"], each["error"]["line"], each["error"]["code"]) for each in errors if each["error"]
+    ] == [
+        (None, 3, "invalid_json_line"),
+        (None, 4, "bad_request"),
+        ("c0", 5, "duplicate_custom_id"),
+        ("c1", 6, "invalid_method"),
+        ("c2", 7, "invalid_url"),
+        ("c3", 8, "model_not_found"),
+        ("c4", 9, "unsupported_parameter"),
+        ("c5", 10, "bad_request"),
+        ("c6", 11, "invalid_value"),
+        (None, 14, "invalid_json_line"),
+        (None, 15, "invalid_value"),
+    ]
+    (refused,) = [each for each in errors if each["response"]]
+    assert (refused["custom_id"], refused["response"]["status_code"]) == ("c7", 400)
+    assert refused["response"]["body"]["error"]["param"] == "temperature"
+    assert [each.line for each in batch.errors.data] == [3, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([b""], "empty_file"),
+        ([b"x", b"y"], "invalid_json_line"),
+        ([line(i) for i in range(9)], "too_many_lines"),
+    ],
+)
+async def test_a_batch_without_a_good_line_fails(
+    site: Site, monkeypatch: pytest.MonkeyPatch, lines: list[Any], code: str
+) -> None:
+    monkeypatch.setattr(runner_module, "MAX_LINES", 8)
+    batch = await ended(site.client, (await started(site.client, *lines)).id)
+    assert batch.status == "failed"
+    assert batch.failed_at is not None
+    assert {each.code for each in batch.errors.data} == {code}
+    assert batch.output_file_id is None
+    assert site.ingress.jobs == []
+
+
+async def test_what_is_no_batch_is_refused(site: Site) -> None:
+    file = await uploaded(site.client, line(0))
+    right = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+    for change, status, param in (
+        ({"input_file_id": "file-none"}, 404, "input_file_id"),
+        ({"endpoint": "/v1/videos"}, 400, "endpoint"),
+        ({"completion_window": "1 day"}, 400, "completion_window"),
+        ({"completion_window": "200h"}, 400, "completion_window"),
+        ({"metadata": {"x" * 65: "y"}}, 400, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "output_expires_after"),
+    ):
+        got, answer = await site.post("/v1/batches", {**right, **change})
+        assert (got, answer["error"]["param"]) == (status, param), answer
+    batch = await ended(site.client, (await site.post("/v1/batches", right))[1]["id"])
+    right["input_file_id"] = batch.output_file_id
+    status, answer = await site.post("/v1/batches", right)
+    assert (status, answer["error"]["message"]) == (400, "input_file_id must be a file with purpose batch")
+    assert (await site.post("/v1/batches/batch_none/cancel"))[0] == 404
+    assert (await site.post(f"/v1/batches/{batch.id}/cancel"))[1]["status"] == "completed"
+
+
+async def test_a_cancelled_batch_keeps_what_is_done(serve: Serve) -> None:
+    ingress = FakeIngress(manual=True)
+    assert ingress.facts is not None
+    ingress.facts.slots = 3
+    site = await serve(ingress)
+    batch = await started(site.client, *map(line, range(9)))
+    while len(ingress.open_jobs) < 3:
+        await asyncio.sleep(0.001)
+    assert all(job.yields for job in ingress.jobs)
+    (rid, (job, _)), *_ = ingress.open_jobs.items()
+    with pytest.raises(openai.ConflictError, match="cancel the batch first"):
+        await site.client.files.delete(batch.input_file_id)
+    ingress.manual = False
+    await ingress._run(job)
+    ingress.manual = True
+    while (await site.client.batches.retrieve(batch.id)).request_counts.completed < 1:
+        await asyncio.sleep(0.001)
+    assert (await site.client.batches.cancel(batch.id)).status == "cancelling"
+    batch = await ended(site.client, batch.id)
+    assert batch.status == "cancelled"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        9,
+        1,
+        0,
+    )
+    assert list(await lines_of(site.client, batch.output_file_id)) == ["c0"]
+    ingress.check()
+    assert (await site.client.files.delete(batch.input_file_id)).deleted
+
+
+async def test_what_a_batch_has_no_time_for_expires(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = FakeIngress(manual=True)
+    site = await serve(ingress)
+    monkeypatch.setattr(clock, "wall", lambda now=clock.wall: now() + 3600 - 1)
+    batch = await started(site.client, *map(line, range(5)))
+    monkeypatch.undo()
+    runner = site.app[RUNNER]
+    runner.end(runner.batches[batch.id], "expired")
+    batch = await ended(site.client, batch.id)
+    assert (batch.status, batch.output_file_id) == ("expired", None)
+    errors = await lines_of(site.client, batch.error_file_id)
+    assert [(name, each["error"]["code"]) for name, each in errors.items()] == [
+        (f"c{i}", "batch_expired") for i in range(5)
+    ]
+
+
+async def test_a_batch_goes_on_after_a_restart(serve: Serve, tmp_path: Path) -> None:
+    """Lines that are done are not run again, and bad lines not told twice."""
+    lines = [*map(line, range(6)), b"bad"]
+    ingress = FakeIngress(manual=True)
+    assert ingress.facts is not None
+    ingress.facts.slots = 4
+    site = await serve(ingress, state_path=str(tmp_path), api_key=["anna"], key="anna")
+    batch = await started(site.client, *lines)
+    while len(ingress.open_jobs) < 4:
+        await asyncio.sleep(0.001)
+    ingress.manual = False
+    for job in list(ingress.jobs)[1:3]:
+        await ingress._run(job)
+    ingress.manual = True
+    while (await site.client.batches.retrieve(batch.id)).request_counts.completed < 2:
+        await asyncio.sleep(0.001)
+    await site.stop()
+    later = FakeIngress()
+    site = await serve(later, state_path=str(tmp_path), api_key=["anna"], key="anna")
+    batch = await ended(site.client, batch.id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        7,
+        6,
+        1,
+    )
+    assert list(await lines_of(site.client, batch.output_file_id)) == [f"c{i}" for i in range(6)]
+    asked = [job.messages[0]["content"] for job in later.jobs if job.messages]
+    assert asked == ["0?", "3?", "4?", "5?"]
+
+
+async def test_files_and_batches_of_another_key_are_not_there(serve: Serve) -> None:
+    site = await serve(api_key=["anna", "ben"], key="anna")
+    anna = site.client
+    ben = anna.with_options(api_key="ben")
+    batch = await ended(anna, (await started(anna, line(0))).id)
+    assert (await ben.files.list()).data == []
+    assert (await ben.batches.list()).data == []
+    for call in (
+        ben.files.retrieve(batch.output_file_id),
+        ben.files.content(batch.input_file_id),
+        ben.files.delete(batch.input_file_id),
+        ben.batches.retrieve(batch.id),
+        ben.batches.cancel(batch.id),
+        ben.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    assert len((await anna.files.list()).data) == 2
+
+
+async def test_a_line_waits_while_there_is_no_room_for_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Busy(FakeIngress):
+        refusals = 3
+
+        def open_all(self, jobs: Any, extra: bool = False) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise Overloaded("full", retry_after=1.0)
+            super().open_all(jobs, extra)
+
+    monkeypatch.setattr(runner_module, "WAITS", (0.001, 0.002))
+    site = await serve(Busy())
+    batch = await ended(site.client, (await started(site.client, line(0), line(1))).id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+
+
+async def test_clients_take_turns(serve: Serve) -> None:
+    """A client's batches run beside each other, and beside those of another, who has as many places."""
+    ingress = FakeIngress(manual=True)
+    assert ingress.facts is not None
+    ingress.facts.slots = 4
+    site = await serve(ingress, api_key=["anna", "ben"], key="anna")
+    ben = site.client.with_options(api_key="ben")
+    for _ in range(3):
+        await started(site.client, *map(line, range(50)))
+    await started(ben, *(line(i, custom_id=f"b{i}") for i in range(50)))
+    runner = site.app[RUNNER]
+    for _ in range(20):
+        while len(ingress.open_jobs) < 4 or not all(batch.running for batch in [*runner.batches.values()][-1:]):
+            await asyncio.sleep(0.001)
+        job, _ = next(iter(ingress.open_jobs.values()))
+        ingress.manual = False
+        await ingress._run(job)
+        ingress.manual = True
+    while len(ingress.open_jobs) < 4:
+        await asyncio.sleep(0.001)
+    *of_anna, of_ben = (batch.running for batch in runner.batches.values())
+    assert of_ben == 2
+    assert sorted(of_anna) == [0, 1, 1]
+
+
+def stored(size: int) -> int:
+    """What a file of ``size`` bytes counts for."""
+    return ENTRY + size + COST * -(-size // PIECE)
+
+
+async def test_uploads_are_bounded_and_shared(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = await serve(api_key=["anna", "ben", "carl"], key="anna")
+    anna = site.client
+    ben, carl = anna.with_options(api_key="ben"), anna.with_options(api_key="carl")
+    files: Files = site.app[SERVER].files
+    files.bounds = Bounds(100, 4 * stored(PIECE), 1e6)
+
+    async def put(client: openai.AsyncOpenAI, size: int = PIECE) -> str:
+        return (await client.files.create(file=b"x" * size, purpose="batch")).id
+
+    with pytest.raises(openai.APIStatusError, match="the file is larger than"):
+        await put(anna, files.longest + 1)
+    first = [await put(anna) for _ in range(2)]
+    with pytest.raises(openai.APIStatusError, match="you may have 50 with") as refused:
+        await put(anna)
+    assert (refused.value.status_code, refused.value.code) == (413, "storage_full")
+    second = [await put(ben)]
+    await put(carl)
+    # All is full now: whoever has most makes room for another, but nobody for himself.
+    second.append(await put(ben, PIECE // 2))
+    assert [file.id for file in (await anna.files.list()).data] == [first[1]]
+    assert [file.id for file in (await ben.files.list(order="asc")).data] == second
+
+
+async def test_an_upload_that_is_cut_off_leaves_nothing(site: Site) -> None:
+    async def cut() -> Any:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 5 * PIECE
+        while not await files.database.run(lambda tx: one(tx, "SELECT count(*) > 1 FROM pieces")[0]):
+            await asyncio.sleep(0.001)
+        raise ConnectionError
+
+    files: Files = site.app[SERVER].files
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    with pytest.raises((aiohttp.ClientError, ConnectionError)):
+        await site.http.post("/v1/files", data=cut(), headers=headers)
+    while await files.database.run(lambda tx: one(tx, "SELECT 1 FROM objects")):
+        await asyncio.sleep(0.005)
+    await nothing_is_kept(site)
+
+
+async def test_a_batch_whose_answers_find_no_room_fails(serve: Serve) -> None:
+    site = await serve()
+    files: Files = site.app[SERVER].files
+    data = [line(i) for i in range(40)]
+    files.bounds = Bounds(100, stored(len(jsonl(*data))) + 2 * ENTRY + 3000, 1e6)
+    batch = await started(site.client, *data)
+    batch = await ended(site.client, batch.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_full")
+    assert 0 < len(await lines_of(site.client, batch.output_file_id)) < 40
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
+def test_lines_are_found_however_the_file_is_cut(cut: int) -> None:
+    data = b"one\r\n\n  two \n" + b"x" * 30 + b"\nthree\n\xef\xbb\xbffour\nfive"
+    splitter = Splitter(20)
+    found = [found for at in range(0, len(data), cut) for found in splitter.feed(data[at : at + cut])]
+    found += splitter.end()
+    assert found == [
+        (1, b"one"),
+        (3, b"two"),
+        (4, None),
+        (5, b"three"),
+        (6, b"\xef\xbb\xbffour"),
+        (7, b"five"),
+    ]
