@@ -112,6 +112,73 @@ class DeletedConversation(msgspec.Struct):
     deleted: Literal[True]
 
 
+class File(msgspec.Struct):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class DeletedFile(msgspec.Struct):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchCounts(msgspec.Struct):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(msgspec.Struct):
+    """The times of other changes of its status come beside ``created_at``."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "failed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    created_at: int
+    expires_at: int
+    request_counts: BatchCounts
+    output_file_id: str | None
+    error_file_id: str | None
+    errors: Object | None
+    metadata: dict[str, str] | None
+
+
+class FileList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputTokens(msgspec.Struct):
     object: Literal["response.input_tokens"]
     input_tokens: int

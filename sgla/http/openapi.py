@@ -13,6 +13,10 @@ from sgla.http import admin, control, invocations, ollama, page
 from sgla.http import answers as to
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.anthropic.input import CountTokensRequest, MessagesRequest
+from sgla.http.batches import routes as batches
+from sgla.http.batches import upload
+from sgla.http.batches.routes import BatchRequest
+from sgla.http.batches.upload import FileForm
 from sgla.http.conversations import routes as conversations
 from sgla.http.conversations.routes import ConversationCreate, ConversationItems, ConversationUpdate
 from sgla.http.invocations import InvocationRequest
@@ -59,6 +63,7 @@ from sgla.text.template import TEXT_PARTS
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 LINES = "application/x-ndjson"
 BINARY = "application/octet-stream"
+FORM = "multipart/form-data"
 REF = "#/components/schemas/{name}"
 # Structs whose ``model`` may be any name, or one in another form.
 ANY_MODEL = frozenset(
@@ -86,6 +91,7 @@ class Operation(msgspec.Struct, frozen=True):
     stream: str = ""
     query: tuple[str, ...] = ()
     media: str = JSON
+    form: bool = False  # the body is one, not JSON
 
 
 OPERATIONS: dict[Any, Operation] = {
@@ -133,6 +139,19 @@ OPERATIONS: dict[Any, Operation] = {
         "OpenAI: an item of a conversation", answer=to.Object, query=("include",)
     ),
     conversations.delete_item: Operation("OpenAI: forget an item of a conversation", answer=to.Conversation),
+    upload.create: Operation("OpenAI: upload the input of a batch", FileForm, to.File, form=True),
+    batches.file_list: Operation(
+        "OpenAI: files", answer=to.FileList, query=("purpose", "limit", "order", "after")
+    ),
+    batches.file: Operation("OpenAI: a file", answer=to.File),
+    batches.file_delete: Operation("OpenAI: forget a file", answer=to.DeletedFile),
+    batches.file_content: Operation("OpenAI: what a file has", media=BINARY),
+    batches.create: Operation(
+        "OpenAI: run the requests of a file, behind all others", BatchRequest, to.Batch
+    ),
+    batches.batch_list: Operation("OpenAI: batches", answer=to.BatchList, query=("limit", "after")),
+    batches.batch: Operation("OpenAI: a batch", answer=to.Batch),
+    batches.cancel: Operation("OpenAI: end a batch with what is done", answer=to.Batch),
     anthropic.messages: Operation("Anthropic: answer messages", MessagesRequest, to.Message, stream=EVENTS),
     anthropic.count_tokens: Operation("Anthropic: the size of a prompt", CountTokensRequest, to.TokenCount),
     admin.models: Operation(
@@ -362,7 +381,7 @@ def operation(route: str, method: str, entry: Operation) -> dict[str, Any]:
         "security": security(route),
     }
     if entry.body is not None:
-        content = {JSON: {"schema": reference(entry.body)}}
+        content = {FORM if entry.form else JSON: {"schema": reference(entry.body)}}
         result["requestBody"] = {"required": entry.body not in OPTIONAL, "content": content}
     return result
 

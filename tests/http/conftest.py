@@ -30,7 +30,7 @@ async def serve() -> AsyncIterator[Serve]:
         runner = Runner(app, shutdown_timeout=0.5, **limit)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        site = Site(ingress, app, metrics, runner.addresses[0][1], key)
+        site = Site(ingress, app, metrics, runner.addresses[0][1], key, runner.cleanup)
         closers.extend((site.close, runner.cleanup))
         return site
 

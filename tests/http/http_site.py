@@ -18,12 +18,19 @@ class Site:
     """A running server: its fake engine, its metrics, clients for it."""
 
     def __init__(
-        self, ingress: FakeIngress, app: web.Application, metrics: Metrics, port: int, key: str
+        self,
+        ingress: FakeIngress,
+        app: web.Application,
+        metrics: Metrics,
+        port: int,
+        key: str,
+        stop: Callable[[], Awaitable[Any]],
     ) -> None:
         self.ingress = ingress
         self.app = app
         self.metrics = metrics
         self.port = port
+        self.stop = stop  # ends the server, before the site is closed
         self.url = f"http://127.0.0.1:{port}"
         self.http = aiohttp.ClientSession(self.url)
         self._options = {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": 10}

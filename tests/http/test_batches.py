@@ -438,7 +438,7 @@ async def test_clients_take_turns(serve: Serve) -> None:
     await started(ben, *(line(i, custom_id=f"b{i}") for i in range(50)))
     runner = site.app[RUNNER]
     for _ in range(20):
-        while len(ingress.open_jobs) < 4 or not all(batch.running for batch in [*runner.batches.values()][-1:]):
+        while len(ingress.open_jobs) < 4:
             await asyncio.sleep(0.001)
         job, _ = next(iter(ingress.open_jobs.values()))
         ingress.manual = False

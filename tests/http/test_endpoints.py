@@ -16,7 +16,7 @@ from sgla.http.endpoints import updated
 README = Path(__file__).parents[2] / "README.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 NO_VECTORS = "unsupported_task"  # the fake model makes text
-# Path -> a body (None: none), and what else than 200 is right: a code of an error.
+# Path, or method and path -> a body (None: none), and what else than 200 is right: a code of an error.
 EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/v1/chat/completions": (CHAT, None),
     "/v1/completions": ({"prompt": "x", "max_tokens": 2}, None),
@@ -51,6 +51,15 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/separate_reasoning": ({"text": "x", "reasoning_parser": "qwen3"}, None),
     "/abort_request": ({"abort_all": True}, None),
     "/step_log": (None, "invalid_api_key"),
+    "POST /v1/files": (None, "bad_request"),
+    "/v1/files/{id}": (None, "file_not_found"),
+    "/v1/files/{id}/content": (None, "file_not_found"),
+    "POST /v1/batches": (
+        {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"},
+        "file_not_found",
+    ),
+    "/v1/batches/{id}": (None, "batch_not_found"),
+    "/v1/batches/{id}/cancel": (None, "batch_not_found"),
     "/v1/embeddings": ({"input": "x"}, NO_VECTORS),
     "/encode": ({"text": "x"}, NO_VECTORS),
     "/v1/rerank": ({"query": "x", "documents": ["y"]}, NO_VECTORS),
@@ -78,8 +87,8 @@ def test_the_table_is_up_to_date() -> None:
 @pytest.mark.parametrize("path", sorted(ROUTES))
 async def test_every_endpoint_answers(serve: Serve, path: str) -> None:
     site = await serve(FakeIngress())
-    body, code = EXAMPLES.get(path, (None, None))
     for method in ROUTES[path]:
+        body, code = EXAMPLES.get(f"{method} {path}") or EXAMPLES.get(path, (None, None))
         async with site.http.request(method, path.replace("{id}", "x"), json=body) as response:
             content = await response.read()
         if path.startswith("/api/embed"):  # Ollama's errors have no code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import jsonschema_rs
 import pytest
 from http_fake import FakeIngress
@@ -98,8 +99,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def body_name(operation: dict[str, Any]) -> str:
     """Of the struct that an operation's body is described by; "" without one."""
-    content = operation.get("requestBody", {}).get("content", {})
-    return str(content["application/json"]["schema"]["$ref"]).rpartition("/")[2] if content else ""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    return str(content["schema"]["$ref"]).rpartition("/")[2] if content else ""
 
 
 async def test_streams_are_where_they_are_described(site: Site, described: dict[str, Any]) -> None:
@@ -130,6 +131,29 @@ async def test_answers_are_as_described(site: Site, described: dict[str, Any]) -
             fits(described, content["application/json"]["schema"], await response.json())
         checked.add(path)
     assert len(checked) > 35
+
+
+async def test_files_and_batches_are_as_described(site: Site, described: dict[str, Any]) -> None:
+    def check(path: str, method: str, answer: Any) -> None:
+        content = described["paths"][path][method]["responses"]["200"]["content"]
+        fits(described, content["application/json"]["schema"], answer)
+
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"no request", filename="in.jsonl")
+    async with site.http.post("/v1/files", data=form) as response:
+        file = await response.json()
+    check("/v1/files", "post", file)
+    asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = (await site.post("/v1/batches", asked))[1]
+    check("/v1/batches", "post", batch)
+    while batch["status"] != "failed":
+        batch = (await site.get(f"/v1/batches/{batch['id']}"))[1]
+    check("/v1/batches/{id}", "get", batch)
+    assert "errors" in batch
+    for path in ("/v1/files", "/v1/batches"):
+        check(path, "get", (await site.get(path))[1])
+    async with site.http.delete(f"/v1/files/{file['id']}") as response:
+        check("/v1/files/{id}", "delete", await response.json())
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "n"])

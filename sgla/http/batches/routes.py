@@ -17,11 +17,11 @@ from sgla.http.batches.store import FileNotFound
 from sgla.http.batches.upload import expiry
 from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT
-from sgla.http.conversations.routes import MAX_KEY, MAX_METADATA, MAX_VALUE
+from sgla.http.conversations.routes import check_metadata
 from sgla.http.errors import Busy
 from sgla.http.request.intake import intake
 from sgla.http.request.paging import page, page_of
-from sgla.http.request.schema import Schema, check_count
+from sgla.http.request.schema import Schema
 from sgla.http.responses.output import new_id
 from sgla.http.server import PATH_ID, SERVER
 from sgla.http.state.shelf import Row
@@ -197,15 +197,6 @@ def now(request: web.Request, uid: str) -> bytes:
     """A batch that has not ended, as it is now; b"" for one that has."""
     batch = request.app[RUNNER].batches.get(uid)
     return b"" if batch is None else encode(batch.shown())
-
-
-def check_metadata(entries: dict[str, str]) -> None:
-    """Raises InvalidField beyond OpenAI's limits."""
-    check_count("metadata", entries, MAX_METADATA)
-    if any(len(name) > MAX_KEY or len(value) > MAX_VALUE for name, value in entries.items()):
-        raise InvalidField(
-            f"metadata: names may have {MAX_KEY} characters, values {MAX_VALUE}", param="metadata"
-        )
 
 
 def batch_object(fields: BatchRequest, model: str, created: int, expires: int) -> dict[str, Any]:

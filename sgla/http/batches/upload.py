@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
@@ -25,6 +26,19 @@ MAX_VALUE = 4096  # bytes of a field that is no file
 MAX_FILENAME = 255  # characters
 HELD = 4 * PIECE  # bytes of memory that an upload takes
 MIN_KEPT = 3600  # seconds
+
+
+class FileForm(
+    msgspec.Struct,
+    kw_only=True,
+    rename={"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds]"},
+):
+    """The fields of the form, for its description."""
+
+    purpose: Literal["batch"]
+    file: str
+    anchor: Literal["created_at"] | None = None
+    seconds: int | None = None
 
 
 async def create(request: web.Request) -> web.Response:

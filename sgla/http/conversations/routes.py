@@ -129,14 +129,19 @@ async def delete_item(request: web.Request) -> web.Response:
 # bodies ---------------------------------------------------------------------------------------------------------------
 
 
-def conversation(uid: str, created: int, metadata: dict[str, str] | None) -> bytes:
-    """Raises InvalidField for metadata beyond OpenAI's limits."""
-    entries = metadata or {}
+def check_metadata(entries: dict[str, str]) -> None:
+    """Raises InvalidField beyond OpenAI's limits."""
     check_count("metadata", entries, MAX_METADATA)
     if any(len(name) > MAX_KEY or len(value) > MAX_VALUE for name, value in entries.items()):
         raise InvalidField(
             f"metadata: names may have {MAX_KEY} characters, values {MAX_VALUE}", param="metadata"
         )
+
+
+def conversation(uid: str, created: int, metadata: dict[str, str] | None) -> bytes:
+    """Raises InvalidField for metadata beyond OpenAI's limits."""
+    entries = metadata or {}
+    check_metadata(entries)
     return encode({"id": uid, "object": "conversation", "created_at": created, "metadata": entries})
 
 

@@ -1,0 +1,98 @@
+"""Batches of a real server with a tiny random model: equal to what its routes answer, behind other requests, and across a SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+from server_process import ServerProcess, serving
+
+URL = "/v1/completions"
+LINES = 24
+
+
+def line(i: int, **changes: Any) -> dict[str, Any]:
+    seed = {"temperature": 0} if i % 2 else {"temperature": 1, "seed": i}
+    body = {"prompt": f"The number {i} is", "max_tokens": 40, "ignore_eos": True, **seed, **changes}
+    return {"custom_id": f"c{i}", "method": "POST", "url": URL, "body": body}
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def begun(client: openai.OpenAI, lines: list[dict[str, Any]]) -> str:
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h").id
+
+
+def wait(client: openai.OpenAI, uid: str, completed: int | None = None) -> Any:
+    """The batch once so many lines are done, or all."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        batch = client.batches.retrieve(uid)
+        if batch.completed_at or (completed is not None and batch.request_counts.completed >= completed):
+            return batch
+        time.sleep(0.01)
+    raise AssertionError(batch)
+
+
+def texts(client: openai.OpenAI, file: str) -> dict[str, str]:
+    answers = map(json.loads, client.files.content(file).text.splitlines())
+    return {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in answers}
+
+
+def test_a_batch_goes_on_after_a_sigkill_and_answers_as_the_route_does(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--model", str(tiny_model), "--dtype", "float32", "--state-path", str(tmp_path / "state"))
+    lines = [line(i) for i in range(LINES)]
+    with serving(*flags, "--max-running-requests", "4") as server:
+        uid = begun(client_of(server), lines)
+        before = wait(client_of(server), uid, completed=3)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+    with serving(*flags) as server:
+        client = client_of(server)
+        batch = wait(client, uid)
+        assert batch.status == "completed"
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (LINES, 0)
+        assert server.metric("sgla:batch_lines_total") <= LINES - before.request_counts.completed
+        answers = texts(client, batch.output_file_id)
+        assert list(answers) == [each["custom_id"] for each in lines]
+        for each in lines[:6]:
+            assert (
+                server.request("POST", URL, each["body"])[1]["choices"][0]["text"]
+                == answers[each["custom_id"]]
+            )
+        assert [file.purpose for file in client.files.list()] == ["batch_output", "batch"]
+
+
+def test_requests_do_not_wait_behind_a_batch(tiny_model: Path) -> None:
+    """They end first, however many lines run and wait, and are not refused for want of room."""
+    flags = ("--model", str(tiny_model), "--executor", "fake", "--fake-step-ms", "5")
+    with serving(*flags, "--max-running-requests", "2", "--max-queued-requests", "2") as server:
+        client = client_of(server)
+        uid = begun(client, [line(i, max_tokens=400) for i in range(8)])
+        while server.stats()["running"] < 2:
+            time.sleep(0.01)
+        statuses: list[int] = []
+
+        def ask(i: int) -> None:
+            statuses.append(server.request("POST", URL, line(i, max_tokens=8)["body"])[0])
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert statuses == [200] * 4
+        assert client.batches.retrieve(uid).request_counts.completed <= 2, "two may have been about to end"
+        assert client.batches.cancel(uid).status == "cancelling"
