@@ -48,10 +48,10 @@ from hostile import (
     send,
     write,
 )
-from process import Server, free_port, resident, tree
+from process import Server, free_port, proportional, tree
 
 DESCRIPTORS = 1024  # the soft limit that the server is started with
-SETTLE = 10.0  # seconds that memory may take to come back
+SETTLE = 20.0  # seconds that memory may take to come back
 BACK = 1.15  # times what a warm server takes
 DRAIN = 3.0
 LIMIT = 100.0  # milliseconds that a /health/live may take
@@ -322,8 +322,11 @@ def probe(port: int) -> None:
 
 
 def memory(pid: int) -> int:
-    """Resident bytes of the server and its helpers. Model workers are left out: they touch their KV pool little by little."""
-    return sum(resident(child) for child in tree(pid) if b"sgla.executor.child" not in command_line(child))
+    """Resident bytes of the server and its helpers; what forked helpers share counts once. Model workers are left out: they touch their
+    KV pool little by little."""
+    return sum(
+        proportional(child) for child in tree(pid) if b"sgla.executor.child" not in command_line(child)
+    )
 
 
 def command_line(pid: int) -> bytes:
@@ -348,7 +351,7 @@ def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[st
 
     def sample() -> None:
         nonlocal peak
-        while not over.wait(0.05):
+        while not over.wait(0.2):
             peak = max(peak, memory(target.pid))
 
     sampler = threading.Thread(target=sample)
@@ -375,8 +378,10 @@ def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[st
 
 
 async def warm_up(target: Target) -> None:
-    """Have the server start all its helpers, and the loop's threads."""
+    """Have the server start all its helpers and the loop's threads, and fill what it keeps of every token it has seen."""
     await streams(target, 64)
+    seen = [list(range(20 * i, 20 * i + 20)) for i in range(256)]
+    await send(target, request(TEXT, {"prompt": seen, "max_tokens": 4, "logprobs": 20}))
     text = "<tool_call>{" * 1000
     await send(
         target,

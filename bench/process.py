@@ -103,6 +103,15 @@ def resident(pid: int) -> int:
     return 0
 
 
+def proportional(pid: int) -> int:
+    """Resident bytes of a process, each page divided by the number of processes that share it (forked ones do); 0 if it has gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 def free_port() -> int:
     """A port nobody listens on now."""
     with socket.socket() as probe:

@@ -32,22 +32,24 @@ async def test_what_was_freed_goes_back() -> None:
     assert int(told) > 40 << 20
 
 
-async def test_it_is_given_back_once_after_each_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter([100, 150, 200, 200, 120, 123, 123, 90, 90, 105, 105, 99, 99])
+async def test_it_is_given_back_after_growth_and_then_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [100, 150, 200, *([200] * 8), 300, *([300] * 4), *([101] * 9)]
     given: list[int] = []
-    now = 0
+    look = -1
 
     def resident() -> int:
-        nonlocal now
-        now = next(sizes, now)
-        return now << 20
+        nonlocal look
+        look += 1
+        return looks[min(look, len(looks) - 1)] << 20
 
     monkeypatch.setattr(memory, "resident", resident)
-    monkeypatch.setattr(memory, "give_back", lambda: given.append(now))
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(look))
     monkeypatch.setattr("sgla.observe.memory.INTERVAL", 0.001)
     watch = MemoryWatch()
-    while next(iter(given[1:]), None) is None:
+    while look < len(looks):
         await asyncio.sleep(0.001)
-    await asyncio.sleep(0.02)
     watch.close()
-    assert given == [200, 105]
+    grown, again = 2, 11  # the looks that saw the last of a growth
+    assert given == [grown + 1, grown + 3, grown + 7, again + 1, again + 3]

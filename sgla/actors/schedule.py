@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sgla.sched.core import Core
 
 TICK = 0.05  # seconds between looks at deadlines while requests are open, and to the last one behind them
+TURN = 512  # requests that come or go in one turn of the loop: a few ms
 
 
 class Schedule(Actor[Submit | Cancel]):
@@ -63,7 +64,8 @@ class Schedule(Actor[Submit | Cancel]):
         now = clock.now()
         deltas: list[Delta] = []
         idle = self.core.idle
-        for message in messages:
+        for _ in range(min(len(messages), TURN)):
+            message = messages.popleft()
             if isinstance(message, Cancel):
                 final = self.core.cancel(message.rid, message.reason)
                 if final is not None:
@@ -73,6 +75,9 @@ class Schedule(Actor[Submit | Cancel]):
                 self.core.offer(message, now)
             except SglaError as error:
                 deltas.append(Delta(rid=message.rid, finish="error", error=error.rejected(message.parent)))
+        if messages:
+            self._mailbox.extendleft(reversed(messages))
+            self.wake()
         self._advance(now, woken=idle)
         self._publish(deltas)
         self._observe([])

@@ -1,4 +1,4 @@
-"""Has memory given back when the process is larger than it needs to be."""
+"""Has memory given back when the process is larger than it was."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import asyncio
 
 from sgla import memory
 
-INTERVAL = 0.5  # seconds
+INTERVAL = 0.5  # seconds between looks
+LONGEST = 64.0  # seconds between two returns at most
 SLACK = 4 << 20  # bytes that are not worth the while
 
 
 class MemoryWatch:
-    """After each growth, when it has come to its end, what was freed goes back to the system, in a thread. On the running loop until
-    ``close``."""
+    """What is freed goes back to the system, in a thread: soon after each growth, then ever more rarely while the process is larger than at
+    its smallest, since what was in use at first may be freed later. On the running loop until ``close``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._looks = 0  # since the last return
+        self._pause = 1  # looks until the next
         if memory.CAN:
-            self._kept = self._last = memory.resident()  # what was left the last time, and at the last look
+            self._least = self._last = memory.resident()
             self._wait()
 
     def _wait(self) -> None:
@@ -26,16 +29,15 @@ class MemoryWatch:
 
     def _look(self) -> None:
         now = memory.resident()
-        grew, self._last = now > self._last + SLACK, now
-        if now > self._kept + SLACK and not grew:
-            self._loop.run_in_executor(None, memory.give_back).add_done_callback(self._given)
-            return
-        self._kept = min(self._kept, now)
-        self._wait()
-
-    def _given(self, done: asyncio.Future[None]) -> None:
-        self._kept = self._last = memory.resident()
-        self._wait()
+        self._looks += 1
+        if now > self._last + SLACK:  # it still grows
+            self._looks, self._pause = 0, 1
+        self._least, self._last = min(self._least, now), now
+        if now > self._least + SLACK and self._looks >= self._pause:
+            self._looks, self._pause = 0, min(2 * self._pause, int(LONGEST / INTERVAL))
+            self._loop.run_in_executor(None, memory.give_back).add_done_callback(lambda _: self._wait())
+        else:
+            self._wait()
 
     def close(self) -> None:
         if self._timer is not None:

@@ -30,7 +30,9 @@ T = TypeVar("T")
 # snapshot would take tens of ms more.
 BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
+MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 MOST_OPEN = 1024
+OFFER_BYTES = 4096  # of a request without its tokens
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
 PLAN_BYTES = 800  # of a plan and its result, without the rows
 MAGIC = b"sgla steps 1\n"
@@ -94,8 +96,8 @@ class StepLog(msgspec.Struct, kw_only=True):
 class RecordedCore(Core):
     """A Core that remembers at least its last ``steps`` steps and all that led to them; costs a few us a step.
 
-    Its memory has chapters, each with a snapshot: the current one and the one before. A new one begins after ``steps``
-    steps, in ``rest``, and if possible while the scheduler is idle.
+    Its memory has chapters, each with a snapshot: the current one and the one before, unless that has got too large. A new one
+    begins after ``steps`` steps, in ``rest``, and if possible while the scheduler is idle.
     """
 
     __slots__ = (
@@ -108,11 +110,12 @@ class RecordedCore(Core):
     def __init__(self, limits: Limits, steps: int) -> None:
         super().__init__(limits)
         self._size = steps
+        self._bytes = 0
         self._chapters: deque[Chapter] = deque(maxlen=2)
         self._begin()
 
     def offer(self, submit: Submit, now: float) -> None:
-        self._bytes += TOKEN_BYTES * len(submit.tokens)
+        self._bytes += OFFER_BYTES + TOKEN_BYTES * len(submit.tokens)
         self._do(Offer(submit, now), super().offer, submit, now)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
@@ -159,6 +162,8 @@ class RecordedCore(Core):
         return MAGIC + msgspec.msgpack.encode(steps)
 
     def _begin(self) -> None:
+        if self._bytes > MOST_LEFT:
+            self._chapters.clear()
         self._bytes = 0
         self._start = self._steps
         self._chapters.append(Chapter(freeze(self), []))

@@ -128,11 +128,15 @@ class Core:
         del self._open[request.rid]
         self._ledger.ended(request, reason, self._now)
         if request.state is State.WAITING:
-            self._waiting.remove(request)
+            self._unlist(request)
             request.done()
         elif request.state is State.RUNNING:
             self._running.remove(request)
             self._leave(request)
+
+    def _unlist(self, request: Request) -> None:
+        """Take a waiting request off the list."""
+        del self._waiting[bisect_left(self._waiting, _by_arrival(request), key=_by_arrival)]
 
     def _leave(self, request: Request) -> None:
         """A running request, taken off the list already, takes no more steps; it holds memory while one contains it."""
@@ -416,7 +420,7 @@ class Core:
         if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
             memory.release(request)
             return False
-        self._waiting.remove(request)
+        self._unlist(request)
         request.run(self._now)
         insort(self._running, request, key=_by_rank)
         if request.preemptions == 0:

@@ -38,6 +38,7 @@ from sgla.text.words import word_tokens
 
 MASK64 = (1 << 64) - 1
 MASK63 = (1 << 63) - 1
+SHORT = 512  # ids, of which Python's own functions find the extremes sooner
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -371,7 +372,9 @@ class Preparer:
 
 
 def extremes(ids: list[int]) -> tuple[int, int]:
-    """Smallest and largest id, three times as fast as ``min`` and ``max``. Raises struct.error for what is no int32."""
+    """Smallest and largest id: of long lists three times as fast as ``min`` and ``max``. May raise struct.error for what is no int32."""
+    if len(ids) < SHORT:
+        return min(ids), max(ids)
     column = np.frombuffer(int32(ids), np.int32)
     return int(column.min()), int(column.max())
 

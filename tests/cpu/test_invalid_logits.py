@@ -144,5 +144,8 @@ def test_a_vector_that_is_not_finite_fails_alone(kind: str, tmp_path: Path) -> N
     found = run(runner, requests, encoder=encoder)
     alone = run(runner, [requests[0], requests[2]], encoder=encoder)
     assert found["bad"][-1].error.code == "invalid_logits"
-    for name in ("a", "b"):
-        assert found[name][-1].vector == alone[name][-1].vector is not None
+    for name in ("a", "b"):  # torch's products may differ in the last bits with the number of rows
+        beside, by_itself = (
+            torch.frombuffer(bytearray(run[name][-1].vector), dtype=torch.float32) for run in (found, alone)
+        )
+        torch.testing.assert_close(beside, by_itself)

@@ -110,6 +110,7 @@ def test_a_crash_comes_back() -> None:
 
 def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steplog, "BYTES_KEPT", 9000)
+    monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     for i in range(40):
         simulation.offer(make_submit(f"r{i}", [i % 50] * 20, max_new=2))
@@ -120,9 +121,24 @@ def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(type(call).__name__ == "Offer" for chapter in chapters for call in chapter.calls) <= 10
 
 
+def test_a_chapter_that_got_too_large_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steplog, "MOST_LEFT", 5 * steplog.OFFER_BYTES)
+    monkeypatch.setattr(steplog, "BYTES_KEPT", steplog.OFFER_BYTES)
+    simulation = Recorded(make_limits(context_len=96), steps=10**6)
+    kept = []
+    for count in (2, 8, 2):  # requests of a chapter
+        for i in range(count):
+            simulation.offer(make_submit(f"{count} {len(kept)} {i}", [i] * 20, max_new=2))
+        simulation.run()
+        simulation.core.rest()
+        kept.append(len(simulation.log().chapters))
+    assert kept == [2, 1, 2]
+
+
 def test_no_snapshot_is_made_of_too_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steplog, "BYTES_KEPT", 2000)
     monkeypatch.setattr(steplog, "MOST_KEPT", 8000)
+    monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
     monkeypatch.setattr(steplog, "MOST_OPEN", 4)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     kept = []

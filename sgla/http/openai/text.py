@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import msgspec
@@ -36,7 +35,6 @@ from sgla.http.server import ABORTED, SERVER, Server, Work, check_logprobs, make
 from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
 from sgla.text.logprobs import TextOffsets, completion_logprobs
-from sgla.text.prepare import extremes
 
 SCHEMA = Schema(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16
@@ -124,11 +122,7 @@ def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
     """Job fields of a prompt of ids; the engine checks them against the vocabulary."""
     if not ids:
         raise InvalidField(f"{param}: a list of token ids is empty", param=param)
-    try:
-        low, _ = extremes(ids)
-    except struct.error:
-        low = -1
-    if low < 0:
+    if min(ids) < 0:
         raise InvalidField(f"{param}: token ids must be at least 0 and in the vocabulary", param=param)
     return {"token_ids": ids}
 
