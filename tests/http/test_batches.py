@@ -15,10 +15,12 @@ from http_site import Serve, Site
 
 from sgla import clock
 from sgla.errors import Overloaded
+from sgla.http.batches import asking as asking_module
 from sgla.http.batches import runner as runner_module
 from sgla.http.batches.files import COST, PIECE, Files
 from sgla.http.batches.lines import BOM, Splitter
 from sgla.http.batches.runner import RUNNER
+from sgla.http.openai import chat as chat_module
 from sgla.http.server import SERVER
 from sgla.http.state.shelf import ENTRY, Bounds, one
 
@@ -406,6 +408,58 @@ async def test_files_and_batches_of_another_key_are_not_there(serve: Serve) -> N
         with pytest.raises(openai.NotFoundError):
             await call
     assert len((await anna.files.list()).data) == 2
+
+
+async def test_without_keys_lists_show_what_comes_from_the_same_address(site: Site) -> None:
+    batch = await ended(site.client, (await started(site.client, line(0))).id)
+    connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+    async with aiohttp.ClientSession(site.url, connector=connector) as elsewhere:
+        for path in ("/v1/files", "/v1/batches"):
+            async with elsewhere.get(path) as response:
+                assert (await response.json())["data"] == []
+        async with elsewhere.get(f"/v1/batches/{batch.id}") as response:
+            assert (await response.json())["status"] == "completed"
+
+
+async def test_answers_that_are_made_while_they_are_sent_are_whole_lines(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {**line(0)["body"], "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
+    batch = await ended(site.client, (await started(site.client, line(0, body=body))).id)
+    answers = await lines_of(site.client, batch.output_file_id)
+    _, expected = await site.post(CHAT, body)
+    assert answers["c0"]["response"]["body"]["choices"] == expected["choices"]
+    monkeypatch.setattr(asking_module, "MAX_ANSWER", 1 << 16)
+    batch = await ended(site.client, (await started(site.client, line(0, body=body), line(1))).id)
+    assert list(await lines_of(site.client, batch.output_file_id)) == ["c1"]
+    (refused,) = (await lines_of(site.client, batch.error_file_id)).values()
+    assert (refused["response"]["status_code"], refused["response"]["body"]["error"]["code"]) == (
+        413,
+        "request_too_large",
+    )
+
+
+async def test_a_fault_of_the_server_costs_one_line_or_one_batch(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(fields: Any, server: Any) -> None:
+        if fields.messages[0]["content"] == "1?":
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(chat_module, "check_fields", broken)
+    batch = await ended(site.client, (await started(site.client, line(0), line(1))).id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+    (failed,) = (await lines_of(site.client, batch.error_file_id)).values()
+    assert failed["response"]["body"]["error"]["code"] == "internal_error"
+    monkeypatch.setattr(runner_module, "answer_line", broken)
+    batch = await ended(site.client, (await started(site.client, line(0))).id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "internal_error")
+
+
+async def test_a_long_line_is_counted_before_it_is_decoded(site: Site) -> None:
+    body = {**line(0)["body"], "extra": [0] * 600_000}
+    batch = await ended(site.client, (await started(site.client, line(0, body=body), line(1))).id)
+    assert (batch.request_counts.completed, batch.errors.data[0].code) == (1, "request_too_complex")
 
 
 async def test_a_line_waits_while_there_is_no_room_for_it(

@@ -129,7 +129,7 @@ class Files:
             tx.execute("UPDATE objects SET stamp = ? WHERE number = ?", (self.stamp(expires), number))
 
     def pinned(self, tx: sqlite3.Connection, number: int) -> bool:
-        return bool(one(tx, "SELECT stamp = ? FROM objects WHERE number = ?", PINNED, number)[0])
+        return one(tx, "SELECT 1 FROM objects WHERE number = ? AND stamp = ?", number, PINNED) is not None
 
     def stamp(self, expires: float) -> float:
         """With which a file is too old then."""
@@ -170,20 +170,21 @@ class Files:
     def page(
         self,
         tx: sqlite3.Connection,
-        owner: str,
+        client: Client,
         purpose: str | None,
         limit: int,
         after: int | None,
         newest_first: bool,
     ) -> tuple[list[str], str, bool]:
-        """Ids and JSON of up to ``limit`` files behind number ``after``, the JSON joined by commas, and whether there are more."""
+        """Ids and JSON of up to ``limit`` files of the client behind number ``after``, the JSON joined by commas, and whether there are
+        more. Without keys all have one owner, and a list would tell each the ids of the others."""
         order, side = ("DESC", "<") if newest_first else ("ASC", ">")
         wanted = f"""
-            FROM objects WHERE kind = ? AND owner = ? AND stamp > ? AND number {side} ?
-            AND (?5 IS NULL OR json_extract(CAST(json AS TEXT), '$.purpose') = ?5) ORDER BY number {order} LIMIT ?6
+            FROM objects WHERE kind = ? AND owner = ? AND client = ? AND stamp > ? AND number {side} ?
+            AND (?6 IS NULL OR json_extract(CAST(json AS TEXT), '$.purpose') = ?6) ORDER BY number {order} LIMIT ?7
         """
         start = (UNBOUNDED if newest_first else 0) if after is None else after
-        values = (FILE, owner, clock.wall() - self.bounds.ttl, start, purpose)
+        values = (FILE, client.owner, client.name, clock.wall() - self.bounds.ttl, start, purpose)
         ids, text = one(
             tx,
             f"SELECT group_concat(id), group_concat(text) FROM (SELECT id, CAST(json AS TEXT) AS text {wanted})",

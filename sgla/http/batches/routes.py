@@ -63,7 +63,7 @@ CREATE = Schema(BatchRequest)
 
 
 async def file_list(request: web.Request) -> web.Response:
-    """A page of the owner's files, newest first, or oldest first with ``order=asc``; with ``purpose`` those alone."""
+    """A page of the client's files, newest first, or oldest first with ``order=asc``; with ``purpose`` those alone."""
     files, owner, query = request.app[SERVER].files, request[CLIENT].owner, request.query
     limit, ascending = page_of(request, default=MAX_FILES, most=MAX_FILES)
     after = None
@@ -73,7 +73,7 @@ async def file_list(request: web.Request) -> web.Response:
             raise InvalidField("after must be the id of a file", param="after")
         after = row.number
     ids, text, more = await files.database.run(
-        lambda tx: files.page(tx, owner, query.get("purpose"), limit, after, not ascending)
+        lambda tx: files.page(tx, request[CLIENT], query.get("purpose"), limit, after, not ascending)
     )
     request[SHARE].take(len(text))
     first, last = (ids[0], ids[-1]) if ids else (None, None)
@@ -158,10 +158,10 @@ async def create(request: web.Request) -> web.Response:
 
 
 async def batch_list(request: web.Request) -> web.Response:
-    """A page of the owner's batches, newest first."""
+    """A page of the client's batches, newest first."""
     runner = request.app[RUNNER]
     limit, _ = page_of(request, most=MAX_BATCHES)
-    rows = await runner.store.page(request[CLIENT].owner, limit + 1, request.query.get("after"))
+    rows = await runner.store.page(request[CLIENT], limit + 1, request.query.get("after"))
     data = [msgspec.Raw(now(request, row.id) or row.json) for row in rows[:limit]]
     return page(data, [row.id for row in rows[:limit]], len(rows) > limit)
 

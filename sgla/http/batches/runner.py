@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from sgla import clock
+from sgla import census, clock
 from sgla.errors import SglaError
 from sgla.http.batches.asking import Handler, ask
 from sgla.http.batches.files import StorageFull
@@ -60,6 +60,7 @@ WAITS = (
     5.0,
 )  # seconds before a line is tried again for which the server had no room: at first, and at most
 SLICE = 500  # errors that are stored at once
+SPLIT = 8 << 10  # bytes that are split into lines in one turn of the loop: all may be line ends
 
 
 class Refused(Exception):
@@ -121,6 +122,7 @@ class Runner:
         self._turns = Turns()
         self._tasks: dict[Batch, asyncio.Task[None]] = {}  # that run
         self._works: dict[Batch, asyncio.Task[None]] = {}  # that an early end cancels
+        self._checking = asyncio.Lock()  # the lines of one batch at a time
         self._reading = asyncio.Lock()  # one line at a time is put together
         self._bytes = 0  # of lines that run
         self._shrunk = asyncio.Event()  # set when they get fewer
@@ -175,8 +177,6 @@ class Runner:
             await self.store.end(batch, status)
         except SglaError as error:  # the state is out of reach; the next start tries again
             log.error("batch %s could not be stored: %s", batch.id, error.message)
-        except Exception:
-            log.exception("batch %s failed", batch.id)
         finally:
             timer.cancel()
             self.batches.pop(batch.id, None)
@@ -202,6 +202,11 @@ class Runner:
         except SglaError as error:  # there is no room for what it makes
             batch.seen["errors"] = listed([whole(error.code, error.message)])
             return "failed"
+        except Exception:
+            log.exception("batch %s failed", batch.id)
+            message = "internal error; the server's log has the details"
+            batch.seen["errors"] = listed([whole(SglaError.code, message)])
+            return "failed"
         finally:
             del self._works[batch]
         return "completed"
@@ -209,7 +214,8 @@ class Runner:
     async def _work(self, batch: Batch) -> None:
         await self._until_loaded()
         if batch.seen["status"] == "validating":
-            await self._validate(batch)
+            async with self._checking:
+                await self._validate(batch)
         try:
             async with asyncio.TaskGroup() as group:
                 await self._answer_all(batch, group)
@@ -248,7 +254,7 @@ class Runner:
                 message = f"the file has more than {MAX_LINES} requests; send several batches"
                 raise Refused(whole("too_many_lines", message))
             try:
-                self._check_new(self._checked(batch, line), seen)
+                self._check_new(await self._checked(batch, line), seen)
             except BadLine as error:
                 bad.append(
                     (
@@ -271,7 +277,16 @@ class Runner:
         batch.become("in_progress")
         await self.store.save(batch)
 
-    def _checked(self, batch: Batch, line: Numbered) -> Line:
+    async def _checked(self, batch: Batch, line: Numbered) -> Line:
+        """Raises BadLine. A long line is counted before it is decoded, as bodies are."""
+        if size(line) > census.SMALL:
+            facts = self._server.ingress.facts
+            counted = census.Census(facts.context_len if facts is not None else 0)
+            try:
+                for _ in census.counting(line.text or b"", counted):
+                    await asyncio.sleep(0)
+            except SglaError as error:
+                raise BadLine(error.code, error.message) from error
         return checked(line.text, self._longest, batch.seen["endpoint"], self._server.model)
 
     @staticmethod
@@ -294,7 +309,7 @@ class Runner:
             if line.number in done:
                 continue
             try:
-                name: str | None = self._checked(batch, line).custom_id
+                name: str | None = (await self._checked(batch, line)).custom_id
             except BadLine as error:
                 name = error.custom_id
             late.append((line.number, error_line(line.number, name, "batch_expired", message)))
@@ -309,8 +324,10 @@ class Runner:
     async def _lines(self, batch: Batch) -> AsyncIterator[Numbered]:
         splitter = Splitter(self._longest)
         async for piece in self.store.files.content(batch.input):
-            for line in splitter.feed(piece):
-                yield line
+            for at in range(0, len(piece), SPLIT):
+                for line in splitter.feed(piece[at : at + SPLIT]):
+                    yield line
+                await asyncio.sleep(0)
         for line in splitter.end():
             yield line
 
@@ -329,7 +346,7 @@ class Runner:
     async def _answer(self, batch: Batch, found: Numbered) -> None:
         """Run a line, and keep its answer."""
         try:
-            line = self._checked(batch, found)
+            line = await self._checked(batch, found)
             uid, delay = line_id(), WAITS[0]
             client = Client(CLIENT, batch.client.owner)
             while True:

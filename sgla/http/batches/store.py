@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from sgla.errors import InvalidField, NotFound, Overloaded
-from sgla.http.batches.files import HIDDEN, MADE, PINNED, PURPOSE, Files, file_object
+from sgla.http.batches.files import HIDDEN, MADE, PINNED, PURPOSE, UNBOUNDED, Files, file_object
 from sgla.http.clients import Client
 from sgla.http.state.database import Database
-from sgla.http.state.shelf import ENTRY, Bounds, Row, Shelf, one
+from sgla.http.state.shelf import ENTRY, ROW, Bounds, Row, Shelf, one
 from sgla.http.wire import encode
 
 SCHEMA = """
@@ -215,13 +215,17 @@ class BatchStore:
     async def find(self, uid: str, owner: str) -> Row | None:
         return await self.database.run(lambda tx: self.shelf.find(tx, uid, owner))
 
-    async def page(self, owner: str, limit: int, after: str | None) -> list[Row]:
-        """Raises InvalidField."""
+    async def page(self, client: Client, limit: int, after: str | None) -> list[Row]:
+        """Up to ``limit`` of the client's batches, newest first. Raises InvalidField."""
 
         def work(tx: sqlite3.Connection) -> list[Row]:
-            start = None if after is None else self.shelf.find(tx, after, owner)
+            start = None if after is None else self.shelf.find(tx, after, client.owner)
             if after is not None and start is None:
                 raise InvalidField("after must be the id of a batch", param="after")
-            return self.shelf.page(tx, owner, limit, start and start.number)
+            found = tx.execute(
+                f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND client = ? AND number < ? ORDER BY number DESC LIMIT ?",
+                (BATCH, client.owner, client.name, UNBOUNDED if start is None else start.number, limit),
+            )
+            return [Row(*row) for row in found]
 
         return await self.database.run(work)
