@@ -278,12 +278,14 @@ async def test_bad_lines_become_errors_of_their_items(site: Site) -> None:
         ([b""], "empty_file"),
         ([b"x", b"y"], "invalid_json_line"),
         ([line(i) for i in range(9)], "too_many_lines"),
+        ([b"\n" * 30, line(0)], "too_many_lines"),
     ],
 )
 async def test_a_batch_without_a_good_line_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch, lines: list[Any], code: str
 ) -> None:
     monkeypatch.setattr(runner_module, "MAX_LINES", 8)
+    monkeypatch.setattr(runner_module, "MAX_NUMBER", 20)
     batch = await ended(site.client, (await started(site.client, *lines)).id)
     assert batch.status == "failed"
     assert batch.failed_at is not None
@@ -353,6 +355,7 @@ async def test_what_a_batch_has_no_time_for_expires(serve: Serve, monkeypatch: p
     runner.end(runner.batches[batch.id], "expired")
     batch = await ended(site.client, batch.id)
     assert (batch.status, batch.output_file_id) == ("expired", None)
+    assert (batch.request_counts.total, batch.request_counts.failed) == (5, 5)
     errors = await lines_of(site.client, batch.error_file_id)
     assert [(name, each["error"]["code"]) for name, each in errors.items()] == [
         (f"c{i}", "batch_expired") for i in range(5)

@@ -13,6 +13,7 @@ from sgla.http.request.schema import invalid
 from sgla.http.wire import encode
 
 MAX_LINES = 50_000  # requests of one batch
+MAX_NUMBER = 1_000_000  # lines of its file, empty ones included
 MAX_ID = 512  # characters of a custom_id
 BOM = b"\xef\xbb\xbf"
 
@@ -67,15 +68,18 @@ class Splitter:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._number = 0
+        self.number = 0  # lines, empty ones included
         self._rest = bytearray()
         self._long = False
 
     def feed(self, piece: bytes) -> Iterator[Numbered]:
         *ended, rest = piece.split(b"\n")
         for line in ended:
-            self._add(line)
-            yield from self._end()
+            if line or self._rest or self._long:
+                self._add(line)
+                yield from self._end()
+            else:
+                self.number += 1
         self._add(rest)
 
     def end(self) -> Iterator[Numbered]:
@@ -90,11 +94,11 @@ class Splitter:
             self._rest += data
 
     def _end(self) -> Iterator[Numbered]:
-        self._number += 1
+        self.number += 1
         if self._long:
-            yield Numbered(self._number, None)
+            yield Numbered(self.number, None)
         elif self._rest and (line := bytes(self._rest).strip()):
-            yield Numbered(self._number, line.removeprefix(BOM) if self._number == 1 else line)
+            yield Numbered(self.number, line.removeprefix(BOM) if self.number == 1 else line)
         self._rest.clear()
         self._long = False
 

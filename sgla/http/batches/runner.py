@@ -22,6 +22,7 @@ from sgla.http.batches.asking import Handler, ask
 from sgla.http.batches.files import StorageFull
 from sgla.http.batches.lines import (
     MAX_LINES,
+    MAX_NUMBER,
     BadLine,
     Line,
     Numbered,
@@ -59,7 +60,7 @@ WAITS = (
     0.05,
     5.0,
 )  # seconds before a line is tried again for which the server had no room: at first, and at most
-SLICE = 500  # errors that are stored at once
+SLICE = 200  # errors that are stored at once
 SPLIT = 8 << 10  # bytes that are split into lines in one turn of the loop: all may be line ends
 
 
@@ -328,6 +329,9 @@ class Runner:
                 for line in splitter.feed(piece[at : at + SPLIT]):
                     yield line
                 await asyncio.sleep(0)
+            if splitter.number > MAX_NUMBER:
+                message = f"the file has more than {MAX_NUMBER} lines, empty ones included; leave these out"
+                raise Refused(whole("too_many_lines", message))
         for line in splitter.end():
             yield line
 
