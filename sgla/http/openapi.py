@@ -54,7 +54,6 @@ from sgla.http.request.schema import (
 )
 from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
-from sgla.http.responses.compact import ConversationRequest
 from sgla.http.responses.input import ResponsesRequest
 from sgla.http.server import SERVER
 from sgla.http.wire import encode
@@ -104,10 +103,10 @@ OPERATIONS: dict[Any, Operation] = {
     render.chat: Operation("vLLM: a chat's prompt in token ids", ChatRequest, to.Rendered),
     render.text: Operation("vLLM: prompts in token ids", CompletionRequest, list[to.Rendered]),
     compact.input_tokens: Operation(
-        "OpenAI: the size of a response's prompt", ConversationRequest, to.InputTokens
+        "OpenAI: the size of a response's prompt", ResponsesRequest, to.InputTokens
     ),
     compact.compact: Operation(
-        "OpenAI: a summary in place of a conversation", ConversationRequest, to.Compaction
+        "OpenAI: a summary in place of a conversation", ResponsesRequest, to.Compaction
     ),
     responses.create: Operation(
         "OpenAI: answer items, and keep the response", ResponsesRequest, to.Response, stream=EVENTS

@@ -79,7 +79,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "ChatRequest": CHAT,
     "CompletionRequest": {"prompt": "x"},
     "InvocationRequest": CHAT,
-    "ConversationRequest": {"input": "x"},
     "ResponsesRequest": {"input": "x"},
     "MessagesRequest": CHAT,
     "CountTokensRequest": CHAT,

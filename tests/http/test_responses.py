@@ -339,6 +339,16 @@ def test_a_coding_agents_turn_becomes_a_chat() -> None:
     assert chat.reasoning_effort == "high"
 
 
+async def test_a_response_may_go_on_without_input(site: Site) -> None:
+    _, first = await site.post("/v1/responses", {"input": "hi", "max_output_tokens": 4})
+    for more in ({"previous_response_id": first["id"]}, {"instructions": "Greet."}):
+        assert (await site.post("/v1/responses", {"max_output_tokens": 4, **more}))[0] == 200
+    for path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"):
+        for nothing in ({}, {"input": None}, {"input": []}):
+            status, reply = await site.post(path, nothing)
+            assert (status, reply["error"]["param"]) == (400, "input")
+
+
 def test_formats_of_text() -> None:
     schema = {"type": "object", "properties": {}}
     chat = translated(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
@@ -678,7 +688,8 @@ def test_allowed_tools_of_a_namespace() -> None:
     def names(*allowed: dict[str, str]) -> list[str]:
         choice = {"type": "allowed_tools", "mode": "auto", "tools": list(allowed)}
         body = {"input": "x", "tools": [CRM, *TOOLS], "tool_choice": choice}
-        chat = chat_request(RESPONSES.typed(json.dumps(body).encode()), [])
+        fields = RESPONSES.typed(json.dumps(body).encode())
+        chat = chat_request(fields, input_items(fields))
         return [tool["function"]["name"] for tool in chat.tools or []]
 
     assert names({"type": "function", "namespace": "crm", "name": "find"}) == ["crm__find"]

@@ -16,15 +16,9 @@ from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
 from sgla.http.openai.render import preparer
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import ChatRequest, Schema
+from sgla.http.request.schema import ChatRequest
 from sgla.http.responses.conversation import gather
-from sgla.http.responses.input import (
-    Item,
-    ResponsesRequest,
-    chat_request,
-    check_fields,
-    sealed,
-)
+from sgla.http.responses.input import RESPONSES, Item, chat_request, check_fields, sealed
 from sgla.http.responses.items import listed
 from sgla.http.responses.output import new_id
 from sgla.http.responses.routes import usage_object
@@ -39,22 +33,11 @@ TASK = (
 )
 
 
-class ConversationRequest(ResponsesRequest, kw_only=True):
-    """A response's body, which needs no input where it goes on from another response."""
-
-    input: str | list[dict[str, Any]] | None = None  # type: ignore[assignment]
-
-
-SCHEMA = Schema(ConversationRequest)
-
-
 async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
     """The items of the whole conversation, and the chat that they are."""
     server = request.app[SERVER]
-    fields = await intake(request, SCHEMA)
+    fields = await intake(request, RESPONSES)
     fields.model = server.model(fields.model)
-    if fields.input is None:
-        fields.input = []
     check_fields(fields)
     stores, limit = (server.responses, server.conversations), server.config.max_body_bytes
     context = await gather(fields, stores, request[CLIENT], limit, request[SHARE], answered=False)

@@ -55,7 +55,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), reasoning, compaction and
     item_reference; an item without a type is a message."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     model: str | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -114,7 +114,7 @@ def input_items(fields: ResponsesRequest) -> list[Item]:
     """The request's own items; text is a message of the user."""
     if isinstance(fields.input, str):
         return [{"type": "message", "role": "user", "content": fields.input}]
-    return fields.input
+    return fields.input or []
 
 
 def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
@@ -126,8 +126,11 @@ def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
         passed |= response_format(fields.text.format)
     if fields.top_logprobs or LOGPROBS in (fields.include or []):
         passed |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
+    messages = chat_messages(fields.instructions, items)
+    if not messages:
+        raise InvalidField("input is required where there is no conversation to go on with", param="input")
     return ChatRequest(
-        messages=chat_messages(fields.instructions, items),
+        messages=messages,
         max_completion_tokens=fields.max_output_tokens,
         **passed,
         **chat_tools(fields),
