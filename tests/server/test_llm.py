@@ -224,3 +224,15 @@ def test_an_engine_may_follow_another_inside_a_running_loop(tiny_model: Path) ->
         return counts
 
     assert asyncio.run(notebook()) == [3, 3]
+
+
+def test_a_profile_of_what_the_workers_do(tiny_model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "executor": "inline", "threads": 1}
+    with LLM(str(tiny_model), **settings, profile_folder=str(tmp_path)) as llm:
+        llm.start_profile()
+        llm.generate("a", SamplingParams(max_tokens=2))
+        [file] = llm.stop_profile()
+        with pytest.raises(InvalidField, match="no profile"):
+            llm.stop_profile()
+    assert Path(file).parent == tmp_path
+    assert "traceEvents" in Path(file).read_text()
