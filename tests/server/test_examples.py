@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from server_process import ServerProcess, serving
 
+from sgla.engine import Engine
 from sgla.errors import ConfigError
 from sgla.hub import demo
 
@@ -55,8 +57,13 @@ def test_scripts_for_a_server_run(
 
 @pytest.mark.real
 @pytest.mark.parametrize("script", sorted(OFFLINE))
-def test_scripts_without_a_server_run(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_without_a_server_run(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fetched("minilm" if script == "embeddings.py" else "demo")
+    # The model in this process, which has torch already.
+    inline = functools.partialmethod(Engine.__init__, executor="inline", device="cpu", threads=1)
+    monkeypatch.setattr(Engine, "__init__", inline)
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     assert len(capsys.readouterr().out.splitlines()) >= 3
 
