@@ -30,7 +30,7 @@ ARG RUNTIME_PACKAGES=
 RUN if [ -n "$RUNTIME_PACKAGES" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $RUNTIME_PACKAGES && rm -rf /var/lib/apt/lists/*; \
     fi
-RUN useradd --create-home --uid 10001 sgla && install -d -o sgla -g sgla /models
+RUN useradd --create-home --uid 10001 sgla && install -d -o sgla -g sgla /models /state
 COPY --from=build /opt/sgla /opt/sgla
 ENV PATH=/opt/sgla/bin:$PATH PYTHONUNBUFFERED=1 SGLA_HOST=0.0.0.0 SGLA_DOWNLOAD_DIR=/models
 USER sgla

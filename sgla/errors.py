@@ -8,6 +8,7 @@ SglaError
   Overloaded 429            retryable
   NotReady 503              Loading, Draining, WorkerDied, WorkerStuck   (retryable)
   DeadlineExceeded 408
+  StorageFailed 507         what clients store is out of reach; requests that store nothing go on
   InvalidLogits 500         the model's logits or vectors are no numbers; other requests go on
   ConfigError               wrong flags or files: the command line prints it and exits 2
   OutOfMemory (ConfigError) says how many bytes are missing and which setting frees them
@@ -148,6 +149,13 @@ class DeadlineExceeded(SglaError):
 
 class InvalidLogits(SglaError):
     code = "invalid_logits"
+
+
+class StorageFailed(SglaError):
+    """The disk is full, or does not work."""
+
+    status = 507
+    code = "storage_failed"
 
 
 class ConfigError(SglaError):

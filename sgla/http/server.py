@@ -92,14 +92,14 @@ class Server:
         )
         self.database = Database(config.state_path, SCHEMAS)
         metrics.unstored = lambda: self.database.failures
-        kept = bounds(config)
+        kept, in_memory = bounds(config, self.database.on_disk), bounds(config, on_disk=False)
         self.responses = ResponseStore(self.database, kept)
         self.conversations = ConversationStore(self.database, kept)
         self.files = Files(self.database, file_bounds(config))
         self.shelves = [self.responses.shelf, self.conversations.shelf, self.files.shelf]
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
-        self.sessions = Sessions(kept.limit, kept.ttl)
+        self.sessions = Sessions(in_memory.limit, in_memory.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)
         self.probe = Probe(ingress)
         self.openapi: bytes | None = None  # the description of the API, once somebody has asked

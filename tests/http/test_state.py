@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sqlite3
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 from http_fake import FakeIngress
 from http_site import Serve, Site
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, StorageFailed
 from sgla.http.app import SERVER
 from sgla.http.server import SCHEMAS
-from sgla.http.state.database import NAME, VERSION, Database, StorageFailed
+from sgla.http.state.database import NAME, VERSION, Database
 from sgla.messages import Event, Usage
 
 
@@ -42,7 +43,7 @@ def test_a_folder_is_one_servers(folder: Path) -> None:
     database = Database(str(folder), SCHEMAS)
     message = refusal(folder)
     assert str(folder) in message
-    assert "in use by another server" in message
+    assert f"in use by another server, process {os.getpid()}" in message
     asyncio.run(database.close())
     left(folder)
     assert (folder.stat().st_mode & 0o777, (folder / NAME).stat().st_mode & 0o777) == (0o700, 0o600)
@@ -238,6 +239,7 @@ async def test_what_was_in_the_making_has_failed(serve: Serve, folder: Path) -> 
 async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
     site = await serve(state_path=str(folder))
     kept = await site.client.responses.create(model="fake", input="x", max_output_tokens=1)
+    talk = await site.client.conversations.create()
     database = site.app[SERVER].database
     pages = await database.run(lambda tx: tx.execute("PRAGMA page_count").fetchone()[0])
     await database.run(lambda tx: tx.execute(f"PRAGMA max_page_count = {pages}").fetchall())
@@ -252,6 +254,11 @@ async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
         assert (status, reply["error"]["code"]) == (507, "storage_failed")
         assert "full" in reply["error"]["message"]
     assert not site.ingress.open_jobs
+    long = {"items": [{"role": "user", "content": "x" * 100_000}]}
+    for path, body in (("/v1/conversations", long), (f"/v1/conversations/{talk.id}/items", long)):
+        status, reply = await site.post(path, body)
+        assert (status, reply["error"]["code"]) == (507, "storage_failed")
+    assert await site.client.conversations.retrieve(talk.id) == talk
     assert (await site.client.responses.retrieve(kept.id)).id == kept.id
     await database.run(lambda tx: tx.execute("PRAGMA max_page_count = 100000").fetchall())
     status, answer = await site.post("/v1/responses", {**asked, "previous_response_id": kept.id})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -108,10 +109,9 @@ async def list_items(request: web.Request) -> web.Response:
     check_include(request)
     store, owner, uid, _ = asked(request)
     limit, ascending = page_of(request, most=MAX_PAGE)
-    found = await store.page(uid, owner, limit + 1, request.query.get("after"), ascending)
-    request[SHARE].take(sum(len(item.json) for item in found))
-    items = found[:limit]
-    return page([msgspec.Raw(item.json) for item in items], [item.id for item in items], len(found) > limit)
+    items, more = await store.page(uid, owner, limit, request.query.get("after"), ascending)
+    request[SHARE].take(sum(len(item.json) for item in items))
+    return page([msgspec.Raw(item.json) for item in items], [item.id for item in items], more)
 
 
 async def retrieve_item(request: web.Request) -> web.Response:
@@ -160,7 +160,7 @@ async def given_items(request: web.Request, items: list[Item]) -> list[Item]:
         own = await own_items(items, server.responses, request[CLIENT], limit, share)
         chat_messages(None, own)
     except (InvalidField, UnsupportedField) as error:
-        raise type(error)(error.message.replace("input", "items", 1), param="items") from error
+        raise type(error)(re.sub(r"\binput\b", "items", error.message), param="items") from error
     return list(map(in_conversation, own))
 
 

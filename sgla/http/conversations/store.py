@@ -7,12 +7,12 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from sgla.errors import BadRequest, InvalidField, NotFound
+from sgla.errors import BadRequest, InvalidField, NotFound, StorageFailed
 from sgla.http.clients import Client
 from sgla.http.errors import Busy
 from sgla.http.responses import items as rows
 from sgla.http.responses.items import ITEM, Kept
-from sgla.http.state.database import Database, StorageFailed
+from sgla.http.state.database import Database
 from sgla.http.state.shelf import ENTRY, Bounds, Shelf, one
 
 T = TypeVar("T")
@@ -136,10 +136,12 @@ class ConversationStore:
         except StorageFailed:  # which is logged and counted; the client has its answer
             pass
 
-    async def page(self, uid: str, owner: str, limit: int, after: str | None, ascending: bool) -> list[Kept]:
-        """Raises InvalidField if there is no item ``after``."""
+    async def page(
+        self, uid: str, owner: str, limit: int, after: str | None, ascending: bool
+    ) -> tuple[list[Kept], bool]:
+        """Items, and whether there are more. Raises InvalidField if there is no item ``after``."""
 
-        def work(tx: sqlite3.Connection, found: Found) -> list[Kept]:
+        def work(tx: sqlite3.Connection, found: Found) -> tuple[list[Kept], bool]:
             at = None if after is None else rows.place(tx, found.part.number, after)
             if after is not None and at is None:
                 raise InvalidField("after must be the id of an item of this conversation", param="after")

@@ -18,6 +18,7 @@ Item = dict[str, Any]
 
 decode_sizes = msgspec.json.Decoder(list[int]).decode
 
+PAGE = 4 << 20  # bytes of JSON in one page of a list
 ITEM = 512  # bytes that an item counts for beside its JSON
 
 # A response's part has its input and then its output, and goes on from the part ``before`` it, which is kept as long as that is. ``client``
@@ -43,7 +44,7 @@ CREATE TABLE items (
     json BLOB NOT NULL,
     UNIQUE (part, place)
 );
-CREATE INDEX items_by_id ON items (client, id) WHERE id <> '';
+CREATE INDEX items_by_id ON items (client, id, part) WHERE id <> '';
 CREATE TRIGGER part_resized AFTER UPDATE OF size ON parts WHEN new.size <> old.size BEGIN
     INSERT INTO taken VALUES (new.kind, new.client, 0, new.size - old.size);
 END;
@@ -151,7 +152,7 @@ def lines(text: bytes | None) -> list[bytes]:
     return [] if text is None else text.split(b"\n")
 
 
-NEWEST = "(SELECT number FROM items WHERE client = ?1 AND id = wanted.value AND id <> '' ORDER BY number DESC LIMIT 1)"
+NEWEST = "(SELECT number FROM items WHERE client = ?1 AND id = wanted.value AND id <> '' ORDER BY part DESC, number DESC LIMIT 1)"
 
 
 def sizes(tx: sqlite3.Connection, client: str, ids: Iterable[str]) -> list[int]:
@@ -189,22 +190,35 @@ def page(
     after: int | None,
     ascending: bool,
     below: int | None = None,
-) -> list[Kept]:
-    """Up to ``limit`` of a part's items behind place ``after``, of those before place ``below``."""
+) -> tuple[list[Kept], bool]:
+    """Up to ``limit`` of a part's items behind place ``after``, of those before place ``below``, and whether there are more. A page has
+    ``PAGE`` bytes, or one item."""
     order, side = ("ASC", ">") if ascending else ("DESC", "<")
     beyond = "" if after is None else f"AND place {side} {after:d}"
     beyond += "" if below is None else f" AND place < {below:d}"
-    query = f"SELECT id, json FROM items WHERE part = ? {beyond} ORDER BY place {order} LIMIT ?"
-    return [Kept(*row) for row in tx.execute(query, (number, limit))]
+    query = f"SELECT place, length(json) FROM items WHERE part = ? {beyond} ORDER BY place {order} LIMIT ?"
+    found = tx.execute(query, (number, limit + 1)).fetchall()
+    places: list[int] = []
+    size = 0
+    for at, length in found[:limit]:
+        size += length
+        if places and size > PAGE:
+            break
+        places.append(at)
+    if not places:
+        return [], False
+    ends = min(places), max(places)
+    query = f"SELECT id, json FROM items WHERE part = ? AND place BETWEEN ? AND ? ORDER BY place {order}"
+    return [Kept(*row) for row in tx.execute(query, (number, *ends))], len(places) < len(found)
 
 
 def place(tx: sqlite3.Connection, number: int, uid: str) -> int | None:
     """Where in a part the item with this id is."""
     found = one(
         tx,
-        "SELECT place FROM items JOIN parts ON parts.number = part WHERE items.client = parts.client AND id = ? AND id <> '' AND part = ?",
-        uid,
+        "SELECT place FROM items WHERE client = (SELECT client FROM parts WHERE number = ?1) AND id = ?2 AND id <> '' AND part = ?1",
         number,
+        uid,
     )
     return found and found[0]
 

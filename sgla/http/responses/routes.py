@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from sgla.errors import BadRequest, ContextTooLong, InvalidField, NotFound, Overloaded, SglaError
+from sgla.errors import (
+    BadRequest,
+    ContextTooLong,
+    InvalidField,
+    NotFound,
+    Overloaded,
+    SglaError,
+    StorageFailed,
+)
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Collector
 from sgla.http.answer.parts import Reader
@@ -39,7 +47,6 @@ from sgla.http.responses.items import kept, listed
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.responses.store import Found, Place, ResponseStore, Stored
 from sgla.http.server import PATH_ID, SERVER, Server, Work, check_logprobs
-from sgla.http.state.database import StorageFailed
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
@@ -272,14 +279,14 @@ async def input_list(request: web.Request) -> web.Response:
     limit, ascending = page_of(request)
     uid, share = request[PATH_ID], request[SHARE]
     after = request.query.get("after")
-    found = await request.app[SERVER].responses.page(uid, request[CLIENT].owner, limit + 1, after, ascending)
+    found = await request.app[SERVER].responses.page(uid, request[CLIENT].owner, limit, after, ascending)
     if found is None:
         raise not_found(uid)
-    share.take(sum(len(item.json) for item in found))
+    rows, more = found
+    share.take(sum(len(item.json) for item in rows))
     slices = Slices()
-    items = [listed(await decoded(item.json, share, slices)) for item in found[:limit]]
-    data = [msgspec.Raw(encode(item)) for item in items]
-    return page(data, [item["id"] for item in items], len(found) > limit)
+    items = [listed(await decoded(item.json, share, slices)) for item in rows]
+    return page([msgspec.Raw(encode(item)) for item in items], [item["id"] for item in items], more)
 
 
 # the answer -----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, StorageFailed
 from sgla.http.clients import Client
 from sgla.http.responses import items as rows
 from sgla.http.responses.items import ITEM, Item, Kept, Part, kept
-from sgla.http.state.database import Database, StorageFailed
+from sgla.http.state.database import Database
 from sgla.http.state.shelf import ENTRY, Bounds, Row, Shelf, one
 from sgla.http.wire import encode
 
@@ -257,10 +257,10 @@ class ResponseStore:
 
     async def page(
         self, uid: str, owner: str, limit: int, after: str | None, ascending: bool
-    ) -> list[Kept] | None:
-        """Input items of a response; None if there is no such response. Raises InvalidField if it has no input item ``after``."""
+    ) -> tuple[list[Kept], bool] | None:
+        """Input items of a response, and whether there are more; None if there is no such response. Raises InvalidField if it has no input item ``after``."""
 
-        def work(tx: sqlite3.Connection) -> list[Kept] | None:
+        def work(tx: sqlite3.Connection) -> tuple[list[Kept], bool] | None:
             found = self._find(tx, uid, owner)
             if found is None:
                 return None

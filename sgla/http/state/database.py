@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgla.errors import ConfigError, SglaError
+from sgla.errors import ConfigError, SglaError, StorageFailed
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,6 @@ PRAGMA synchronous = NORMAL;
 PRAGMA journal_size_limit = 16777216;
 """
 SECRETS = "CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;"
-
-
-class StorageFailed(SglaError):
-    """What a request wants to be stored, or has stored, is out of reach: the disk is full, or does not work."""
-
-    status = 507
-    code = "storage_failed"
 
 
 class Database:

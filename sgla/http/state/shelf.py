@@ -76,11 +76,9 @@ class Bounds(NamedTuple):
     ttl: float
 
 
-def bounds(config: Config) -> Bounds:
+def bounds(config: Config, on_disk: bool) -> Bounds:
     """Those of responses, and as many conversations: what the flags say, else more on a disk than in memory."""
-    limit, size, ttl = (
-        (1024, 128 << 20, 3600.0) if config.state_path is None else (65536, 1 << 30, 30 * 86400.0)
-    )
+    limit, size, ttl = (65536, 1 << 30, 30 * 86400.0) if on_disk else (1024, 128 << 20, 3600.0)
     return Bounds(
         limit if config.response_store is None else config.response_store,
         size if config.state_bytes is None else config.state_bytes,
