@@ -87,9 +87,8 @@ class ConversationStore:
 
         def work(tx: sqlite3.Connection) -> None:
             number = self.shelf.add(tx, uid, client, json, ENTRY + len(json))
-            part = rows.begin(tx, KIND, client.name)
+            part = rows.begin(tx, KIND, client.name, None, items)
             tx.execute("INSERT INTO conversations VALUES (?, ?)", (number, part.number))
-            rows.append(tx, part.number, items)
 
         await self.shelf.write(work)
 

@@ -45,6 +45,9 @@ CREATE TABLE items (
     UNIQUE (part, place)
 );
 CREATE INDEX items_by_id ON items (client, id, part) WHERE id <> '';
+CREATE TRIGGER part_put AFTER INSERT ON parts WHEN new.size <> 0 BEGIN
+    INSERT INTO taken VALUES (new.kind, new.client, 0, new.size);
+END;
 CREATE TRIGGER part_resized AFTER UPDATE OF size ON parts WHEN new.size <> old.size BEGIN
     INSERT INTO taken VALUES (new.kind, new.client, 0, new.size - old.size);
 END;
@@ -94,19 +97,35 @@ def part(tx: sqlite3.Connection, number: int) -> Part | None:
     return found and Part(*found)
 
 
-def begin(tx: sqlite3.Connection, kind: str, client: str, before: Part | None = None) -> Part:
-    """A part without items. One that goes on from another is all of the client's that began it."""
+def begin(
+    tx: sqlite3.Connection, kind: str, client: str, before: Part | None = None, items: Sequence[Kept] = ()
+) -> Part:
+    """A part with its first items. One that goes on from another is all of the client's that began it."""
     client, total, count = (client, 0, 0) if before is None else before[1:]
-    (number,) = one(
-        tx,
-        "INSERT INTO parts (kind, client, before, total, count, size) VALUES (?, ?, ?, ?, ?, 0) RETURNING number",
-        *(kind, client, before and before.number, total, count),
+    total, count = total + sum(len(item.json) for item in items), count + len(items)
+    begun = tx.execute(
+        "INSERT INTO parts (kind, client, before, total, count, size) VALUES (?, ?, ?, ?, ?, ?)",
+        (kind, client, before and before.number, total, count, taken(items)),
     )
-    return Part(number, client, total, count)
+    assert begun.lastrowid is not None
+    _insert(tx, begun.lastrowid, items)
+    return Part(begun.lastrowid, client, total, count)
 
 
 def append(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> None:
-    """Put items behind those of a part. Of equal ids among them the first one counts."""
+    """Put items behind those of a part."""
+    _insert(tx, number, items)
+    if items:
+        grow(tx, number, sum(len(item.json) for item in items), len(items), taken(items))
+
+
+def taken(items: Sequence[Kept]) -> int:
+    """Bytes that they count for."""
+    return sum(ITEM + len(item.id) + len(item.json) for item in items)
+
+
+def _insert(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> None:
+    """Of equal ids the first one counts."""
     if not items:
         return
     named: set[str] = set()
@@ -124,7 +143,6 @@ def append(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> None:
         """,
         (number, b"".join(item.json for item in items), encode(spans).decode()),
     )
-    grow(tx, number, at - 1, len(items), at - 1 + sum(ITEM + len(item.id) for item in items))
 
 
 def grow(tx: sqlite3.Connection, number: int, total: int, count: int, size: int) -> None:

@@ -141,7 +141,7 @@ class ResponseStore:
         entry.put = True
         json = encode(entry.live)
         entry.live_size = len(json)
-        work = partial(self._insert, entry, json, entry.size, True)
+        work = partial(self._insert, entry, entry.asked, json, entry.size, True)
         if wait:
             await self.shelf.write(work)
         else:
@@ -171,19 +171,20 @@ class ResponseStore:
         if self._live.pop(entry.id, None) is not entry:
             self.release(entry.place)
             return
-        made = [kept(item) for item in output]
-        json, size, put = entry.json, entry.size, entry.put
+        items = [*entry.asked, *map(kept, output)]
+        made = items[len(entry.asked) :]
+        json, size = entry.json, entry.size
 
-        def work(tx: sqlite3.Connection) -> None:
-            number = self.shelf.number(tx, entry.id) if put else self._insert(entry, json, size, False, tx)
+        def change(tx: sqlite3.Connection) -> None:
+            number = self.shelf.number(tx, entry.id)
             if number is None:  # it has made room for others
                 return
-            if put:
-                self.shelf.change(tx, number, json, size)
-                tx.execute("UPDATE responses SET live = 0 WHERE object = ?", (number,))
+            self.shelf.change(tx, number, json, size)
+            tx.execute("UPDATE responses SET live = 0 WHERE object = ?", (number,))
             rows.append(tx, one(tx, "SELECT part FROM responses WHERE object = ?", number)[0], made)
 
-        self._queue(work, len(json) + sum(len(item.json) + ITEM for item in [*entry.asked, *made]))
+        work = change if entry.put else partial(self._insert, entry, items, json, size, False)
+        self._queue(work, len(json) + sum(len(item.json) + ITEM for item in items))
 
     def release(self, place: Place) -> None:
         """No response comes there."""
@@ -291,16 +292,25 @@ class ResponseStore:
         query = "SELECT part, asked, streamed, lost, conversation FROM responses WHERE object = ?"
         return Found(row, *one(tx, query, row.number))
 
-    def _insert(self, entry: Stored, json: bytes, size: int, live: bool, tx: sqlite3.Connection) -> int:
-        """Returns its number."""
-        part = entry.place.part or rows.begin(tx, KIND, entry.client.name)
+    def _insert(
+        self,
+        entry: Stored,
+        items: Sequence[Kept],
+        json: bytes,
+        size: int,
+        live: bool,
+        tx: sqlite3.Connection,
+    ) -> None:
+        part = entry.place.part
+        if part is None:
+            part = rows.begin(tx, KIND, entry.client.name, None, items)
+        else:
+            rows.append(tx, part.number, items)
         number = self.shelf.add(tx, entry.id, entry.client._replace(name=part.client), json, size)
         tx.execute(
             "INSERT INTO responses VALUES (?, ?, ?, ?, ?, 0, ?)",
             (number, part.number, len(entry.asked), live, entry.recorder is not None, entry.conversation),
         )
-        rows.append(tx, part.number, entry.asked)
-        return number
 
     def _forget(self, tx: sqlite3.Connection, number: int) -> None:
         found = one(tx, "DELETE FROM responses WHERE object = ? RETURNING part", number)

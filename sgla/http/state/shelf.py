@@ -150,12 +150,12 @@ class Shelf:
 
     def add(self, tx: sqlite3.Connection, uid: str, client: Client, json: bytes, size: int) -> int:
         """Store an object that counts for ``size`` bytes; returns its number. ``uid`` must be new."""
-        values = (self.kind, uid, client.owner, client.name, clock.wall(), size, json)
-        return one(
-            tx,
-            "INSERT INTO objects (kind, id, owner, client, stamp, size, json) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING number",
-            *values,
-        )[0]
+        added = tx.execute(
+            "INSERT INTO objects (kind, id, owner, client, stamp, size, json) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (self.kind, uid, client.owner, client.name, clock.wall(), size, json),
+        )
+        assert added.lastrowid is not None
+        return added.lastrowid
 
     def find(self, tx: sqlite3.Connection, uid: str, owner: str) -> Row | None:
         found = one(
@@ -212,10 +212,13 @@ class Shelf:
     def _least(self, tx: sqlite3.Connection) -> tuple[int, str] | None:
         """Number and id of the object that has to go next."""
         oldest = "SELECT number, id FROM objects WHERE kind = ? {} ORDER BY stamp, number LIMIT 1"
-        aged = one(tx, oldest.format("AND stamp <= ?"), self.kind, self._horizon())
-        if aged is not None:
-            return aged
-        count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", self.kind) or (0, 0)
+        count, size, stamp = one(
+            tx,
+            "SELECT count, bytes, (SELECT min(stamp) FROM objects WHERE kind = ?1) FROM totals WHERE kind = ?1",
+            self.kind,
+        ) or (0, 0, None)
+        if stamp is not None and stamp <= self._horizon():
+            return one(tx, oldest.format(""), self.kind)
         if count > self.bounds.limit:
             most = "count"
         elif count and size > self.bounds.bytes:
