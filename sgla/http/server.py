@@ -92,11 +92,14 @@ class Server:
         )
         self.database = Database(config.state_path, SCHEMAS)
         metrics.unstored = lambda: self.database.failures
+        metrics.stored = lambda: {each.kind: each.held for each in self.shelves}
         kept, in_memory = bounds(config, self.database.on_disk), bounds(config, on_disk=False)
         self.responses = ResponseStore(self.database, kept)
         self.conversations = ConversationStore(self.database, kept)
         self.files = Files(self.database, file_bounds(config))
-        self.shelves = [self.responses.shelf, self.conversations.shelf, self.files.shelf]
+        self.shelves: list[shelf.Shelf] = [self.responses.shelf, self.conversations.shelf, self.files.shelf]
+        for each in self.shelves:
+            self.database.at_start(each.trim)
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
         self.sessions = Sessions(in_memory.limit, in_memory.ttl)
@@ -112,8 +115,8 @@ class Server:
         """Remove what is too old, whether or not something new comes."""
         while True:
             await asyncio.sleep(SWEEP)
-            for kept in self.shelves:
-                kept.sweep()
+            for each in self.shelves:
+                each.sweep()
             self.database.give_back()
 
     # facts -----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class Metrics(Collector):
         self.tracing: Tracing | None = None  # if asked for
         self.dump: RequestDump | None = None  # if asked for
         self.unstored: Callable[[], int] | None = None  # how many writes of what clients store have failed
+        self.stored: Callable[[], Mapping[str, tuple[int, int]]] | None = None  # objects and bytes by kind
         self.inference_time = Histogram(LATENCY)
         self.loop_lag = Histogram(LAG)
         self.asked_choices = Histogram(SIZES)
@@ -222,6 +223,11 @@ class Metrics(Collector):
         }
         yield self._counter("http_responses", "HTTP responses", responses, ["method", "endpoint", "status"])
         yield self._gauge("http_requests_active", "HTTP requests being answered", self.http_active)
+        if self.stored is not None:
+            held = {(kind,): sums for kind, sums in self.stored().items()}
+            counts, sizes = ({kind: sums[i] for kind, sums in held.items()} for i in (0, 1))
+            yield self._gauge("stored_objects", "What clients have stored", counts, ["kind"])
+            yield self._gauge("stored_bytes", "Bytes that it counts for", sizes, ["kind"])
         if self.unstored is not None:
             yield self._counter(
                 "unstored_writes", "Writes of what clients store that failed", self.unstored()

@@ -90,6 +90,7 @@ async def test_what_cannot_be_asked_is_refused(site: Site, monkeypatch: pytest.M
         ({"items": [{"type": "function_call_output", "output": "x"}]}, "items"),
         ({"items": [{"type": "item_reference", "id": "none"}]}, "items"),
         ({"items": [{**USER, "id": "mine"}]}, "items"),
+        ({"items": [{**USER, "id": "same"}] * 2}, "items"),
     ):
         status, reply = await site.post(f"{path}/items", body)
         assert (status, reply["error"]["param"]) == (400, param), reply

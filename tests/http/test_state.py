@@ -38,8 +38,9 @@ def refusal(folder: Path) -> str:
     return refused.value.message
 
 
-def test_a_folder_is_one_servers(folder: Path) -> None:
+def test_a_folder_is_one_servers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left(folder)
+    monkeypatch.setattr("sgla.http.state.database.CHECKED", 0)
     database = Database(str(folder), SCHEMAS)
     message = refusal(folder)
     assert str(folder) in message
@@ -264,4 +265,7 @@ async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
     status, answer = await site.post("/v1/responses", {**asked, "previous_response_id": kept.id})
     assert (await site.get(f"/v1/responses/{answer['id']}"))[0] == 200
     async with site.http.get("/metrics") as response:
-        assert 'sgla:unstored_writes_total{model_name="fake"} 1.0' in await response.text()
+        text = await response.text()
+    assert 'sgla:unstored_writes_total{model_name="fake"} 1.0' in text
+    assert 'sgla:stored_objects{kind="response",model_name="fake"} 2.0' in text
+    assert 'sgla:stored_objects{kind="conversation",model_name="fake"} 1.0' in text

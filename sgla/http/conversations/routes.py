@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -161,6 +162,9 @@ async def given_items(request: web.Request, items: list[Item]) -> list[Item]:
         chat_messages(None, own)
     except (InvalidField, UnsupportedField) as error:
         raise type(error)(re.sub(r"\binput\b", "items", error.message), param="items") from error
+    ids = Counter(item["id"] for item in own)
+    if twice := [uid for uid, count in ids.items() if count > 1]:
+        raise InvalidField(f"items: two of them have the id {twice[0][:200]!r}", param="items")
     return list(map(in_conversation, own))
 
 

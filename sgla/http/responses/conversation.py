@@ -55,9 +55,11 @@ class Context(msgspec.Struct, eq=False):
 
     def to_converse(self) -> list[Item]:
         """``own`` as they come into the conversation, none with the id of an item there."""
-        taken = {item["id"] for item in self.past}
-        fresh = ({**item, "id": new_id("item")} if item["id"] in taken else item for item in self.own)
-        return list(map(in_conversation, fresh))
+        taken, items = {item["id"] for item in self.past}, []
+        for item in self.own:
+            items.append(in_conversation({**item, "id": new_id("item")} if item["id"] in taken else item))
+            taken.add(item["id"])
+        return items
 
     def close(self) -> None:
         if self.place is not None:

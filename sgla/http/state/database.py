@@ -33,6 +33,8 @@ NAME = "state.db"
 APPLICATION = 0x73676C61  # "sgla", so that other databases are not taken for ours
 VERSION = 1  # of all tables together; a change of any of them counts it up
 BACKLOG_BYTES = 64 << 20  # of writes that nobody waits for
+CHECKED = 1 << 30  # bytes of a file that is read to its end at the start, which takes a second or two
+CENTRAL = ("objects", "shares", "totals")  # tables of which a larger one is checked
 VACUUMED = 4096  # pages of 4 KiB that the file gets smaller by at once
 PRAGMAS = """
 PRAGMA foreign_keys = ON;
@@ -248,8 +250,10 @@ def prepared(connection: sqlite3.Connection, path: Path | None, schema: Iterable
         connection.executescript(
             f"BEGIN; {tables} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION}; COMMIT;"
         )
-    elif (found := value("quick_check(1)")) != "ok":
-        raise ConfigError(damaged(path, found), param="state_path")
+    whole = value("page_count") * value("page_size") <= CHECKED
+    for what in ("1",) if whole else CENTRAL:
+        if (found := value(f"quick_check({what})")) != "ok":
+            raise ConfigError(damaged(path, found), param="state_path")
     return connection
 
 

@@ -116,6 +116,7 @@ class Shelf:
         forget: Callable[[sqlite3.Connection, int], None] | None = None,
     ) -> None:
         self.bounds = bounds
+        self.held = 0, 0  # objects and bytes, as they were when room was last made
         self.database = database
         self.kind = kind
         self._gone = gone
@@ -224,6 +225,7 @@ class Shelf:
         elif count and size > self.bounds.bytes:
             most = "bytes"
         else:
+            self.held = count, size
             return None
         (client,) = one(
             tx,
