@@ -101,7 +101,10 @@ async def test_transactions_are_all_or_nothing_and_in_order() -> None:
     await asyncio.sleep(0)
     assert await database.run(lambda tx: tx.execute("SELECT n FROM numbers").fetchall()) == [(0,), (1,), (2,)]
     assert database.failures == 1
-    await database.close()
+    for _ in range(2):
+        await database.close()
+    with pytest.raises(StorageFailed, match="is ending"):
+        await database.run(add(6))
 
 
 async def test_what_waits_for_the_disk_is_bounded() -> None:

@@ -64,6 +64,7 @@ class Database:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._taken = self._done = 0  # bytes of writes that queue took, and that the thread is done with
         self._thread: threading.Thread | None = None
+        self._closed = False
         self.salt = self._secret("salt")
 
     async def run(self, work: Work[T]) -> T:
@@ -127,7 +128,10 @@ class Database:
         return self._transaction(work)
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Wait until all that was begun is done, but not longer than ``timeout`` seconds; nothing can be begun after that."""
+        """Wait until all that was begun is done, but not longer than ``timeout`` seconds; nothing can be begun after that. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         if self._thread is not None:
             loop, over = asyncio.get_running_loop(), asyncio.Event()
 
@@ -147,6 +151,8 @@ class Database:
             self._lock = None
 
     def _begin(self, step: Callable[[], None]) -> None:
+        if self._closed:
+            raise StorageFailed("the server is ending; ask again when it is back")
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="state", daemon=True)
             self._thread.start()
