@@ -13,6 +13,9 @@ import msgspec
 Doc = msgspec.Meta
 
 SECRETS = ("api_key", "admin_api_key")  # settings that are never shown
+TOOL_TOKEN = (
+    "SGLA_TOOL_TOKEN_"  # and a label of tool_server: the variable with the bearer token for that MCP server
+)
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -237,6 +240,14 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             description="seconds a response or an unchanged conversation is kept; 3600, with --state-path 30 days"
         ),
     ] = None
+    tool_server: Annotated[
+        list[str],
+        Doc(
+            description="MCP servers whose tools /v1/responses may call: URL, HOST:PORT, LABEL=URL or 'LABEL=COMMAND ARGUMENTS' "
+            "(needs sgla[mcp])"
+        ),
+    ] = []
+    tool_timeout: Annotated[float, Doc(description="seconds that one call to an MCP server may take")] = 60.0
     drain_timeout: Annotated[float, Doc(description="seconds running requests may take after SIGTERM")] = 30.0
     watchdog_timeout: Annotated[
         float,

@@ -275,6 +275,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_body_bytes": (1, math.inf),
     "request_memory_bytes": (1 << 20, math.inf),
     "sink_limit_bytes": (1, math.inf),
+    "tool_timeout": (0.1, 86400),
     "drain_timeout": (0, math.inf),
     "watchdog_timeout": (0, math.inf),
     "sse_keepalive": (0, math.inf),

@@ -309,7 +309,6 @@ REFUSED: list[tuple[str, str]] = [
         "enable-return-hidden-states return-hidden-states-mode",
         "workers hand out no hidden states; --task embed serves the last one of a prompt",
     ),
-    ("tool-server", "tools are called by the client"),
     (
         "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids return-input-ids return-output-ids "
         "incremental-streaming-output allow-auto-truncate enable-return-* return-* enable-custom-logit-processor "

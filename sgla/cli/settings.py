@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sgla.cli.aliases import ALIASES, VARIABLES, Alias, Always, Switch, refusal
-from sgla.config import SECRETS, Config
+from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
 
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -208,7 +208,11 @@ def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
                 say("SGLA_PORT is ignored: it is a URL, as Kubernetes sets it for a service named sgla")
             elif text or name in SECRETS:
                 found[name] = _variable(variable, name, text)
-        elif variable not in ELSEWHERE and not KUBERNETES.fullmatch(variable):
+        elif (
+            variable not in ELSEWHERE
+            and not variable.startswith(TOOL_TOKEN)
+            and not KUBERNETES.fullmatch(variable)
+        ):
             close = difflib.get_close_matches(name, Config.__struct_fields__, n=1)
             meant = f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
             say(f"{variable} is no setting and is ignored{meant}")

@@ -189,7 +189,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     app.on_shutdown.append(realtime.close_all)
     app[RUNNER] = Runner(app, BatchStore(server.database, server.files))
     server.shelves.append(app[RUNNER].store.shelf)
-    app.cleanup_ctx.extend((keep_state, run_batches))
+    app.cleanup_ctx.extend((keep_state, keep_tools, run_batches))
     return app
 
 
@@ -200,6 +200,13 @@ async def keep_state(app: web.Application) -> AsyncIterator[None]:
     yield
     sweeping.cancel()
     await server.database.close()
+
+
+async def keep_tools(app: web.Application) -> AsyncIterator[None]:
+    """Be connected to the MCP servers."""
+    app[SERVER].tools.start()
+    yield
+    app[SERVER].tools.close()
 
 
 async def dispatch(request: web.Request) -> web.StreamResponse:

@@ -87,6 +87,9 @@ class Ingress(Protocol):
         """Admit requests, all or none, or raise the SglaError that refuses them; never waits. ``extra``: beside what there is room
         for."""
 
+    async def room(self, job: Job) -> None:
+        """Wait until ``open_all`` would refuse the job no longer for want of room."""
+
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; nothing more reaches its sink. False if it is not open."""
 

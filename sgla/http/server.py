@@ -26,6 +26,7 @@ from sgla.http.clients import CLIENT, Client, Proxies
 from sgla.http.conversations import store as conversations
 from sgla.http.conversations.store import ConversationStore
 from sgla.http.errors import Aborted
+from sgla.http.mcp.servers import ToolServers
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress, Sink
 from sgla.http.probe import Probe
@@ -104,6 +105,7 @@ class Server:
         self.budget = Budget(config.request_memory_bytes)
         self.sessions = Sessions(in_memory.limit, in_memory.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)
+        self.tools = ToolServers(config.tool_server, config.tool_timeout)
         self.probe = Probe(ingress)
         self.openapi: bytes | None = None  # the description of the API, once somebody has asked
         self._metrics_text = b""
@@ -158,6 +160,10 @@ class Server:
         if work.tally is not None:
             sinks = [Tallied(counted, work.tally) for counted in sinks]
         self.ingress.open_all(list(zip(work.jobs, sinks)))
+        self.hold(work, sink)
+
+    def hold(self, work: Work, sink: EndableSink) -> None:
+        """Have ``work``, which may be opened later, ended by its ids."""
         self._live[work.uid] = (work, sink)
 
     def close(self, work: Work, reason: str = "client") -> None:
@@ -210,9 +216,9 @@ class Server:
             raise SglaError.from_rejected(rejected)
         return sink.choices
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[], None]) -> None:
+    def spawn(self, running: Coroutine[Any, Any, Any] | asyncio.Task[Any], done: Callable[[], None]) -> None:
         """Run something that no handler waits for; then call ``done``, however it ends."""
-        task = asyncio.ensure_future(coroutine)
+        task = asyncio.ensure_future(running)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: done())

@@ -212,14 +212,14 @@ class SseSink:
             self._timer = asyncio.get_running_loop().call_later(interval, self._tick, interval)
 
 
-async def first_message(server: Server, work: Work, sink: SseSink) -> None:
-    """Wait for it, or until the engine has taken the request."""
+async def first_message(server: Server, work: Work, wake: asyncio.Event) -> None:
+    """Wait for it, which sets ``wake``, or until the engine has taken the request."""
     grace, preparing = GRACE, True
     while preparing:
         preparing = any(server.ingress.preparing(job.rid) for job in work.jobs)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
-                await sink.wake.wait()
+                await wake.wait()
                 return
         grace *= 2
 
@@ -229,7 +229,7 @@ async def stream(request: web.Request, server: Server, work: Work, encoder: Enco
     sink = SseSink(encoder, work, server.config.sink_limit_bytes, lambda: server.drop_slow(work))
     server.open(work, sink)
     try:
-        await first_message(server, work, sink)
+        await first_message(server, work, sink.wake)
         if sink.rejected is not None:
             raise SglaError.from_rejected(sink.rejected)
         response = web.StreamResponse(headers=encoder.headers)

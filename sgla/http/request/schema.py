@@ -139,6 +139,7 @@ RANGES: dict[str, Range] = SAMPLING | {
     "max_tokens": Range(0, 2**31 - 1),
     "max_completion_tokens": TOKENS,
     "max_output_tokens": TOKENS,
+    "max_tool_calls": Range(0, 2**31 - 1),
     "max_new_tokens": Range(0, 2**31 - 1),
     "min_tokens": Range(0, 2**31 - 1),
     "min_new_tokens": Range(0, 2**31 - 1),

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from sgla.http.answer.sse import HEADERS, Encoder
+from sgla.http.answer.sse import HEADERS, PING, Encoder
+from sgla.http.server import SERVER
 from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
@@ -35,15 +36,20 @@ class Recorder:
     def push(self, message: Event | Rejected) -> None:
         if self.ended.is_set():
             return
+        data, over = b"", True
         try:
             if isinstance(message, Event):
-                self._add(self._encoder.encode(message))
+                data, over = self._encoder.encode(message), message.finish is not None
             else:
-                self._add(self._encoder.error(message))
-            if isinstance(message, Rejected) or message.finish is not None:
-                self.ended.set()
+                data = self._encoder.error(message)
         except Exception:  # a bug here must not reach the actor that serves all requests
             log.exception("a response in the background failed")
+        self.add(data, over)
+
+    def add(self, data: bytes, over: bool = False) -> None:
+        """More blocks of the stream, or the last ones."""
+        self._add(data)
+        if over:
             self.ended.set()
         self._grown()
         self._news.set()
@@ -59,7 +65,8 @@ class Recorder:
         self.size += sum(map(len, blocks)) + BLOCK * len(blocks)
 
     async def play(self, request: web.Request, start: int = 0) -> web.StreamResponse:
-        """Stream the blocks from number ``start`` on, those to come included."""
+        """Stream the blocks from number ``start`` on, those to come included, and comments while there are none."""
+        keepalive = request.app[SERVER].config.sse_keepalive
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
         while True:
@@ -70,4 +77,8 @@ class Recorder:
                 await response.write(b"".join(blocks))
             if over:
                 return response
-            await news.wait()
+            try:
+                async with asyncio.timeout(keepalive or None):
+                    await news.wait()
+            except TimeoutError:
+                await response.write(PING)

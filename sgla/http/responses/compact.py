@@ -17,6 +17,7 @@ from sgla.http.openai.common import answer_size
 from sgla.http.openai.render import preparer
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest
+from sgla.http.responses import mcp
 from sgla.http.responses.conversation import gather
 from sgla.http.responses.input import RESPONSES, Item, chat_request, check_fields, sealed
 from sgla.http.responses.items import listed
@@ -42,7 +43,9 @@ async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
     stores, limit = (server.responses, server.conversations), server.config.max_body_bytes
     context = await gather(fields, stores, request[CLIENT], limit, request[SHARE], answered=False)
     items = [*context.past, *context.own]
-    return items, chat_request(fields, items)
+    offers = await mcp.offers(fields, server.tools)
+    remote = {label: offer.functions() for label, offer in offers.items()}
+    return items, chat_request(fields, items, remote)
 
 
 async def input_tokens(request: web.Request) -> web.Response:

@@ -6,11 +6,12 @@ import base64
 import binascii
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.request.chat import allowed_references, check_named, check_parts, unsupported_tool
 from sgla.http.request.schema import (
     MAX_TOOLS,
@@ -24,6 +25,8 @@ from sgla.http.wire import encode
 
 Item = dict[str, Any]
 Message = dict[str, Any]
+Remote = Mapping[str, list[Item]]  # the functions of MCP servers, by their labels
+NONE: Remote = MappingProxyType({})
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -52,8 +55,8 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), reasoning, compaction and
-    item_reference; an item without a type is a message."""
+    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), mcp_call, mcp_list_tools,
+    mcp_approval_request, mcp_approval_response, reasoning, compaction and item_reference; an item without a type is a message."""
 
     input: str | list[dict[str, Any]] | None = None
     model: str | None = None
@@ -61,6 +64,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: int | None = None
@@ -117,7 +121,7 @@ def input_items(fields: ResponsesRequest) -> list[Item]:
     return fields.input or []
 
 
-def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
+def chat_request(fields: ResponsesRequest, items: list[Item], remote: Remote = NONE) -> ChatRequest:
     """The request in terms of chats; ``items`` is the whole conversation. Raises InvalidField and UnsupportedField."""
     passed = {name: getattr(fields, name) for name in PASSED}
     if fields.reasoning is not None and fields.reasoning.effort is not None:
@@ -133,7 +137,7 @@ def chat_request(fields: ResponsesRequest, items: list[Item]) -> ChatRequest:
         messages=messages,
         max_completion_tokens=fields.max_output_tokens,
         **passed,
-        **chat_tools(fields),
+        **chat_tools(fields, remote),
     )
 
 
@@ -151,15 +155,20 @@ def response_format(form: dict[str, Any]) -> dict[str, Any]:
 # tools ----------------------------------------------------------------------------------------------------------------
 
 
-def chat_tools(fields: ResponsesRequest) -> dict[str, Any]:
-    """The tools, and which of them the model may or must call. Raises UnsupportedField for those that a server would run."""
+def chat_tools(fields: ResponsesRequest, remote: Remote = NONE) -> dict[str, Any]:
+    """The tools, and which of them the model may or must call. Raises UnsupportedField for those that a provider's server would run."""
     choice = fields.tool_choice
     allowed: set[str | None] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         references, required = allowed_references(choice)
+        references = [from_server(each) for each in references]
         allowed = {flat_name(each) if isinstance(each.get("name"), str) else None for each in references}
         choice = "required" if required else "auto"
-    named = named_tools(fields)
+    elif isinstance(choice, dict) and choice.get("type") == "mcp":
+        choice = from_server(choice)
+        if choice["type"] == "namespace":  # any tool of the MCP server
+            allowed, choice = {choice["name"]}, "required"
+    named = named_tools(fields, remote)
     tools = [function for _, function in named.values()]
     if allowed is not None:
         check_named(allowed, {*named, *(of.namespace for of, _ in named.values() if of.namespace)})
@@ -180,11 +189,23 @@ CLIENT_TOOLS = ("function", "custom")
 
 
 class ToolName(NamedTuple):
-    """What a call of a tool tells the client."""
+    """What a call of a tool tells the client. ``server``: of a tool of the MCP server ``namespace`` what becomes of its calls here: call, or
+    approve (ask the client first)."""
 
     name: str
     namespace: str | None = None
     custom: bool = False
+    server: str | None = None
+
+
+def from_server(named: Item) -> Item:
+    """A choice that refers to an MCP server, or to one of its tools, in the terms of namespaces."""
+    if named.get("type") != "mcp":
+        return named
+    label = named.get("server_label")
+    if not isinstance(named.get("name"), str):
+        return {"type": "namespace", "name": label}
+    return {"type": "function", "name": named["name"], "namespace": label}
 
 
 def flat_name(named: Mapping[str, Any]) -> str:
@@ -193,25 +214,33 @@ def flat_name(named: Mapping[str, Any]) -> str:
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
-def named_tools(fields: ResponsesRequest) -> dict[str, tuple[ToolName, dict[str, Any]]]:
-    """The tools, and those inside of namespaces, in the shape of chats, by their flat names. Raises InvalidField and UnsupportedField."""
+def named_tools(
+    fields: ResponsesRequest, remote: Remote = NONE
+) -> dict[str, tuple[ToolName, dict[str, Any]]]:
+    """The tools, and those inside of namespaces and of MCP servers, in the shape of chats, by their flat names. Raises InvalidField and
+    UnsupportedField."""
     found: dict[str, tuple[ToolName, dict[str, Any]]] = {}
-    flat = [each for i, tool in enumerate(fields.tools or []) for each in ungrouped(tool, f"tools[{i}]")]
+    flat = [
+        each for i, tool in enumerate(fields.tools or []) for each in ungrouped(tool, f"tools[{i}]", remote)
+    ]
     check_count("tools", flat, MAX_TOOLS)
     for path, tool in flat:
         function = chat_tool(tool, path)
         name = function["function"]["name"]
         if name in found:
             raise InvalidField(f"{path}: another tool is called {name[:200]!r}, too", param="tools")
-        of = ToolName(tool["name"], tool.get("namespace"), tool["type"] == "custom")
+        of = ToolName(tool["name"], tool.get("namespace"), tool["type"] == "custom", tool.get("server"))
         found[name] = (of, function)
     return found
 
 
-def ungrouped(tool: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tool, or those of a namespace, with their paths. The first one's description tells what the namespace is for."""
+def ungrouped(tool: dict[str, Any], path: str, remote: Remote = NONE) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tool, or those of a namespace or an MCP server, with their paths. The first one's description tells what the namespace is for."""
+    if tool.get("type") == "mcp" and tool.get("server_label") in remote:
+        yield from ((path, function) for function in remote[tool["server_label"]])
+        return
     if tool.get("type") != "namespace":
-        yield path, {**tool, "namespace": None}
+        yield path, {**tool, "namespace": None, "server": None}
         return
     namespace, inner = wanted(tool, "name", path, "tools"), tool.get("tools")
     if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
@@ -222,11 +251,16 @@ def ungrouped(tool: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, 
             text for text in (about if i == 0 else None, each.get("description")) if isinstance(text, str)
         ]
         described = {"description": "\n\n".join(texts)} if texts else {}
-        yield f"{path}.tools[{i}]", {**each, **described, "namespace": namespace}
+        yield f"{path}.tools[{i}]", {**each, **described, "namespace": namespace, "server": None}
 
 
 def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     """A flat tool in the nested shape. A custom tool, which takes free text, has that text as its only argument."""
+    if tool.get("type") == "mcp":
+        raise UnsupportedField(
+            f"{path}: this server calls no tools of MCP servers; its operator names some by --tool-server",
+            param="tools",
+        )
     if tool.get("type") not in CLIENT_TOOLS:
         raise unsupported_tool(path, tool.get("type"))
     if not isinstance(tool.get("name"), str):
@@ -255,8 +289,8 @@ def custom_input(form: Any, path: str) -> dict[str, Any]:
     return {"parameters": {**CUSTOM_INPUT, "properties": {"input": text}}, "strict": True}
 
 
-def tool_names(fields: ResponsesRequest) -> dict[str, ToolName]:
-    return {flat: of for flat, (of, _) in named_tools(fields).items()}
+def tool_names(fields: ResponsesRequest, remote: Remote = NONE) -> dict[str, ToolName]:
+    return {flat: of for flat, (of, _) in named_tools(fields, remote).items()}
 
 
 # items ----------------------------------------------------------------------------------------------------------------
@@ -296,6 +330,7 @@ def chat_messages(instructions: str | None, items: list[Item]) -> list[Message]:
     turns = Turns()
     for i, item in enumerate(items):
         turns.add(item, f"input[{i}]")
+    turns.end()
     texts = [instructions] if instructions else []
     leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), turns.messages))
     texts += [plain_text(message["content"]) for message in leading]
@@ -313,9 +348,19 @@ class Turns:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._assistant: Message | None = None  # the turn that takes what the assistant says next
+        self._results: list[Message] = []  # of calls to MCP servers; they follow the last one of a turn
+
+    def end(self) -> None:
+        """What the last items leave to say."""
+        if self._results:
+            self._assistant = None
+            self.messages += self._results
+            self._results = []
 
     def add(self, item: Item, path: str) -> None:
         kind = item.get("type", "message")
+        if kind != "mcp_call":
+            self.end()
         if kind == "message":
             self._message(item, path)
         elif kind == "reasoning":
@@ -331,6 +376,10 @@ class Turns:
             self.messages.append(
                 {"role": "tool", "tool_call_id": wanted(item, "call_id", path), "content": content}
             )
+        elif kind in ("mcp_call", "mcp_approval_request", "mcp_approval_response"):
+            self._server_call(item, kind, path)
+        elif kind == "mcp_list_tools":
+            pass  # of those, what the request's own tools bring is shown to the model
         else:
             raise unsupported("input", f" with items of type {str(kind)[:40]!r} ({path})")
 
@@ -347,6 +396,26 @@ class Turns:
             return
         self._assistant = None
         self.messages.append({"role": role, "content": content})
+
+    def _server_call(self, item: Item, kind: str, path: str) -> None:
+        """A call to an MCP server. One that was approved stands in the item that asked for that."""
+        request = item.get("approval_request_id")
+        if kind == "mcp_approval_request" or (kind == "mcp_call" and not isinstance(request, str)):
+            call = {"call_id": wanted(item, "id", path), "namespace": wanted(item, "server_label", path)}
+            self._call({**item, **call}, path, custom=False)
+        if kind == "mcp_approval_request" or (
+            kind == "mcp_approval_response" and item.get("approve") is True
+        ):
+            return
+        if kind == "mcp_call":
+            uid, content = request if isinstance(request, str) else item["id"], told(item)
+        else:
+            reason = item.get("reason")
+            uid = wanted(item, "approval_request_id", path)
+            content = (
+                f"The user did not approve this call. {reason if isinstance(reason, str) else ''}".rstrip()
+            )
+        self._results.append({"role": "tool", "tool_call_id": uid, "content": content})
 
     def _call(self, item: Item, path: str, custom: bool) -> None:
         argument = wanted(item, "input" if custom else "arguments", path)
@@ -399,6 +468,22 @@ def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:
     if isinstance(output, list):
         return message_content(output, path)
     return output if isinstance(output, str) else encode(output).decode()
+
+
+def told(item: Item) -> str:
+    """What the model reads of a call that was made."""
+    error = item.get("error")
+    if not error:
+        return str(item.get("output") or "")
+    if isinstance(error, dict):
+        content = error.get("content")
+        texts = (
+            [part.get("text") for part in content if isinstance(part, dict)]
+            if isinstance(content, list)
+            else []
+        )
+        error = "\n".join(text for text in texts if isinstance(text, str)) or error.get("message")
+    return f"Error: {error}"
 
 
 # what clients keep without reading it ----------------------------------------------------------------------------------

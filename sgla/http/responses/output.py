@@ -18,6 +18,8 @@ PARTS: dict[str, Item] = {
     CONTENT: {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     REASONING: {"type": "reasoning_text", "text": ""},
 }
+# Calls whose arguments are streamed, and what their events are called.
+STREAMED = {"function_call": "function_call_arguments", "mcp_call": "mcp_call_arguments"}
 
 
 class OutputItems:
@@ -30,6 +32,8 @@ class OutputItems:
         self.items: list[Item] = []
         self._tools = tools or {}
         self._seal = seal
+        self.due: list[int] = []  # places of calls that this server is to make
+        self.handed = False  # to the client: a call to make or to approve
         self._kind: str | None = None  # of the pieces that the open item takes
         self._texts: list[str] = []
         self._logprobs: list[Any] = []  # of the open item's text
@@ -49,18 +53,31 @@ class OutputItems:
                 self._logprobs += shown
                 form = PARTS[kind]["type"]
                 events.append(self._part(f"response.{form}.delta", delta=text) | beside(kind, shown))
-            elif kind == ARGUMENTS and self._item["type"] == "function_call":
-                events.append(self._event("response.function_call_arguments.delta", delta=text))
+            elif kind == ARGUMENTS and self._item["type"] in STREAMED:
+                events.append(self._event(f"response.{STREAMED[self._item['type']]}.delta", delta=text))
         return events
 
     def close(self, status: str = "completed") -> list[EventFields]:
-        """End the open item, if there is one. ``status``: completed or incomplete."""
+        """End the open item, if there is one. ``status``: completed or incomplete; with that, calls that are due are not made."""
+        events = self._close(status)
+        if status != "completed":
+            places, self.due = self.due, []
+            for place in places:
+                self.items[place]["status"] = status
+                events.append(self._whole("response.output_item.done", place))
+        return events
+
+    def _close(self, status: str) -> list[EventFields]:
         if self._kind is None:
             return []
         kind, text = self._kind, "".join(self._texts)
         self._kind, self._texts = None, []
         events = self._end_call(text) if kind == ARGUMENTS else self._end_text(kind, text)
-        self._item["status"] = status
+        if self._item["type"] == "mcp_call" and status == "completed":
+            self.due.append(len(self.items) - 1)
+            return events
+        if "status" in self._item:
+            self._item["status"] = status
         return [*events, self._whole("response.output_item.done")]
 
     # texts -----------------------------------------------------------------------------------------------------------
@@ -89,6 +106,9 @@ class OutputItems:
         call = {"call_id": call_id or new_id("call"), "name": tool.name}
         if tool.namespace is not None:
             call["namespace"] = tool.namespace
+        if tool.server is not None:
+            return self._open_server_call(tool)
+        self.handed = True
         if tool.custom:
             return [
                 self._open(ARGUMENTS, {"id": new_id("ctc"), "type": "custom_tool_call", **call, "input": ""})
@@ -97,13 +117,58 @@ class OutputItems:
 
     def _end_call(self, arguments: str) -> list[EventFields]:
         item = self._item
-        if item["type"] == "function_call":
+        if item["type"] == "mcp_approval_request":
             item["arguments"] = arguments
-            done = "response.function_call_arguments.done"
+            return []
+        if item["type"] in STREAMED:
+            item["arguments"] = arguments
+            done = f"response.{STREAMED[item['type']]}.done"
             return [self._event(done, arguments=arguments, name=item["name"])]
         item["input"] = text = free_text(arguments)
         kind = "response.custom_tool_call_input"
         return [self._event(f"{kind}.delta", delta=text), self._event(f"{kind}.done", input=text)]
+
+    # calls that this server makes -------------------------------------------------------------------------------------
+
+    def _open_server_call(self, tool: ToolName) -> list[EventFields]:
+        if tool.server == "call":
+            return self._open_mcp_call({"server_label": tool.namespace, "name": tool.name, "arguments": ""})
+        self.handed = True
+        request = {"id": new_id("mcpr"), "type": "mcp_approval_request", "server_label": tool.namespace}
+        self._kind = ARGUMENTS
+        self.items.append({**request, "name": tool.name, "arguments": ""})
+        return [self._whole("response.output_item.added")]
+
+    def _open_mcp_call(self, call: Item) -> list[EventFields]:
+        item = {"id": new_id("mcp"), "type": "mcp_call", **call, "output": None, "error": None}
+        opened = self._open(ARGUMENTS, {"approval_request_id": None, **item})
+        return [opened, self._event("response.mcp_call.in_progress")]
+
+    def approved(self, request: Item) -> list[EventFields]:
+        """A call that the client has approved is due."""
+        call = {name: request.get(name) for name in ("server_label", "name", "arguments")}
+        events = self._open_mcp_call({**call, "approval_request_id": request["id"]})
+        self._texts = [str(call["arguments"])]
+        return [*events, *self.close()]
+
+    def made(self, place: int, output: str | None, error: Item | None) -> list[EventFields]:
+        """A call that was due has been made."""
+        self.due.remove(place)
+        ended = "completed" if error is None else "failed"
+        self.items[place].update(output=output, error=error, status=ended)
+        return [
+            self._event(f"response.mcp_call.{ended}", place),
+            self._whole("response.output_item.done", place),
+        ]
+
+    def listed(self, item: Item) -> list[EventFields]:
+        """The tools of an MCP server."""
+        self.items.append({"id": new_id("mcpl"), **item, "tools": []})
+        kind = "response.mcp_list_tools"
+        events = [self._whole("response.output_item.added"), self._event(f"{kind}.in_progress")]
+        self._item["tools"] = item["tools"]
+        ended = "failed" if item["error"] and not item["tools"] else "completed"
+        return [*events, self._event(f"{kind}.{ended}"), self._whole("response.output_item.done")]
 
     # events ----------------------------------------------------------------------------------------------------------
 
@@ -116,11 +181,13 @@ class OutputItems:
         self.items.append({**item, "status": "in_progress"})
         return self._whole("response.output_item.added")
 
-    def _whole(self, kind: str) -> EventFields:
-        return {"type": kind, "output_index": len(self.items) - 1, "item": dict(self._item)}
+    def _whole(self, kind: str, place: int = -1) -> EventFields:
+        place %= len(self.items)
+        return {"type": kind, "output_index": place, "item": dict(self.items[place])}
 
-    def _event(self, kind: str, **fields: Any) -> EventFields:
-        return {"type": kind, "item_id": self._item["id"], "output_index": len(self.items) - 1, **fields}
+    def _event(self, kind: str, place: int = -1, **fields: Any) -> EventFields:
+        place %= len(self.items)
+        return {"type": kind, "item_id": self.items[place]["id"], "output_index": place, **fields}
 
     def _part(self, kind: str, **fields: Any) -> EventFields:
         return self._event(kind, content_index=0, **fields)

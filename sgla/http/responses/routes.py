@@ -32,6 +32,8 @@ from sgla.http.openai.chat import chat_work
 from sgla.http.request.intake import intake
 from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import MAX_REPEATED, ChatRequest
+from sgla.http.responses import mcp
+from sgla.http.responses.agent import Agent
 from sgla.http.responses.background import PIECE, Recorder
 from sgla.http.responses.conversation import (
     Context,
@@ -42,7 +44,15 @@ from sgla.http.responses.conversation import (
     in_conversation,
     to_keep,
 )
-from sgla.http.responses.input import RESPONSES, ResponsesRequest, chat_request, check_fields, tool_names
+from sgla.http.responses.input import (
+    NONE,
+    RESPONSES,
+    Remote,
+    ResponsesRequest,
+    chat_request,
+    check_fields,
+    tool_names,
+)
 from sgla.http.responses.items import kept, listed
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.responses.store import Found, Place, ResponseStore, Stored
@@ -88,12 +98,16 @@ async def respond(
     request: web.Request, fields: ResponsesRequest, context: Context, stored: bool
 ) -> web.StreamResponse:
     server, store, share = request.app[SERVER], request.app[SERVER].responses, request[SHARE]
-    chat = chat_request(fields, [*context.past, *context.own])
+    items = [*context.past, *context.own]
+    offers = await mcp.offers(fields, server.tools)
+    approved = mcp.approved(items, offers)
+    remote = {label: offer.functions() for label, offer in offers.items()}
+    chat = chat_request(fields, items, remote)
     reading = Reading(server, chat)
     work = chat_work(request, server, chat, reading)
     check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     work.jobs[0].drop_turns = fields.truncation == "auto"
-    answer = Answer(fields, reading.reader(), stored, logprobs_of(server, chat), context.turn)
+    answer = Answer(fields, reading.reader(), stored, logprobs_of(server, chat), context.turn, remote)
     if context.turn is not None:
         context.turn.asked = await to_keep(context.to_converse(), share)
     entry = Stored(
@@ -105,12 +119,25 @@ async def respond(
         uid=work.uid,
         live=answer.response,
     )
-    sink: Taker | Recorder | None = None
-    if not fields.stream:
+    sink: Taker | Recorder | Agent | None = None
+    if offers:
+        sink = Agent(server, work, share, fields, chat, answer, offers)
+        if fields.stream:
+            encoder = ResponseStream(answer)
+            sink.recorder = Recorder(encoder, partial(store.grown, entry))
+            sink.blocks = encoder.blocks
+            entry.recorder = sink.recorder if fields.background else None
+        told = {
+            item.get("server_label")
+            for item in items
+            if item.get("type") == "mcp_list_tools" and item.get("tools")
+        }
+        sink.start(approved, [offer for offer in offers.values() if offer.label not in told])
+    elif not fields.stream:
         sink = Taker(answer, share)
     elif fields.background:
         sink = entry.recorder = Recorder(ResponseStream(answer), partial(store.grown, entry))
-    if sink is not None:
+    if sink is not None and not isinstance(sink, Agent):
         server.open(work, sink)
     context.turn = None  # it is the answer's
     if stored:
@@ -120,7 +147,10 @@ async def respond(
         return await stream(request, work, answer, entry)
     if fields.background:
         return await in_background(request, work, answer, entry, sink)
-    if error := await finish(server, work, sink, answer):
+    if fields.stream:
+        assert isinstance(sink, Agent)
+        return await stream_turns(request, work, answer, entry, sink)
+    if (error := await finish(server, work, sink, answer)) and not answer.called:
         answer.forget()
         raise error
     await store.settled()
@@ -142,8 +172,31 @@ async def stream(request: web.Request, work: Work, answer: Answer, entry: Stored
     return response
 
 
+async def stream_turns(
+    request: web.Request, work: Work, answer: Answer, entry: Stored, agent: Agent
+) -> web.StreamResponse:
+    """``stream`` of many turns, which is recorded, since the answer cannot wait for a slow reader."""
+    server = request.app[SERVER]
+    assert agent.recorder is not None
+    running = asyncio.ensure_future(agent.run())
+    try:
+        if answer.response["store"]:
+            await server.responses.put(entry, wait=False)
+        await sse.first_message(server, work, agent.wake)
+        if agent.rejected is not None and not answer.called:
+            raise SglaError.from_rejected(agent.rejected)
+        response = await agent.recorder.play(request)
+    except SglaError:
+        answer.forget()
+        raise
+    finally:
+        running.cancel()
+    await server.responses.settled()
+    return response
+
+
 async def in_background(
-    request: web.Request, work: Work, answer: Answer, entry: Stored, sink: Taker | Recorder
+    request: web.Request, work: Work, answer: Answer, entry: Stored, sink: Taker | Recorder | Agent
 ) -> web.StreamResponse:
     server, share = request.app[SERVER], request[SHARE]
     entry.stop = partial(server.end, work.uid)
@@ -179,8 +232,12 @@ class Taker(Collector):
         self.push(Event(rid="", index=0, finish="abort", usage=self._answer.used))
 
 
-async def finish(server: Server, work: Work, sink: Taker | Recorder, answer: Answer) -> SglaError | None:
+async def finish(
+    server: Server, work: Work, sink: Taker | Recorder | Agent, answer: Answer
+) -> SglaError | None:
     """Wait for the end of a request; returns the error that it ended with, which a stream has told."""
+    if isinstance(sink, Agent):
+        return await sink.run()
     try:
         if isinstance(sink, Taker):
             await server.wait(work, sink)
@@ -302,17 +359,20 @@ class Answer:
         may_store: bool,
         logprobs: Callable[[list[TokenLogprob]], list[Any]] | None = None,
         turn: Turn | None = None,
+        remote: Remote = NONE,
     ) -> None:
-        """``logprobs`` shows those of tokens, if they are asked for. ``turn``: the response's in a conversation."""
+        """``logprobs`` shows those of tokens, if they are asked for. ``turn``: the response's in a conversation. ``remote``: functions of
+        MCP servers."""
         self.response = response_object(fields, may_store)
         self._turn = turn
         self._reader = reader
         self._show_logprobs = logprobs
         self._tokens = 0  # read
-        self.used = Usage()
+        self._usage, self._before = Usage(), Usage()  # in this turn of the model, and in those before
+        self._thought = 0  # tokens of reasoning in turns before
         self._held: list[TokenLogprob] = []  # of tokens whose text has not come
         seal = "reasoning.encrypted_content" in (fields.include or [])
-        self._output = OutputItems(tool_names(fields), seal)
+        self.output = OutputItems(tool_names(fields, remote), seal)
         self._store: ResponseStore | None = None
         self._entry: Stored | None = None
 
@@ -330,6 +390,21 @@ class Answer:
     def ended(self) -> bool:
         return self.response["status"] not in ("queued", "in_progress")
 
+    @property
+    def used(self) -> Usage:
+        """By all turns of the model."""
+        before, usage = self._before, self._usage
+        return Usage(
+            before.prompt_tokens + usage.prompt_tokens,
+            before.completion_tokens + usage.completion_tokens,
+            before.cached_tokens + usage.cached_tokens,
+        )
+
+    @property
+    def called(self) -> bool:
+        """Whether this server has called a tool, which nobody can take back."""
+        return any(item["type"] == "mcp_call" for item in self.output.items)
+
     def start(self) -> bool:
         """A response that was queued is in progress now; False for one that was before."""
         queued = bool(self.response["status"] == "queued")
@@ -339,17 +414,32 @@ class Answer:
 
     def take(self, event: Event) -> list[dict[str, Any]]:
         """The events of the next piece of text; the last one ends the response."""
-        self.used = event.usage
+        events = self.read(event)
+        return events if event.finish is None else [*events, *self.finish(event.finish)]
+
+    def read(self, event: Event) -> list[dict[str, Any]]:
+        """The events of the next piece of text; the last one ends the turn of the model, which others may follow."""
+        self._usage = event.usage
         pieces = self._reader.read(event)
-        events = self._output.take(pieces, self._logprobs(event, pieces))
-        if event.finish is None:
-            return events
-        events += self._output.close("completed" if event.finish == "stop" else "incomplete")
-        self.response["usage"] = usage_object(event.usage, self._reader.reasoning_tokens)
-        if event.finish == "stop":
+        events = self.output.take(pieces, self._logprobs(event, pieces))
+        if event.finish is not None:
+            events += self.output.close("completed" if event.finish == "stop" else "incomplete")
+        return events
+
+    def again(self, reader: Reader) -> None:
+        """Another turn follows."""
+        self._before, self._usage = self.used, Usage()
+        self._thought += self._reader.reasoning_tokens
+        self._reader, self._tokens, self._held = reader, 0, []
+
+    def finish(self, finish: str) -> list[dict[str, Any]]:
+        """The events that end the response."""
+        self.response["usage"] = usage_object(self.used, self._thought + self._reader.reasoning_tokens)
+        if finish == "stop":
             self._end("completed", completed_at=int(time.time()))
-            return [*events, self.whole("response.completed")]
-        if event.finish in ("length", "repetition"):
+            return [self.whole("response.completed")]
+        events = self.output.close("incomplete")
+        if finish in ("length", "repetition"):
             self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
         else:
             self._end("cancelled")
@@ -369,26 +459,26 @@ class Answer:
 
     def fail(self, error: SglaError | Rejected) -> dict[str, Any]:
         if not self.ended:
-            self._output.close("incomplete")
+            self.output.close("incomplete")
             self._end("failed", error={"code": error_code(error), "message": error.message})
         return self.whole("response.failed")
 
     def cancel(self) -> None:
         """Nobody waits for the rest; no effect on a response that has ended."""
         if not self.ended:
-            self._output.close("incomplete")
+            self.output.close("incomplete")
             self._end("cancelled")
 
     def whole(self, kind: str) -> dict[str, Any]:
         return {"type": kind, "response": self.response}
 
     def _end(self, status: str, **fields: Any) -> None:
-        self.response.update(status=status, output=self._output.items, **fields)
+        self.response.update(status=status, output=self.output.items, **fields)
         if self._entry is not None and self._store is not None:
-            self._store.end(self._entry, self._output.items)
+            self._store.end(self._entry, self.output.items)
         if self._turn is not None:
             ended = status in ("completed", "incomplete")
-            self._turn.end([kept(in_conversation(item)) for item in self._output.items] if ended else None)
+            self._turn.end([kept(in_conversation(item)) for item in self.output.items] if ended else None)
 
 
 def logprobs_of(server: Server, chat: ChatRequest) -> Callable[[list[TokenLogprob]], list[Any]] | None:
@@ -413,6 +503,7 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "incomplete_details": None,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
         "metadata": fields.metadata or {},
         "model": fields.model,
         "output": [],
@@ -461,19 +552,19 @@ class ResponseStream(sse.Encoder):
 
     def begin(self) -> bytes:
         whole, status = self._answer.whole, self._answer.response["status"]
-        return self._blocks([whole("response.created"), whole(f"response.{status}")])
+        return self.blocks([whole("response.created"), whole(f"response.{status}")])
 
     def encode(self, event: Event) -> bytes:
         started = [self._answer.whole("response.in_progress")] if self._answer.start() else []
-        return self._blocks([*started, *self._answer.take(event)])
+        return self.blocks([*started, *self._answer.take(event)])
 
     def end(self, usage: Usage) -> bytes:
         return b""
 
     def error(self, error: Rejected | SglaError) -> bytes:
-        return self._blocks([self._answer.fail(error)])
+        return self.blocks([self._answer.fail(error)])
 
-    def _blocks(self, events: list[dict[str, Any]]) -> bytes:
+    def blocks(self, events: list[dict[str, Any]]) -> bytes:
         data = b""
         for event in events:
             data += event_block(event, self._number)

@@ -1,0 +1,374 @@
+"""The process that speaks to one MCP server, by the ``mcp`` package. ``python -m sgla.http.mcp.process SOCKET PARENT`` reads records of the
+socket (uint32 length, a msgpack ``Ask``; the first one is the ``Address``) and answers each by a ``Reply``.
+
+What an MCP server sends may take any memory and time to read, and its schemas any to check: here that holds up nobody, and the process can
+be ended. It ends by itself when its session is lost, and with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import msgspec
+from mcp import Client, MCPError
+from mcp.client.sse import sse_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp_types import CallToolResult, Implementation, jsonrpc_message_adapter
+from pydantic import ValidationError
+
+from sgla import __version__
+from sgla.grammar.llg import load_tokenizer
+from sgla.grammar.protocol import Vocabulary
+from sgla.grammar.sandbox import compile_grammar
+from sgla.http.mcp.address import Address
+from sgla.http.mcp.protocol import (
+    CANCELLED,
+    GONE,
+    LENGTH,
+    LIST,
+    MEMORY,
+    MOST,
+    NO_ANSWER,
+    PROTOCOL,
+    TOLD,
+    TOO_LARGE,
+    TOOL,
+    TRANSPORT,
+    Ask,
+    Failure,
+    Reply,
+    Tool,
+)
+from sgla.messages import MAX_GRAMMAR, Grammar
+from sgla.processes import die_with, tied
+
+DEPTH = 32  # of a schema
+MOMENT = 0.1  # seconds
+ANSWER = 8 << 20  # bytes of one message of the MCP server
+SECONDS = 3600.0  # without a word on a stream; calls have limits of their own
+# The MCP server's own command is not ours to limit.
+UNLIMITED = (
+    "import os, resource, sys; hard = resource.getrlimit(resource.RLIMIT_AS)[1]; "
+    "resource.setrlimit(resource.RLIMIT_AS, (hard, hard)); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+BYTES = [bytes([i]) for i in range(256)]
+
+
+class ToolFailed(Exception):
+    """The tool says that it failed."""
+
+
+class TooMuch(Exception):
+    """An answer is larger than it may be."""
+
+
+class Speaker:
+    """Answers asks, several at a time."""
+
+    def __init__(self, client: Client, writer: asyncio.StreamWriter) -> None:
+        self._client = client
+        self._writer = writer
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, ask: Ask) -> None:
+        if ask.verb == "cancel":
+            if ask.number in self._running:
+                self._running[ask.number].cancel()
+            return
+        task = self._running[ask.number] = asyncio.ensure_future(self._answer(ask))
+        task.add_done_callback(lambda _: self._running.pop(ask.number, None))
+
+    async def _answer(self, ask: Ask) -> None:
+        try:
+            if ask.verb == "list":
+                reply = await self._list()
+            else:
+                reply = Reply(0, text=await self._call(ask))
+        except asyncio.CancelledError:
+            reply = Reply(0, failure=Failure(TRANSPORT, CANCELLED, "it was cancelled"))
+        except Exception as error:
+            reply = Reply(0, failure=failure_of(error))
+            if (closed := str(error) == "Connection closed") or str(error) == "Session terminated":
+                self.lost.cancel()
+            if closed:
+                return  # the end of the process tells why
+        reply.number = ask.number
+        send(self._writer, reply)
+
+    async def _call(self, ask: Ask) -> str:
+        try:
+            arguments = json.loads(ask.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ToolFailed(f"the arguments are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ToolFailed("the arguments must be a JSON object")
+        result = await self._client.call_tool(ask.name, arguments)
+        text = text_of(result)
+        if len(text.encode("utf-8", "replace")) > MOST:
+            raise TooMuch(f"its output has {len(text)} characters, more than {MOST >> 20} MiB")
+        if result.is_error:
+            raise ToolFailed(text or "the tool failed without a word")
+        return text
+
+    async def _list(self) -> Reply:
+        tools, wrong, cursor, size = [], [], None, 0
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            for each in page.tools:
+                tool = Tool(
+                    each.name,
+                    each.description or "",
+                    each.input_schema,
+                    each.annotations.model_dump(by_alias=True, exclude_none=True)
+                    if each.annotations
+                    else None,
+                )
+                if fault := fault_of(tool):
+                    wrong.append(f"{each.name[:100]} ({fault})")
+                    continue
+                size += len(
+                    json.dumps(msgspec.to_builtins(tool), ensure_ascii=False).encode("utf-8", "replace")
+                )
+                if size > LIST:
+                    raise TooMuch(f"its list of tools has more than {LIST >> 10} KiB")
+                tools.append(tool)
+            cursor = page.next_cursor
+            if not cursor:
+                return Reply(0, tools=tools, wrong=f"unusable: {', '.join(wrong)}"[:TOLD] if wrong else "")
+
+
+def fault_of(tool: Tool) -> str:
+    """Why a tool cannot be offered to a model; "" if it can."""
+    if not tool.name or len(tool.name) > 128:
+        return "its name is empty or longer than 128 characters"
+    if tool.schema.get("type") != "object":
+        return "its schema is not of type object"
+    if depth(tool.schema) > DEPTH:
+        return f"its schema is nested more than {DEPTH} deep"
+    text = json.dumps(tool.schema)
+    if len(text) > MAX_GRAMMAR:
+        return f"its schema has more than {MAX_GRAMMAR} characters"
+    answer = compile_grammar(tokenizer(), {}, Grammar(kind="json_schema", text=text))
+    return (answer.error or "")[:200]
+
+
+def depth(value: Any) -> int:
+    deepest, level = 0, [value]
+    while level and deepest <= DEPTH:
+        deepest += 1
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+    return deepest
+
+
+_tokenizer: list[Any] = []
+
+
+def tokenizer() -> Any:
+    if not _tokenizer:
+        _tokenizer.append(load_tokenizer(Vocabulary([*BYTES, b"</s>"], [256], [256])))
+    return _tokenizer[0]
+
+
+def text_of(result: CallToolResult) -> str:
+    """What the model reads of a result: its texts; of other content what it is; else the structured form."""
+    parts = []
+    for block in result.content:
+        resource_ = getattr(block, "resource", None)
+        if block.type == "text":
+            parts.append(block.text)
+        elif resource_ is not None and getattr(resource_, "text", None) is not None:
+            parts.append(resource_.text)
+        elif block.type == "resource_link":
+            parts.append(str(block.uri))
+        else:
+            kind = getattr(block, "mime_type", None) or getattr(resource_, "mime_type", None) or block.type
+            parts.append(f"[{kind}: the model reads text only]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An exception for the other side."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = str(error)[:TOLD]
+    if isinstance(error, ToolFailed):
+        return Failure(TOOL, 0, text)
+    if isinstance(error, TooMuch):
+        return Failure(TRANSPORT, TOO_LARGE, text)
+    if isinstance(error, MemoryError):
+        return Failure(TRANSPORT, TOO_LARGE, f"its answer takes more than {MEMORY >> 20} MiB of memory")
+    if isinstance(error, MCPError):
+        lost = error.message == "Session terminated"
+        return Failure(TRANSPORT, GONE, text) if lost else Failure(PROTOCOL, error.code, text)
+    return Failure(TRANSPORT, NO_ANSWER, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def send(writer: asyncio.StreamWriter, reply: Reply) -> None:
+    data = msgspec.msgpack.encode(reply)
+    writer.write(LENGTH.pack(len(data)) + data)
+
+
+async def receive(reader: asyncio.StreamReader, kind: type[Any]) -> Any:
+    size = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+    return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
+
+
+def transport(address: Address) -> Any:
+    """What ``Client`` connects to."""
+    if address.command:
+        return stdio([sys.executable, "-I", "-S", "-c", UNLIMITED, *tied(address.command)])
+    headers = {"Authorization": f"Bearer {address.token}"} if address.token else {}
+    if address.url.rstrip("/").endswith("/sse"):
+        return sse_client(address.url, headers, sse_read_timeout=SECONDS, httpx_client_factory=http_client)
+    return streamable(address.url, http_client(headers, httpx2.Timeout(30.0, read=SECONDS)))
+
+
+@asynccontextmanager
+async def stdio(command: list[str]) -> AsyncIterator[Any]:
+    """``mcp.client.stdio`` with bounded lines, which it reads in time quadratic in their length."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=ANSWER
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines, messages = process.stdout, process.stdin
+    to_session, from_server = anyio.create_memory_object_stream[Any](0)
+    to_server, from_session = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        async with to_session:
+            while line := await next_line(lines):
+                with suppress(ValidationError):  # something that is no message, such as a log line
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                    await to_session.send(SessionMessage(message))
+
+    async def write() -> None:
+        async with from_session:
+            async for each in from_session:
+                text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
+                messages.write(text.encode() + b"\n")
+                await messages.drain()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        tasks.start_soon(write)
+        try:
+            yield from_server, to_server
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            tasks.cancel_scope.cancel()
+
+
+async def next_line(lines: asyncio.StreamReader) -> bytes:
+    try:
+        return await lines.readline()
+    except ValueError as error:
+        raise TooMuch(f"its answer has more than {ANSWER >> 20} MiB") from error
+
+
+def http_client(
+    headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None
+) -> httpx2.AsyncClient:
+    """It follows no redirects: they may lead anywhere."""
+    return httpx2.AsyncClient(headers=headers, timeout=timeout, auth=auth, transport=Bounded())
+
+
+class Bounded(httpx2.AsyncHTTPTransport):
+    """Answers are bounded, and each line of streams of events."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        events = response.headers.get("content-type", "").startswith("text/event-stream")
+        response.stream = BoundedStream(response.stream, events)
+        return response
+
+
+class BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream, events: bool) -> None:
+        self._stream = stream
+        self._events = events
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for data in self._stream:
+            line_end = data.rfind(b"\n") if self._events else -1
+            size = len(data) - line_end - 1 if line_end >= 0 else size + len(data)
+            if size > ANSWER:
+                raise TooMuch(f"its answer has more than {ANSWER >> 20} MiB")
+            yield data
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+@asynccontextmanager
+async def streamable(url: str, http: httpx2.AsyncClient) -> AsyncIterator[Any]:
+    async with http, streamable_http_client(url, http_client=http) as streams:
+        yield streams
+
+
+async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until the session or the server is gone."""
+    address = await receive(reader, Address)
+    lost = Failure(TRANSPORT, NO_ANSWER, "the connection to it was lost")
+    try:
+        async with Client(
+            transport(address), cache=None, client_info=Implementation(name="sgla", version=__version__)
+        ) as client:
+            speaker = Speaker(client, writer)
+            while True:
+                asking = asyncio.ensure_future(receive(reader, Ask))
+                await asyncio.wait([asking, speaker.lost], return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    await asyncio.sleep(MOMENT)  # in which what ended the session ends this, too
+                    break
+                speaker.take(asking.result())
+            await end(writer, lost)
+    except BaseException as error:
+        await end(writer, failure_of(error))
+
+
+async def end(writer: asyncio.StreamWriter, why: Failure) -> None:
+    """Without waiting for what a lost session has left behind."""
+    with suppress(OSError):
+        send(writer, Reply(0, failure=why))
+        await writer.drain()
+    os._exit(0)
+
+
+async def main() -> None:
+    await speak(
+        *await asyncio.open_unix_connection(sock=socket.socket(fileno=int(sys.argv[1])), limit=1 << 20)
+    )
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[2]))
+    logging.disable(logging.CRITICAL)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    asyncio.run(main())
