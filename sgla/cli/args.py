@@ -43,6 +43,7 @@ ARGUMENTS = {
     "list": "[options]",
     "rm": "MODEL ... [options]",
     "completion": "SHELL",
+    "launch": "AGENT [options] [-- ARGUMENTS OF THE AGENT]",
 }
 EPILOG = (
     "Each setting is also a variable, as SGLA_API_KEY, and a line of the --config file. Flags of vLLM, SGLang and llama.cpp are understood "
@@ -113,7 +114,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = build()
     if argv and argv[0] in COMMANDS:
         parser.error(f"there is no command '{argv[0]}'; use 'sgla {COMMANDS[argv[0]]}'")
+    behind: list[str] = []
+    if argv and argv[0] == "launch" and "--" in argv:
+        at = argv.index("--")
+        argv, behind = argv[:at], [*argv[at + 1 :]]
     args, unknown = parser.parse_known_args([_long(word) for word in argv])
+    if args.command == "launch":
+        args.arguments = behind
     if (
         "model_argument" in args
         and args.model_argument is None
@@ -210,6 +217,7 @@ def build() -> Parser:
     _add_cached(_command(commands, "rm", "delete models from this disk")).add_argument(
         "names", nargs="+", metavar="MODEL", help="as 'sgla list' shows it, or a hub id for all its files"
     )
+    _add_launch(_command(commands, "launch", "start a coding agent that uses a running server"))
     completion = _command(commands, "completion", "print a script that completes flags in a shell")
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that is to read it")
     explain = _command(commands, "explain", "show every setting with its reason, and the memory it takes")
@@ -345,6 +353,20 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _add_key(add: Callable[..., Any]) -> None:
     keys = os.environ.get("SGLA_API_KEY", "").split()
     add("--api-key", default=keys[0] if keys else None, help="sent as a bearer token (default: SGLA_API_KEY)")
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    from sgla.cli.launch import AGENTS
+
+    add = parser.add_argument
+    add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
+    add("--url", default="http://127.0.0.1:30000", metavar="URL", help="the server (default: %(default)s)")
+    _add_key(add)
+    add("--model", metavar="NAME", help="one of the server's models (default: the first one)")
+    add("--config-only", action="store_true", help="write the agent's settings, for good, and start nothing")
+    add("--print", action="store_true", help="say what would be done, and do nothing")
+    add("--restore", action="store_true", help="give back the copy of the settings that were changed")
+    add("--yes", action="store_true", help="change files without asking")
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

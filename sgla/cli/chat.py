@@ -36,14 +36,15 @@ class Remote:
         self.finish: str | None = None
         local = urllib.parse.urlsplit(self.url).hostname in LOOPBACK
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
-        self.name = model or self._first_model()
+        self.name = model or next(iter(self.models()))
         info = self._info()
         self.options = info.get("chat_params", {}) | options
         self.about = about(str(info.get("model_path")))
 
-    def _first_model(self) -> str:
+    def models(self) -> dict[str, dict[str, Any]]:
+        """What it lists, by their names."""
         with self._open("/v1/models") as response:
-            return json.load(response)["data"][0]["id"]
+            return {entry["id"]: entry for entry in json.load(response)["data"]}
 
     def _info(self) -> dict[str, Any]:
         """What a server of this kind tells of itself; nothing of another one."""

@@ -96,7 +96,7 @@ async def running(remote: str) -> AsyncIterator[Site]:
         patch.setattr(servers, "START", 120.0)  # on a busy machine
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        site = Site(ingress, runner.app, metrics, runner.addresses[0][1], "none")
+        site = Site(ingress, runner.app, metrics, runner.addresses[0][1], "none", runner.cleanup)
         yield site
     await site.close()
     await runner.cleanup()
