@@ -90,7 +90,7 @@ async def running(remote: str) -> AsyncIterator[Site]:
     """A server with three MCP servers, one of which is not there. All tests use it: to connect takes a second of CPU time each."""
     ingress, metrics = Played(), Metrics("fake")
     gone = f"gone=http://127.0.0.1:{free_port()}/mcp"
-    config = Config(tool_server=[f"local={remote}", STDIO, gone], tool_timeout=20.0)
+    config = Config(tool_server=[f"local={remote}", STDIO, gone], tool_timeout=100.0)
     runner = Runner(make_app(ingress, config, metrics), shutdown_timeout=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(servers, "START", 120.0)  # on a busy machine
