@@ -19,6 +19,7 @@ DECAY = 0.9
 TOKENS_UNIT = 256.0
 WORK_UNIT = 65536.0
 PRIOR_WEIGHT = 0.05
+YIELDING_SHARE = 0.25  # by this part of its time a step may get longer for rows that yield
 DECODE_SHARE = 0.1  # prefill may always take this part of the decode time, or it would never end
 
 Coefficients = tuple[float, float, float]
@@ -68,19 +69,27 @@ class CostModel:
         a, b, c = self.coefficients
         return a + b * tokens + c * work
 
-    def prefill_seconds(self, decodes: int, work: int, hurries: bool = False) -> float:
-        """Time left for prefill in a step with ``decodes`` decode rows, whose attention is ``work`` pairs. Without such rows it may last as
-        long as it takes, unless it ``hurries``."""
-        if self.target is None or not (decodes or hurries):
+    def prefill_seconds(self, decodes: int, work: int) -> float:
+        """Time left for prefill in a step with ``decodes`` decode rows, whose attention is ``work`` pairs."""
+        if self.target is None or not decodes:
             return math.inf
         base = self.predict(decodes, work)
         return max(self.target - base, DECODE_SHARE * base)
 
+    def yielding_seconds(self, decodes: int, work: int, beside: bool, depth: int) -> float:
+        """Time for prompts of requests that yield: ``beside`` others they make the step little longer, else ``depth`` steps last no longer
+        than the target, since who comes waits for them."""
+        if self.target is None:
+            return math.inf
+        base = self.predict(decodes, work)
+        little = YIELDING_SHARE * base
+        return little if beside else max(self.target / depth - base, little)
+
     def more_rows(self, rows: Sequence[int], more: Sequence[int]) -> int:
-        """How many of ``more`` decode rows there is time for beside ``rows``; both are told by their lengths."""
+        """How many of ``more`` decode rows, which yield, make a step of ``rows`` little longer; both are told by their lengths."""
         if self.target is None:
             return len(more)
-        left = self.target - self.predict(len(rows), sum(rows))
+        left = YIELDING_SHARE * self.predict(len(rows), sum(rows))
         _, each, work = self.coefficients
         for i, length in enumerate(more):
             left -= each + work * length

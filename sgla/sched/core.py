@@ -221,7 +221,7 @@ class Core:
 
     def _taking_part(self) -> int | None:
         """How many of the running requests the step is for; None: all. Those that yield are the last: none of them while another request
-        waits or reads its prompt, beside decode rows as many as the inter-token target has room for, and one at least."""
+        waits or reads its prompt, beside decode rows as many as make the step little longer, and one at least."""
         running = self._running
         if not running or not running[-1].yields:
             return None
@@ -235,15 +235,20 @@ class Core:
         lengths = [request.planned for request in running]
         return others + max(1, self._costs.more_rows(lengths[:others], lengths[others:]))
 
-    def _budget(self, step: Step, hurries: bool) -> Budget:
-        """``hurries``: the prompts are of requests that yield, so others that come must not wait long for the step."""
+    def _budget(self, step: Step, yields: bool) -> Budget:
+        """``yields``: the prompts are of requests that do."""
         limits = self.limits
+        seconds = self._costs.prefill_seconds(step.decodes, step.work)
+        if yields:
+            beside = bool(step.rows) and not step.rows[0].yields
+            least = self._costs.yielding_seconds(step.decodes, step.work, beside, limits.depth)
+            seconds = min(seconds, least)
         tokens, rows = limits.step_tokens, math.inf
         if limits.mixed_prompts and step.decodes and self._unhurried():
             tokens, rows = min(tokens, max(limits.mixed_tokens, 2 * step.decodes)), limits.mixed_prompts
         return Budget(
             tokens - step.decodes,
-            self._costs.prefill_seconds(step.decodes, step.work, hurries),
+            seconds,
             self._costs.coefficients,
             limits.page_size,
             step.decodes,

@@ -562,13 +562,15 @@ def test_those_that_yield_take_no_part_while_a_prompt_is_read() -> None:
     simulation.verify()
 
 
-@pytest.mark.parametrize(("target", "most"), [(None, 9), (0.013, 3), (0.001, 2)])
-def test_beside_others_as_many_yield_as_the_inter_token_target_has_room_for(
-    target: float | None, most: int
+@pytest.mark.parametrize(
+    ("target", "each", "rows"), [(None, 0.001, {9}), (0.1, 0.001, {4, 5}), (0.1, 0.01, {2}), (0.1, 0.0, {9})]
+)
+def test_beside_others_as_many_yield_as_make_a_step_little_longer(
+    target: float | None, each: float, rows: set[int]
 ) -> None:
-    """A step takes 6 ms, and 2 ms a token."""
+    """A step takes 16 ms, and ``each`` a token."""
     limits = make_limits(slots=9, pages=400, step_tokens=64, itl_target=target, depth=1)
-    simulation = Simulation(limits, cost=lambda tokens, pairs: 0.006 + 0.002 * tokens)
+    simulation = Simulation(limits, cost=lambda tokens, pairs: 0.016 + each * tokens)
     for i in range(8):
         simulation.offer(make_submit(f"batch{i}", [i] * 4, max_new=80, yields=True))
     for _ in range(20):
@@ -578,7 +580,7 @@ def test_beside_others_as_many_yield_as_the_inter_token_target_has_room_for(
         simulation.step()
     simulation.submit_plans()
     assert "user" in rows_of(simulation, -1)
-    assert len(rows_of(simulation, -1)) == most
+    assert len(rows_of(simulation, -1)) in rows
     simulation.run()
     simulation.verify()
 
