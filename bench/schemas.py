@@ -34,7 +34,8 @@ from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.sandbox import MEMORY, compile_grammar
 from sgla.messages import MAX_GRAMMAR, Grammar
 
-SECONDS = 6  # of CPU time for one schema: 5 to compile as in the server, and the walks
+SECONDS = 6  # of CPU time to start, and to compile one schema as in the server
+WALKS = 60  # for all the rest
 LENGTH = 600  # tokens of a walk
 # Tokens of one byte, so that a text has one form: what is allowed does not depend on the vocabulary.
 VOCABULARY = Vocabulary(tokens=[bytes([i]) for i in range(256)] + [b"<end>"], special=[256], ends=[256])
@@ -69,13 +70,17 @@ def judge(schema: Any, tests: list[Test], walks: int, additional: bool) -> dict[
     tokenizer = load_tokenizer(VOCABULARY)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, WALKS))
     text = json.dumps(schema)
     answer = compile_grammar(tokenizer, {}, Grammar(kind="json_schema", text=text, additional=additional))
     if answer.error is not None:
         return {"refused": answer.error}
-    result: dict[str, Any] = {"invalid": [], "finished": 0, "accepted": 0, "rejected": 0}
-    validator = jsonschema_rs.validator_for(schema, pattern_options=jsonschema_rs.RegexOptions())
+    resource.setrlimit(resource.RLIMIT_CPU, (WALKS, WALKS))
+    result: dict[str, Any] = {"invalid": [], "finished": 0, "stuck": 0, "accepted": 0, "rejected": 0}
+    try:
+        validator = jsonschema_rs.validator_for(schema, pattern_options=jsonschema_rs.RegexOptions())
+    except ValueError:  # a schema or a pattern that it does not take: the tests say what is valid
+        walks = 0
     for valid, data in tests:
         accepted = takes(make_matcher(tokenizer, answer.source), json.dumps(data, ensure_ascii=False))
         if accepted and not valid:
@@ -83,8 +88,9 @@ def judge(schema: Any, tests: list[Test], walks: int, additional: bool) -> dict[
         if valid:
             result["accepted" if accepted else "rejected"] += 1
     for seed in range(walks):
-        output = walk(make_matcher(tokenizer, answer.source), random.Random(seed))
-        if output is None:
+        output, ended = walk(make_matcher(tokenizer, answer.source), random.Random(seed))
+        result["stuck"] += ended is None
+        if not ended:
             continue
         result["finished"] += 1
         with suppress(Beyond):  # the range of floating-point numbers
@@ -111,19 +117,21 @@ def takes(matcher: Any, text: str) -> bool:
     return bool(matcher.is_accepting())
 
 
-def walk(matcher: Any, rng: random.Random) -> str | None:
-    """A random output that ends as soon as it may, once it is long; None: it did not end."""
+def walk(matcher: Any, rng: random.Random) -> tuple[str, bool | None]:
+    """A random output that ends as soon as it may, once it is long. Whether it ended; None: no token was left."""
     output = bytearray()
     for _ in range(LENGTH):
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         closing = [t for t in allowed if t == 256 or (len(output) > LENGTH / 4 and chr(t) in '"]}')]
-        token = int(rng.choice(closing or list(allowed))) if len(allowed) else 256
+        if not len(allowed):
+            return output.decode("utf-8", "replace"), None
+        token = int(rng.choice(closing or list(allowed)))
         if token == 256:
-            return output.decode("utf-8", "replace")
+            return output.decode("utf-8", "replace"), True
         output.append(token)
         matcher.consume_token(token)
-    return None
+    return output.decode("utf-8", "replace"), False
 
 
 def in_a_process(work: tuple[Any, ...]) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def main() -> int:
                 print(name, result["failed"])
                 continue
             counts["compiled"] += 1
-            counts.update({key: result[key] for key in ("finished", "accepted", "rejected")})
+            counts.update({key: result[key] for key in ("finished", "stuck", "accepted", "rejected")})
             counts["invalid"] += len(result["invalid"])
             for output in result["invalid"]:
                 print("INVALID", name, str(output)[:300])

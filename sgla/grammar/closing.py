@@ -10,14 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sgla.grammar.logic import DEPTH, Find, Json, Object
+from sgla.grammar.logic import ANNOTATIONS, DEPTH, Find, Json, Object
 
-ANNOTATIONS = frozenset(
-    [
-        *("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"),
-        *("examples", "readOnly", "title", "writeOnly"),
-    ]
-)
 SAYS_IT = ("additionalProperties", "unevaluatedProperties")
 MAPS = ("$defs", "definitions", "patternProperties", "properties")
 COMBINED = ("allOf", "anyOf", "oneOf")

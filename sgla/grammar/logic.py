@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +17,8 @@ Object = dict[str, Any]
 
 TYPES = ("array", "boolean", "null", "number", "object", "string")
 KINDS = frozenset([*TYPES, "integer"])  # "number" stands for those that are no integers
-STEPS = 20_000
+STEPS = 200_000
+PATTERNS = 200  # steps that a comparison of two patterns counts for
 DEPTH = 8  # of references and branches that are followed
 VALUES = 64  # listed ones of which an opposite is made
 PATTERN = 4096  # characters of the pattern for strings that are not listed
@@ -24,26 +27,85 @@ UPPER = (("maximum", False), ("exclusiveMaximum", True))
 SIZES = {"string": "Length", "array": "Items", "object": "Properties"}
 
 
+ROOT = "urn:schema"  # what validators know a whole document by
+DATA = ("const", "default", "enum", "example", "examples")
+ANNOTATIONS = frozenset(
+    [
+        *("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description"),
+        *("examples", "readOnly", "title", "writeOnly"),
+    ]
+)
+
+
+OLD = re.compile(r"/draft-0\d/")  # drafts that ignore what stands beside a reference
+
+
 class Find:
     """Resolves pointers into ``root``. ``steps``: how many comparisons may yet be made for this document."""
 
     def __init__(self, root: Json) -> None:
         self._root = root
         self.steps = STEPS
+        self.schemas = 0  # that have been rewritten
+        self._registry: Any = None
+        draft = str(root.get("$schema", "")) if isinstance(root, dict) else ""
+        self.lists = (
+            re.search(r"/draft-0\d/|/2019-09/", draft) is not None
+        )  # of ``items`` are what is now ``prefixItems``
+
+    def validator(self, schema: Json) -> Callable[[Json], bool] | None:
+        """Whether a document fits ``schema``, a part of this document; None if that cannot be told."""
+        import jsonschema_rs
+
+        whole = schema if schema is self._root else absolute(schema)
+        if isinstance(whole, dict) and isinstance(self._root, dict) and "$schema" in self._root:
+            whole = {"$schema": self._root["$schema"]} | whole
+        try:
+            if self._registry is None:
+                self._registry = jsonschema_rs.Registry([(ROOT, self._root)])
+            return jsonschema_rs.validator_for(whole, registry=self._registry, retriever=nothing).is_valid
+        except ValueError:  # a pattern or a reference that it does not know
+            return None
+
+    def fits(self, schema: Json, value: Json) -> bool | None:
+        """Whether ``value`` does; None if that cannot be told."""
+        self.steps -= PATTERNS
+        found = self.validator(schema) if self.steps > 0 else None
+        return None if found is None else found(value)
 
     def __call__(self, ref: str) -> Json:
         if ref != "#" and not ref.startswith("#/"):
             return None
-        at = self._root
-        for step in ref.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(at, dict):
-                at = at.get(step)
-            elif isinstance(at, list) and step.isdecimal() and int(step) < len(at):
-                at = at[int(step)]
-            else:
-                return None
-        return at
+        return pointed(self._root, ref[1:])
+
+
+def pointed(root: Json, pointer: str) -> Json:
+    """What a JSON pointer leads to; None if there is nothing."""
+    at = root
+    for step in pointer.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, dict):
+            at = at.get(step)
+        elif isinstance(at, list) and step.isdecimal() and int(step) < len(at):
+            at = at[int(step)]
+        else:
+            return None
+    return at
+
+
+def absolute(schema: Json) -> Json:
+    """With references that mean the same outside of its document."""
+    if isinstance(schema, list):
+        return [absolute(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: value if key in DATA else absolute(value) for key, value in schema.items()}
+    ref = out.get("$ref")
+    return out | {"$ref": ROOT + ref} if isinstance(ref, str) and ref.startswith("#") else out
+
+
+def nothing(uri: str) -> None:
+    raise ValueError(f"{uri} is not part of the schema")
 
 
 # no document in common -----------------------------------------------------------------------------------------------
@@ -73,7 +135,10 @@ def apart(a: Json, b: Json, find: Find, depth: int = DEPTH) -> bool:
         return not any(same(value, other) for value in values for other in others)
     for mine, theirs in ((values, b), (others, a)):
         if mine is not None:
-            return all(apart(described(value), theirs, find, depth - 1) for value in mine)
+            return all(
+                apart(described(value), theirs, find, depth - 1) or find.fits(theirs, value) is False
+                for value in mine
+            )
     return all(_apart_in(kind, left, right, find, depth) for kind in common)
 
 
@@ -153,6 +218,8 @@ def _apart_in(of: str, left: list[Object], right: list[Object], find: Find, dept
         return _above(left, right) or _above(right, left)
     if of == "object" and _apart_by_name(left, right, find, depth):
         return True
+    if of == "string" and _apart_by_pattern(left, right, find):
+        return True
     if of not in SIZES:
         return False
     (low, high), (other_low, other_high) = _sizes(SIZES[of], left), _sizes(SIZES[of], right)
@@ -191,10 +258,94 @@ def _apart_by_name(left: list[Object], right: list[Object], find: Find, depth: i
 
 
 def _property(schema: Object, name: str) -> Json:
-    properties = schema.get("properties")
+    properties, patterns = schema.get("properties"), schema.get("patternProperties", {})
     if isinstance(properties, dict) and name in properties:
         return properties[name]
-    return True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    for pattern, each in patterns.items():
+        if (match := matches(pattern, name)) is not False:
+            return each if match else True
+    return schema.get("additionalProperties", True)
+
+
+def matches(pattern: str, text: str) -> bool | None:
+    """None: it cannot be read."""
+    try:
+        return re.search(pattern, text, re.ASCII) is not None
+    except re.error:
+        return None
+
+
+def _apart_by_pattern(left: list[Object], right: list[Object], find: Find) -> bool:
+    mine, theirs = (
+        [part["pattern"] for part in some if isinstance(part.get("pattern"), str)] for some in (left, right)
+    )
+    for a in mine:
+        for b in theirs:
+            find.steps -= PATTERNS
+            if find.steps > 0 and not together(a, b):
+                return True
+    return False
+
+
+@functools.cache
+def together(*patterns: str) -> str:
+    """Why the matcher says that a string may match two of these; "" if none can."""
+    from llguidance import LLMatcher
+
+    source = LLMatcher.grammar_from_json_schema({"patternProperties": dict.fromkeys(patterns, True)})
+    return str(LLMatcher.validate_grammar(source))
+
+
+# in one, not in the other ----------------------------------------------------------------------------------------------
+
+
+def differing(own: Json, other: Json, find: Find, depth: int = DEPTH) -> list[Json] | None:
+    """Schemas one of which every document of ``own`` fits that does not fit ``other``, and none that does; only some such schemas if not
+    all can be said; None if that leaves none."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        allowed = kinds(list(parts(own, find)))
+        other = {"allOf": [_about(part, allowed) for part in parts(other, find)]}
+    exact = opposite(other, find)
+    if exact is not None:
+        return [wrong for wrong in exact if not apart(own, wrong, find)]
+    wrongs = [*_telling(own, other, find, depth), *(opposite(other, find, partly=True) or ())]
+    return [wrong for wrong in wrongs if not apart(own, wrong, find)] or None
+
+
+def _about(schema: Object, allowed: frozenset[str]) -> Object:
+    """What ``schema`` itself says of documents of these kinds."""
+    return {key: value for key, value in schema.items() if key != "allOf" and allowed & ABOUT.get(key, KINDS)}
+
+
+def _telling(own: Json, other: Json, find: Find, depth: int) -> list[Json]:
+    """What no document of both fits."""
+    find.steps -= 1
+    if not isinstance(own, dict) or not isinstance(other, dict) or depth <= 0 or find.steps < 0:
+        return []
+    left, right = list(parts(own, find)), list(parts(other, find))
+    common = kinds(left) & kinds(right)
+    found: list[Json] = []
+    if "array" in common and any(apart(_items(a), _items(b), find) for a in left for b in right):
+        found.append({"type": "array", "minItems": 1})
+    if "object" not in common:
+        return found
+    names = dict.fromkeys(name for part in left for name in part.get("properties", ()))
+    for part in right:
+        if part.get("additionalProperties") is False:
+            further = [name for name in names if _property(part, name) is False]
+            found += [{"type": "object", "required": [name]} for name in further]
+    for name in names:
+        for a in left:
+            for b in right:
+                for way in _telling(_property(a, name), _property(b, name), find, depth - 1):
+                    found.append({"type": "object", "required": [name], "properties": {name: way}})
+    return found
+
+
+def _items(schema: Object) -> Json:
+    """Of every item."""
+    items = schema.get("items", True)
+    return True if "prefixItems" in schema or isinstance(items, list) else items
 
 
 # opposites -----------------------------------------------------------------------------------------------------------
@@ -208,12 +359,36 @@ ASSERTIONS = frozenset(
         *("$dynamicRef", "$recursiveRef"),
     ]
 )
+ABOUT = {
+    key: frozenset(about)
+    for keys, about in (
+        (
+            "additionalProperties dependencies dependentRequired dependentSchemas maxProperties minProperties",
+            ["object"],
+        ),
+        ("patternProperties properties propertyNames required unevaluatedProperties", ["object"]),
+        (
+            "additionalItems contains items maxItems minItems prefixItems unevaluatedItems uniqueItems",
+            ["array"],
+        ),
+        ("format maxLength minLength pattern", ["string"]),
+        ("exclusiveMaximum exclusiveMinimum maximum minimum multipleOf", ["integer", "number"]),
+    )
+    for key in keys.split()
+}  # keyword -> kinds of documents that it says something of
 BEYOND = {
     "minimum": "exclusiveMaximum",
     "maximum": "exclusiveMinimum",
     "exclusiveMinimum": "maximum",
     "exclusiveMaximum": "minimum",
 }
+SOME = (
+    "additionalProperties",
+    "items",
+    "patternProperties",
+    "propertyNames",
+)  # of which there are some opposites
+LITERAL = re.compile(r"\^[A-Za-z0-9_ -]+\$")
 BEYOND_SIZES = {f"{end}{name}": (of, end, name) for of, name in SIZES.items() for end in ("min", "max")}
 
 
@@ -230,7 +405,7 @@ def opposite(schema: Json, find: Find, depth: int = DEPTH, partly: bool = False)
         target = find(schema["$ref"]) if isinstance(schema["$ref"], str) else None
         return opposite(target, find, depth - 1, partly)
     inner = partial(opposite, find=find, depth=depth - 1, partly=partly)
-    return _any_of((_opposite_of(key, value, inner, partly) for key, value in schema.items()), partly)
+    return _any_of((_opposite_of(key, value, schema, inner, partly) for key, value in schema.items()), partly)
 
 
 Inner = Callable[[Json], "list[Json] | None"]
@@ -245,30 +420,111 @@ def _any_of(each: Iterable[list[Json] | None], partly: bool) -> list[Json] | Non
     return found
 
 
-def _opposite_of(key: str, value: Json, inner: Inner, partly: bool) -> list[Json] | None:
-    """Of one keyword."""
+def _opposite_of(key: str, value: Json, schema: Object, inner: Inner, partly: bool) -> list[Json] | None:
+    """Of one keyword of ``schema``."""
     match key, value:
         case "type", str() | list():
-            return _other_types([value] if isinstance(value, str) else value)
+            return _other_types([value] if isinstance(value, str) else value, partly)
         case "const", _:
             return _unlisted([value])
         case "enum", list():
             return _unlisted(value)
+        case "pattern", str():
+            return _other_pattern(value)
         case "required", list():
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties", dict():
             return _any_of((_wrong_property(name, inner(each)) for name, each in value.items()), partly)
+        case (("dependencies" | "dependentRequired" | "dependentSchemas"), dict()):
+            each = (
+                (name, {"required": then} if isinstance(then, list) else then) for name, then in value.items()
+            )
+            return _any_of(
+                (_beside({"type": "object", "required": [name]}, inner(then)) for name, then in each), partly
+            )
+        case "contains", _ if not {"maxContains", "minContains"} & set(schema):
+            wrongs = inner(value)
+            return None if wrongs is None else [{"type": "array", "items": _one(wrongs)}]
         case "allOf", list():
             return _any_of(map(inner, value), partly)
         case "anyOf", list():
             return _all_wrong(list(map(inner, value)))
         case "oneOf", list():
             return _all_wrong(list(map(inner, value))) if partly else None
+        case "if", _:
+            then, other = inner(schema.get("then", True)), inner(schema.get("else", True))
+            unmet = [] if other == [] else _all_wrong([inner(value), [_one(other)]]) if other else None
+            return _any_of([_beside(value, then), unmet], partly)
         case "not", _:
             return [value]
+    if key in SOME and partly:
+        return _some_opposite(key, value, schema, inner)
     if key in ASSERTIONS:
         return None
     return _beyond(key, value) if key in BEYOND or key in BEYOND_SIZES else []
+
+
+def _some_opposite(key: str, value: Json, schema: Object, inner: Inner) -> list[Json] | None:
+    """Not one item or property fits, and there is one."""
+    if isinstance(value, list) or (key == "items" and "prefixItems" in schema):
+        return None
+    if key == "patternProperties":
+        found: list[Json] = []
+        for pattern, each in value.items():
+            found += [
+                {"type": "object", "minProperties": 1, key: {pattern: wrong}, "additionalProperties": False}
+                for wrong in inner(each) or ()
+            ]
+        return found
+    wrongs = inner(value)
+    if not wrongs:
+        return wrongs
+    wrong: Object = {key: _one(wrongs)}
+    if key == "items":
+        return [{"type": "array", "minItems": 1} | wrong]
+    if key == "additionalProperties":
+        for known in ("properties", "patternProperties"):
+            if known in schema:
+                wrong[known] = dict.fromkeys(schema[known], False)
+    return [{"type": "object", "minProperties": 1} | wrong]
+
+
+def _one(schemas: list[Json]) -> Json:
+    """What one of them says."""
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas} if schemas else False
+
+
+def _beside(schema: Json, wrongs: list[Json] | None) -> list[Json] | None:
+    return None if wrongs is None else [{"allOf": [schema, wrong]} for wrong in wrongs]
+
+
+# Patterns of a kind of characters: that strings have none but these, at least one of these, ...
+CLASS = r"(\[\^?(?:[^\[\]\\]|\\[^pP])+\]|\\[dDwWsS]|[A-Za-z0-9_ -])"
+CLASSES = (
+    (re.compile(rf"\^{CLASS}\*\$"), "{}"),
+    (re.compile(rf"\^{CLASS}\+\$"), "{}|^$"),
+    (re.compile(rf"{CLASS}\+?"), "^{}*$"),
+    (re.compile(rf"\^{CLASS}\+?"), "^{}|^$"),
+    (re.compile(rf"{CLASS}\+?\$"), "{}$|^$"),
+)
+
+
+def _other_pattern(pattern: str) -> list[Json] | None:
+    """For all other strings."""
+    for form, other in CLASSES:
+        if found := form.fullmatch(pattern):
+            return [{"type": "string", "pattern": other.format(_other_class(found[1]))}]
+    if LITERAL.fullmatch(pattern):
+        return [{"type": "string", "pattern": unlisted_pattern([pattern[1:-1]])}]
+    return None
+
+
+def _other_class(text: str) -> str:
+    if text.startswith("\\"):
+        return text.swapcase()
+    if not text.startswith("["):
+        return f"[^{text}]"
+    return f"[{text[2:]}" if text.startswith("[^") else f"[^{text[1:]}"
 
 
 def _wrong_property(name: str, wrongs: list[Json] | None) -> list[Json] | None:
@@ -284,14 +540,16 @@ def _all_wrong(each: list[list[Json] | None]) -> list[Json] | None:
             return None
         if not wrongs:
             return []
-        found.append(wrongs[0] if len(wrongs) == 1 else {"anyOf": wrongs})
+        found.append(_one(wrongs))
     return [{"allOf": found}]
 
 
-def _other_types(types: list[str]) -> list[Json] | None:
-    if "integer" in types and "number" not in types:  # the other numbers cannot be told
-        return None
+def _other_types(types: list[str], partly: bool) -> list[Json] | None:
     others = [t for t in TYPES if t not in types]
+    if "integer" in types and "number" in others:  # the other numbers cannot be told
+        if not partly:
+            return None
+        others.remove("number")
     return [{"type": others}] if others else []
 
 
@@ -301,8 +559,8 @@ def _beyond(key: str, value: Json) -> list[Json] | None:
     if key in BEYOND:
         return [{"type": "number", BEYOND[key]: value}]
     of, end, name = BEYOND_SIZES[key]
-    if of == "object":
-        return [{"const": {}}] if value == 1 and end == "min" else None
+    if key == "minProperties" and value == 1:
+        return [{"const": {}}]
     if end == "max":
         return [{"type": of, f"min{name}": int(value) + 1}]
     return [{"type": of, f"max{name}": int(value) - 1}] if value >= 1 else []

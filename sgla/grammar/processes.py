@@ -16,7 +16,8 @@ import msgspec
 from sgla.grammar.protocol import LENGTH, Answer, Ask
 from sgla.processes import cpu_seconds, python_path
 
-BUSY = 3  # times as long as its CPU time may a child take
+# Times as long as its CPU time may a child take: one that stands back has a quarter of a core beside a busy thread.
+BUSY = 5
 MOMENT = 0.02  # seconds
 
 

@@ -10,26 +10,25 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 from sgla.grammar.errors import GrammarError
-from sgla.grammar.logic import ASSERTIONS, Find, Json, Object, apart, opposite
-
-ONE = (
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "else",
-    "if",
-    "items",
-    "not",
-    "propertyNames",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
+from sgla.grammar.logic import (
+    ANNOTATIONS,
+    ASSERTIONS,
+    Find,
+    Json,
+    Object,
+    apart,
+    differing,
+    kinds,
+    listed,
+    matches,
+    parts,
+    together,
 )
-MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+from sgla.grammar.references import all_of, children, mapped, settle
+
 COUNTS = (
     "maxContains",
     "maxItems",
@@ -41,6 +40,14 @@ COUNTS = (
     "minProperties",
 )
 IN_PLACE = ("$dynamicRef", "$ref", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf")
+# Keywords that the matcher lacks, or has in part.
+HARD = frozenset(
+    [
+        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "maxProperties"),
+        *("minProperties", "multipleOf", "not", "oneOf", "pattern", "patternProperties", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+    ]
+)
 TYPES = ("array", "boolean", "null", "number", "object", "string")
 ANYTHING: tuple[Json, ...] = (True, {})
 
@@ -86,11 +93,17 @@ _DATE = (
 )
 _HOUR = "([01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR}:[0-5][0-9])"
+# Regular expressions that every dialect has, without groups in groups.
+_ATOM = r"([^\\^$.|?*+()\[\]{}\x00-\x1f]|\.|\\[dDwWsS\\^$.|?*+()\[\]{}/nrt-]|\[\^?([A-Za-z0-9_ .,:;/@%]|a-z|A-Z|0-9|\\[dws.-])+\])"
+_TIMES = r"([*+?]|\{[0-9]{1,2}\})?"
+EXPRESSION = rf"^\^?({_ATOM}{_TIMES}|\((\?:)?({_ATOM}{_TIMES}|\|)*\){_TIMES}|\|)*\$?$"
 PATTERNS: dict[str, Json] = {
+    "email": {"pattern": r"^[^@]{1,64}@([^@.]{1,63}\.)*[^@.]{1,63}$"},
     "date": {"pattern": f"^{_DATE}$"},
     "time": {"pattern": f"^{_TIME}$"},
     "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
     "json-pointer": {"pattern": "^(/([^/~]|~[01])*)*$"},
+    "regex": {"pattern": EXPRESSION},
     "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},
     "uri-template": {"pattern": TEMPLATE},
     "uri-reference": {"anyOf": [{"format": "uri"}, {"pattern": RELATIVE}]},
@@ -103,7 +116,17 @@ OWN = frozenset(
 FORMATS = MEANINGS | OWN | BOUNDS.keys() | NARROWER.keys() | PATTERNS.keys()
 LISTED = 10  # values of a set
 SETS = 1024  # arrays that a set of listed values may be
+EVERY = frozenset([".*$", "$", r"^[\s\S]*$"])  # patterns that every name matches
+ONE_CLASS = re.compile(
+    r"\^(\[[^\[\]\\]*(?:\\.[^\[\]\\]*)*\]|\\[wd])([*+])\$"
+)  # strings of one kind of characters
+ODD = r"^$|[\n\r\u2028\u2029]"  # what ``NEARLY`` does not match
+NEARLY = frozenset([".+", "^.+", ".+$", "^.*$", "^.+$", "^(.*)$", "^(.+)$"])
+SCHEMAS = 50_000  # that a schema may become
 BRANCHES = 32  # of a oneOf
+PLACES = 8  # of an array
+FEW = 32  # sets of properties
+LENGTH = 50_000  # characters that a branch may become
 WAYS = 64  # in which a branch of a oneOf may differ from the others
 
 
@@ -116,13 +139,41 @@ def adapt(schema: Json, find: Find | None = None) -> Json:
         return schema
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema is an object or a boolean, got {json.dumps(schema)[:40]}")
-    find = find or Find(schema)
-    out = {key: _inside(key, value, find) for key, value in schema.items()}
+    if find is None:
+        schema = settle(schema)
+        find = Find(schema)
+    find.schemas += 1
+    if find.schemas > SCHEMAS:
+        raise GrammarError(
+            f"the JSON schema has more than {SCHEMAS} parts when its oneOf, not, if and patternProperties are written out",
+            unsupported=True,
+        )
+    some = _listed(schema, find)
+    if some is not None:
+        return some
+    names = schema.get("propertyNames")
+    if isinstance(names, dict) and set(names) == {"$ref"}:
+        schema = schema | {"propertyNames": find(names["$ref"]) or names}
+    out = mapped(schema, lambda item: adapt(item, find))
+    out = {key: _counted(key, value) for key, value in out.items()}
     for rule in RULES:
         rule(out)
     for exact in EXACT:
         exact(out, schema, find)
     return out
+
+
+def _listed(schema: Object, find: Find) -> Json:
+    """The listed values that fit, where values are listed beside keywords that the matcher lacks; None: not so."""
+    found = list(parts(schema, find))
+    values = listed(found)
+    if values is None or not any(HARD & set(part) for part in found):
+        return None
+    fits = find.validator(schema)
+    if fits is None:
+        return None
+    kept = {key: value for key, value in schema.items() if key in ANNOTATIONS}
+    return mapped(kept, lambda item: adapt(item, find)) | {"enum": [value for value in values if fits(value)]}
 
 
 def object_schema(schema: Json) -> Object:
@@ -132,18 +183,8 @@ def object_schema(schema: Json) -> Object:
     return {} if schema is True else schema
 
 
-def _inside(key: str, value: Json, find: Find) -> Json:
-    if key == "propertyNames" and isinstance(value, dict) and set(value) == {"$ref"}:
-        value = find(value["$ref"]) or value
-    if key in ONE:
-        return [adapt(item, find) for item in value] if isinstance(value, list) else adapt(value, find)
-    if key in MAPS and isinstance(value, dict):
-        return {name: adapt(item, find) for name, item in value.items()}
-    if key in LISTS and isinstance(value, list):
-        return [adapt(item, find) for item in value]
-    if key in COUNTS and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+def _counted(key: str, value: Json) -> Json:
+    return int(value) if key in COUNTS and isinstance(value, float) and value.is_integer() else value
 
 
 def where(schema: Json, keyword: str, path: str = "", value: Json = None) -> str | None:
@@ -152,27 +193,20 @@ def where(schema: Json, keyword: str, path: str = "", value: Json = None) -> str
         return None
     if keyword in schema and value in (None, schema[keyword]):
         return path or "/"
-    for step, item in _children(schema):
+    for step, item in children(schema):
         found = where(item, keyword, f"{path}/{step}", value)
         if found is not None:
             return found
     return None
 
 
-def _children(schema: Object) -> Iterator[tuple[str, Json]]:
-    for key, value in schema.items():
-        if key in MAPS and isinstance(value, dict):
-            yield from ((f"{key}/{name}", item) for name, item in value.items())
-        elif key in (*ONE, *LISTS):
-            if isinstance(value, list):
-                yield from ((f"{key}/{i}", item) for i, item in enumerate(value))
-            else:
-                yield key, value
-
-
 def _also(schema: Object, *more: Json) -> None:
     """Every one of ``more`` must hold, too."""
     schema["allOf"] = [*schema.get("allOf", []), *more]
+
+
+def either(patterns: list[str]) -> str:
+    return patterns[0] if len(patterns) == 1 else "|".join(f"(?:{pattern})" for pattern in patterns)
 
 
 def _is_object(schema: Object) -> bool:
@@ -234,7 +268,7 @@ def _split_dependencies(schema: Object) -> None:
         return
     for name, value in dependencies.items():
         key = "dependentRequired" if isinstance(value, list) else "dependentSchemas"
-        schema[key] = schema.get(key, {}) | {name: value if isinstance(value, list) else adapt(value)}
+        schema[key] = schema.get(key, {}) | {name: value}
 
 
 def _depend(schema: Object) -> None:
@@ -246,7 +280,7 @@ def _depend(schema: Object) -> None:
         if name in required:
             schema["required"] = required = list(dict.fromkeys([*required, *others]))
         elif others:
-            _also(schema, {"anyOf": [_absent(name), {"required": [name, *others]}]})
+            _also(schema, {"anyOf": [_absent(name), {"required": list(dict.fromkeys([name, *others]))}]})
     for name, then in schema.pop("dependentSchemas", {}).items():
         if name in required:
             _also(schema, then)
@@ -310,60 +344,68 @@ def _branch(name: str, values: list[Json], rest: Json) -> Object | None:
     return {"allOf": [{"required": [name], "properties": {name: {"enum": values}}}, rest]}
 
 
-def _negate(schema: Object) -> None:
-    """``not`` of types, of one required property, of listed values, and of alternatives of these."""
-    wrong = schema.get("not")
-    if not isinstance(wrong, dict) or len(wrong) != 1 or "$ref" in schema:
-        return
-    ((key, value),) = wrong.items()
-    if key == "anyOf":
-        del schema["not"]
-        _also(schema, *(adapt({"not": item}) for item in value))
-    elif key == "required" and len(value) == 1:
-        del schema["not"]
-        _also(schema, {"type": "object"} | _absent(*value))
-    elif key == "type":
-        types = value if isinstance(value, list) else [value]
-        if "integer" not in types or "number" in types:
-            del schema["not"]
-            _also(schema, {"type": [t for t in TYPES if t not in types]})
-    elif key in ("const", "enum"):
-        wrongs, listed = _values(wrong), _values(schema)
-        if wrongs is not None and listed is not None:
-            _drop(schema, "not", "const")
-            schema["enum"] = [v for v in listed if v not in wrongs]
-
-
 def _name_properties(schema: Object) -> None:
     """``propertyNames`` with a list of names, a pattern or lengths, where nothing else says which names there may be."""
     names, more = schema.get("propertyNames"), schema.get("additionalProperties", True)
-    if not isinstance(names, dict) or "patternProperties" in schema or "$ref" in schema:
+    if not isinstance(names, dict) or "$ref" in schema:
         return
-    known = schema.get("properties", {})
-    listed = _values(names)
-    if listed is not None and not set(names) - {"const", "enum", "type"}:
-        allowed = {name: known.get(name, more) for name in listed if isinstance(name, str)}
+    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    values, pattern = _values(names), _pattern_of(names)
+    if pattern is not None and any(matches(pattern, name) is None for name in known):
+        return
+    if values is not None and not set(names) - {"const", "enum", "type"} and not patterns:
+        allowed = {name: known.get(name, more) for name in values if isinstance(name, str)}
         schema["properties"] = allowed | {name: False for name in known if name not in allowed}
-    elif (pattern := _pattern_of(names)) is not None and (more in ANYTHING or not known):
-        wrong = {name: False for name in known if not re.search(pattern, name)}
-        schema["properties"] = known | wrong
-        schema["patternProperties"] = {pattern: more}
-    else:
+    elif pattern is None or not (more in ANYTHING or more is False or not known):
         return
+    elif not patterns and more is not False:
+        schema["patternProperties"] = {pattern: more}
+    elif len(patterns) == 1 and more is False and together(pattern, ODD) == "":
+        ((other, each),) = patterns.items()
+        if other != pattern and other not in NEARLY:
+            return
+        schema["patternProperties"] = {pattern: each}
+    elif patterns or more is not False:
+        return
+    if pattern is not None:
+        schema["properties"] = known | {name: False for name in known if not matches(pattern, name)}
     del schema["propertyNames"]
     schema["additionalProperties"] = False
 
 
-def _pattern_of(names: Object) -> str | None:
+def _pattern_of(names: Json) -> str | None:
     """The pattern that says the same about strings; None if there is none."""
-    keys = set(names) - {"type"}
-    if names.get("type", "string") != "string" or not keys:
+    if not isinstance(names, dict) or not _may_be(names, "string"):
         return None
+    keys = set(names) - {"type"} - ANNOTATIONS
+    if keys == {"allOf"} and len(names["allOf"]) == 1:
+        return _pattern_of(names["allOf"][0])
+    if keys == {"anyOf"}:
+        found = [
+            _pattern_of(each)
+            for each in names["anyOf"]
+            if not isinstance(each, dict) or _may_be(each, "string")
+        ]
+        patterns = [pattern for pattern in found if pattern is not None]
+        return either(patterns) if patterns and len(patterns) == len(found) else None
+    lengths = f"{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}"
     if keys == {"pattern"}:
         return str(names["pattern"])
-    if keys <= {"minLength", "maxLength"}:
-        return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    if keys and keys <= {"minLength", "maxLength"}:
+        return rf"^[\s\S]{lengths}$"
+    if (
+        keys
+        and keys <= {"minLength", "maxLength", "pattern"}
+        and (of := ONE_CLASS.fullmatch(str(names["pattern"])))
+    ):
+        least = max(names.get("minLength", 0), 1 if of[2] == "+" else 0)
+        return f"^{of[1]}{{{least},{names.get('maxLength', '')}}}$"
     return None
+
+
+def _may_be(schema: Object, kind: str) -> bool:
+    types = schema.get("type", kind)
+    return kind in ([types] if isinstance(types, str) else types)
 
 
 def _choose_one(schema: Object) -> None:
@@ -387,7 +429,7 @@ def _know_formats(schema: Object) -> None:
     if not isinstance(name, str):
         return
     if name in NARROWER:
-        schema["format"] = NARROWER[name]
+        name = schema["format"] = NARROWER[name]
     elif name not in OWN:
         del schema["format"]
     if name in BOUNDS:
@@ -416,18 +458,88 @@ def _limit(schema: Object) -> None:
 
 
 def _count(schema: Object) -> None:
-    """Numbers of properties where these are all declared."""
+    """Numbers of properties: the matcher counts only those that are not declared, so a choice says which declared ones there are."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or not isinstance(required, list):
         return
-    most, least = schema.get("maxProperties"), schema.get("minProperties")
-    if isinstance(most, int) and most >= len(properties) and schema.get("additionalProperties") is False:
-        _drop(schema, *(() if "patternProperties" in schema else ("maxProperties",)))
-    if isinstance(least, int) and least <= len(required):
-        del schema["minProperties"]
-    elif least == 1 and "maxProperties" not in schema:
-        del schema["minProperties"]
-        _also(schema, {"anyOf": [{"required": [name]} for name in properties]})
+    optional = [name for name, each in properties.items() if each is not False and name not in required]
+    needed = len(set(required))
+    least, most = schema.get("minProperties", 0) - needed, schema.get("maxProperties", math.inf) - needed
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if least <= 0:
+        _drop(schema, "minProperties")
+    if closed and most >= len(optional):
+        _drop(schema, "maxProperties")
+    if not {"minProperties", "maxProperties"} & set(schema) or not optional or most < max(least, 0):
+        return
+    size, exactly = len(optional), {"inside": True, "outside": True}
+    bounds = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
+    if not closed and 2**size <= FEW:
+        _drop(schema, *bounds)
+        return _also(
+            schema, {"anyOf": [each | bounds for each in _sets(optional, range(size + 1), **exactly)]}
+        )
+    if least <= 0:
+        sizes, sides = [int(min(most, size))], {"outside": True}
+    elif most >= size:
+        sizes, sides = [least], {"inside": True}
+    else:
+        sizes, sides = list(range(least, int(min(most, size)) + 1)), exactly
+    if sum(math.comb(size, each) for each in sizes) > WAYS:
+        return
+    found = _sets(optional, sizes, **sides)
+    if not closed:  # others are either left out, or alone
+        if most < math.inf:
+            known = dict.fromkeys(properties, True)
+            found = [each | {"properties": known | each.get("properties", {})} for each in found]
+            found = [each | {"additionalProperties": False} for each in found]
+        found.append(_absent(*optional) | bounds)
+    _drop(schema, *bounds)
+    _also(schema, {"anyOf": found})
+
+
+def _sets(
+    names: list[str], sizes: Iterable[int], inside: bool = False, outside: bool = False
+) -> list[Object]:
+    """For each set of ``names`` of one of these ``sizes``: those ``inside`` of it are required, those ``outside`` are absent."""
+    return [
+        ({"required": list(some)} if inside else {})
+        | (_absent(*(name for name in names if name not in some)) if outside else {})
+        for size in sizes
+        for some in itertools.combinations(names, size)
+    ]
+
+
+def _matches_everything(pattern: str) -> bool:
+    """It matches the empty string, and does not look at what comes behind a match."""
+    return not re.search(r"\$|\\[bBzZ]|\(\?", pattern) and matches(pattern, "") is True
+
+
+def _part_patterns(schema: Object) -> None:
+    """``patternProperties`` that names may match several of: the matcher wants them apart. One that every name matches is what is
+    additional; others become one that asks for all of them."""
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict):
+        return
+    whole = EVERY | NEARLY if schema.get("additionalProperties", True) in ANYTHING else EVERY
+    every = [each for name, each in patterns.items() if name in whole or _matches_everything(name)]
+    some = {
+        name: each for name, each in patterns.items() if name not in whole and not _matches_everything(name)
+    }
+    if not every and (len(patterns) < 2 or together(*patterns) == ""):
+        return
+    if every:
+        some = {name: all_of([each, *every]) for name, each in some.items()}
+        properties = schema.get("properties", {})
+        schema["properties"] = {name: all_of([each, *every]) for name, each in properties.items()}
+        schema["additionalProperties"] = all_of(every)
+    groups: list[list[str]] = []
+    for name in some:
+        near = [group for group in groups if any(together(name, other) for other in group)]
+        groups = [group for group in groups if group not in near] + [[*itertools.chain(*near), name]]
+    schema["patternProperties"] = {either(group): all_of([some[name] for name in group]) for group in groups}
+    if not groups:
+        del schema["patternProperties"]
 
 
 RULES: tuple[Callable[[Object], None], ...] = (
@@ -436,7 +548,7 @@ RULES: tuple[Callable[[Object], None], ...] = (
     _split_dependencies,
     _depend,
     _decide,
-    _negate,
+    _part_patterns,
     _name_properties,
     _choose_one,
     _know_formats,
@@ -451,10 +563,14 @@ RULES: tuple[Callable[[Object], None], ...] = (
 def _negate_exactly(schema: Object, given: Object, find: Find) -> None:
     if "not" not in schema:
         return
-    wrongs = opposite(given["not"], find)
+    wrongs = differing(_but(given, "not"), given["not"], find)
     if wrongs is not None:
         del schema["not"]
         _also(schema, _one_of_these([adapt(wrong, find) for wrong in wrongs]))
+
+
+def _but(schema: Object, *keys: str) -> Object:
+    return {key: value for key, value in schema.items() if key not in keys}
 
 
 def _one_of_these(schemas: list[Json]) -> Json:
@@ -462,33 +578,44 @@ def _one_of_these(schemas: list[Json]) -> Json:
 
 
 def _decide_exactly(schema: Object, given: Object, find: Find) -> None:
-    """Either the condition and ``then``, or the opposite of the condition and ``else``."""
+    """Either the condition and ``then``, or the opposite of the condition and ``else``; or both, whatever the condition says."""
     if "if" not in schema:
         return
-    wrongs = opposite(given["if"], find)
-    if wrongs is None:
+    wrongs = differing(_but(given, "if", "then", "else"), given["if"], find)
+    if wrongs is None and given.get("then") is False:
         return
-    around = {key: value for key, value in given.items() if key not in ("if", "then", "else")}
-    others = [adapt(wrong, find) for wrong in wrongs if not apart(wrong, around, find)]
     condition, then, other = schema.pop("if"), schema.pop("then", True), schema.pop("else", True)
-    branches = [] if then is False else [{"allOf": [condition, then]}]
-    branches += [{"allOf": [wrong, other]} for wrong in others if other is not False]
+    branches: list[Json] = [] if then is False else [{"allOf": [condition, then]}]
+    if wrongs is None and other is not False:
+        branches = [{"allOf": [then, other]}]
+    elif other is not False:
+        branches += [{"allOf": [adapt(wrong, find), other]} for wrong in wrongs or ()]
     _also(schema, _one_of_these(branches))
 
 
 def _choose_exactly(schema: Object, given: Object, find: Find) -> None:
     """One branch and the opposites of those that it is not apart from."""
     branches = schema.get("oneOf")
-    if not isinstance(branches, list) or len(branches) > BRANCHES:
+    if not isinstance(branches, list):
         return
-    around = {key: value for key, value in given.items() if key != "oneOf"}
+    if len(branches) > BRANCHES:
+        schema["oneOf"] = given["oneOf"]
+        return
+    around = _but(given, "oneOf")
     found: list[Json] = []
     for i, branch in enumerate(branches):
         own = {"allOf": [given["oneOf"][i], around]}
         others = [other for j, other in enumerate(given["oneOf"]) if j != i and not apart(own, other, find)]
-        ways = [_differing(own, other, find) for other in others]
-        if None in ways or math.prod(map(len, filter(None, ways))) > WAYS:
+        ways = [differing(own, other, find) for other in others]
+        if None in ways:
+            schema["oneOf"] = given[
+                "oneOf"
+            ]  # where the matcher can tell them apart, they must be what they were
             return
+        most = min(WAYS, max(1, LENGTH // len(json.dumps(branch))))
+        while math.prod(map(len, filter(None, ways))) > most:
+            longest = max(ways, key=lambda some: len(some or ()))
+            del (longest or [])[len(longest or ()) // 2 :]
         if all(ways):
             needs = [_one_of_these([adapt(way, find) for way in some or ()]) for some in ways]
             found.append({"allOf": [branch, *needs]} if needs else branch)
@@ -499,21 +626,17 @@ def _choose_exactly(schema: Object, given: Object, find: Find) -> None:
         schema["anyOf"] = found or [False]
 
 
-def _differing(own: Object, other: Json, find: Find) -> list[Json] | None:
-    """Opposites of ``other`` for documents of ``own``; some of them, if not all can be said; None for none of these."""
-    exact = opposite(other, find)
-    wrongs = opposite(other, find, partly=True) if exact is None else exact
-    found = [wrong for wrong in wrongs or () if not apart(own, wrong, find)]
-    return None if exact is None and not found else found
-
-
 def _list_sets(schema: Object, given: Object, find: Find) -> None:
     """``uniqueItems`` of few listed values: all arrays that there may be, in any order if these are not too many, else each set at
     least in the order of the list."""
-    items = schema.get("items")
-    if schema.get("uniqueItems") is not True or schema.get("type") != "array" or "prefixItems" in schema:
-        return
-    if "contains" in schema or not isinstance(items, dict):
+    items, allowed = schema.get("items"), kinds([given])
+    if "array" not in allowed:
+        _drop(schema, "uniqueItems")
+    if (
+        schema.get("uniqueItems") is not True
+        or {"contains", "prefixItems"} & set(schema)
+        or not isinstance(items, dict)
+    ):
         return
     target = find(items["$ref"]) if set(items) == {"$ref"} else items
     values = _values(target) if isinstance(target, dict) else None
@@ -530,7 +653,21 @@ def _list_sets(schema: Object, given: Object, find: Find) -> None:
         total += more if any_order else 0
         arrays += map(list, (itertools.permutations if any_order else itertools.combinations)(values, size))
     _drop(schema, "uniqueItems", "items", "minItems", "maxItems")
-    schema["enum"] = arrays
+    others = sorted(allowed - {"array"})
+    _also(schema, {"anyOf": [{"enum": arrays}, {"type": others}]} if others else {"enum": arrays})
+
+
+def _contain(schema: Object, given: Object, find: Find) -> None:
+    """The items that ``contains`` asks for stand side by side, among the first ``PLACES``."""
+    least = schema.get("minContains", 1)
+    if "contains" not in schema or "maxContains" in schema or not 0 < least <= PLACES:
+        return
+    item = schema.pop("contains")
+    _drop(schema, "minContains")
+    last = min(schema.get("maxItems", PLACES), PLACES) - least
+    key = "items" if find.lists else "prefixItems"
+    ways = [{key: [True] * i + [item] * least, "minItems": i + least} for i in range(last + 1)]
+    _also(schema, _one_of_these(ways))
 
 
 EXACT: tuple[Callable[[Object, Object, Find], None], ...] = (
@@ -538,4 +675,5 @@ EXACT: tuple[Callable[[Object, Object, Find], None], ...] = (
     _decide_exactly,
     _choose_exactly,
     _list_sets,
+    _contain,
 )

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from sgla.grammar.closing import close
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
+from sgla.grammar.references import bare, unroll
 from sgla.grammar.schema import adapt, object_schema, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import MAX_GRAMMAR, Grammar
@@ -70,7 +71,7 @@ def parse(text: str) -> Any:
 def json_schema(schema: Any, additional: bool) -> Any:
     """In the matcher's dialect; see ``Grammar.additional``. Raises GrammarError, also for what is no schema."""
     try:
-        return adapt(schema) if additional else close(adapt(schema))
+        return bare(unroll(adapt(schema) if additional else close(adapt(schema))))
     except (AttributeError, KeyError, TypeError) as error:
         raise GrammarError(flaw(schema) or "it is not a JSON Schema of a draft that is supported") from error
 

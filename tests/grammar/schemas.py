@@ -195,14 +195,22 @@ CASES: dict[str, Schema] = {
 # Schemas that must be refused -> the keyword that the refusal names.
 REFUSED: list[tuple[Schema, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ({"type": "array", "contains": {"type": "null"}}, "contains"),
-    ({"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}}, "not"),
-    ({"type": "object", "if": {"minProperties": 2}, "then": {"required": ["a"]}}, "if"),
-    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf"),
-    ({"type": "object", "propertyNames": {"not": {"const": "a"}}}, "propertyNames"),
+    ({"type": "array", "contains": {"type": "null"}, "maxContains": 2}, "contains"),
+    ({"type": "object", "properties": {"a": {"not": {"pattern": "xy"}}}}, "not"),
+    ({"type": "string", "if": {"pattern": "xy"}, "then": False}, "if"),
+    ({"type": "number", "oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf"),
+    ({"type": "object", "propertyNames": {"format": "date"}}, "propertyNames"),
     ({"allOf": [{"properties": {"a": True}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"allOf": [{"prefixItems": [True]}], "unevaluatedItems": False}, "unevaluatedItems"),
     ({"$dynamicRef": "#x"}, "$dynamicRef"),
     ({"$ref": "https://example.com/other"}, "$ref"),
-    ({"patternProperties": {"a": {"type": "null"}, "b": {"type": "boolean"}}}, "patternProperties"),
+    (
+        {
+            "allOf": [
+                {"patternProperties": {"a": {"type": "null"}}},
+                {"patternProperties": {"b": {"type": "null"}}},
+            ]
+        },
+        "patternProperties",
+    ),
 ]

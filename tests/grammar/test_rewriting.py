@@ -150,6 +150,14 @@ def test_formats_are_bounds_or_annotations() -> None:
     assert not accepted({"type": "string", "format": "uuid"}, '"12"')
 
 
+def test_a_format_regex_is_a_regular_expression() -> None:
+    schema = {"type": "string", "format": "regex"}
+    for text in ("^a+$", "[a-z]", "(ab|c)*d?", r"^\d{3}-[0-9]{2}$"):
+        assert accepted(schema, json.dumps(text))
+    for text in ("*", "\\", "[", "a**", "(", "[z-a]"):
+        assert not accepted(schema, json.dumps(text)), text
+
+
 def test_bounds_are_exact_where_float64_is_not() -> None:
     schema = {"type": "integer", "minimum": 2**53 - 1, "maximum": 2**53 + 3}
     assert not accepted(schema, str(2**53 + 4))
@@ -243,6 +251,73 @@ def test_sets_of_listed_values() -> None:
     assert not accepted(more, '["a", "b", "c", "d", "a"]')
 
 
+def test_listed_values_are_those_that_fit() -> None:
+    listed = {"enum": [1, "ab", "b", [1, 1], {"a": 1}, None], "uniqueItems": True, "not": {"pattern": "b$"}}
+    assert adapt(listed) == {"enum": [1, {"a": 1}, None]} or adapt(listed)["enum"] == []
+    schema = {
+        "allOf": [{"enum": ["x1", "y", 3]}, {"$ref": "#/$defs/d"}],
+        "pattern": "^x",
+        "$defs": {"d": {"not": {"const": 3}}},
+    }
+    assert adapt(schema)["enum"] == ["x1"]
+
+
+COUNTED = {"properties": {"a": {"type": "integer"}, "b": True, "c": True}}
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"minProperties": 2}, {"maxProperties": 1}, {"minProperties": 1, "maxProperties": 2}]
+)
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": False}, {"required": ["b"]}])
+def test_declared_properties_are_counted(bounds: Any, more: Any) -> None:
+    schema = {"type": "object"} | COUNTED | bounds | more
+    before, after = (jsonschema_rs.validator_for(each) for each in (schema, adapt(schema)))
+    documents = [*DOCUMENTS, {"a": 1, "d": 1}, {"d": 1}, {"d": 1, "e": 1}, {"b": 1, "d": 1, "e": 1}]
+    assert [before.is_valid(each) for each in documents] == [after.is_valid(each) for each in documents]
+    assert accepted(schema, '{"a": 1, "b": 2}', additional=True) == before.is_valid({"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "wrong"),
+    [
+        ({"patternProperties": {"^a": {"minimum": 2}, "b": {"maximum": 3}}}, {"ab": 2, "c": 9}, {"ab": 4}),
+        (
+            {"patternProperties": {"^a": {"minimum": 2}, ".*": {"type": "integer"}}},
+            {"ab": 2, "c": 9},
+            {"c": "x"},
+        ),
+        ({"contains": {"type": "null"}}, [1, None], [1]),
+        ({"contains": {"type": "null"}, "minContains": 2}, [1, None, None, 2], [None, 1]),
+        (
+            {"oneOf": [{"items": {"type": "string"}}, {"items": {"type": "integer"}}], "type": "array"},
+            [1, 2],
+            [],
+        ),
+        ({"oneOf": [{"pattern": "^[0-9]+$"}, {"pattern": "^[a-f]+$"}], "type": "string"}, "12", "1a"),
+        (
+            {"type": "object", "if": {"minProperties": 2}, "then": {"required": ["a"]}},
+            {"a": 1, "b": 2},
+            {"b": 1, "c": 2},
+        ),
+        ({"type": "object", "propertyNames": {"not": {"enum": ["a"]}}}, {"b": 1}, {"a": 1}),
+        ({"not": {"items": {"type": "integer"}}, "type": "array"}, ["x"], [1]),
+        ({"not": {"patternProperties": {"^a": {"type": "integer"}}}, "type": "object"}, {"a": "x"}, {"a": 1}),
+    ],
+    ids=json.dumps,
+)
+def test_what_is_narrowed_keeps_what_it_is_for(schema: Any, valid: Any, wrong: Any) -> None:
+    assert [jsonschema_rs.is_valid(schema, each) for each in (valid, wrong)] == [True, False]
+    assert accepted(schema, json.dumps(valid), additional=True)
+    assert not accepted(schema, json.dumps(wrong), additional=True)
+
+
+def test_what_grows_without_end_is_refused_by_name() -> None:
+    schema: Any = {"type": "integer"}
+    for _ in range(4):
+        schema = {"oneOf": [{"properties": {name: schema}} for name in "abcdef"]}
+    assert "oneOf" in (compiled(schema).error or "")
+
+
 # refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -250,8 +325,11 @@ def test_sets_of_listed_values() -> None:
     ("schema", "told"),
     [
         ({"properties": {"t": {"type": "array", "uniqueItems": True}}}, "'uniqueItems' (at /properties/t)"),
-        ({"properties": {"t": {"not": {"pattern": "x"}}}}, "'not' (at /properties/t)"),
-        ({"items": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}}, "'oneOf' (at /items)"),
+        ({"properties": {"t": {"not": {"pattern": "xy"}}}}, "'not' (at /properties/t)"),
+        (
+            {"items": {"type": "number", "oneOf": [{"type": "integer"}, {"minimum": 2}]}},
+            "'oneOf' (at /items)",
+        ),
         ({"properties": {"t": {"pattern": "^(?!a)"}}}, "'pattern' (at /properties/t)"),
         ({"properties": {"t": {"$ref": "#/$defs/gone"}}}, "/$defs/gone"),
         (

@@ -1,0 +1,119 @@
+"""References in a schema: they lead where they led, whatever else is rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from test_rewriting import accepted, compiled
+from test_schema import DOCUMENTS
+
+from sgla.grammar.references import bare, settle, unroll
+
+OLD = "http://json-schema.org/draft-07/schema#"
+STRING = {"type": "string"}
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/tree"}, "b": {"type": "integer"}},
+    "required": ["b"],
+}
+LEADS: list[Any] = [
+    {"properties": {"a": {"$ref": "#/more/x%20y"}}, "more": {"x y": {"not": STRING}}},
+    {"properties": {"a": {"$ref": "#/properties/b/not"}, "b": {"not": STRING}}},
+    {"properties": {"a": {"$ref": "#/$defs/x%20y~1"}}, "$defs": {"x y/": STRING}},
+    {"properties": {"a": {"$ref": "#here"}}, "$defs": {"x": {"$anchor": "here"} | STRING}},
+    {
+        "$id": "http://a/b.json",
+        "properties": {"a": {"$ref": "b.json#/$defs/x"}, "b": {"$ref": "c.json"}},
+        "$defs": {
+            "x": STRING,
+            "y": {"$id": "c.json", "$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
+        },
+    },
+    {"properties": {"a": {"$dynamicRef": "#d"}}, "$defs": {"x": {"$dynamicAnchor": "d"} | STRING}},
+    {
+        "$schema": OLD,
+        "properties": {"a": {"$ref": "#/definitions/x", "type": "null"}},
+        "definitions": {"x": STRING},
+    },
+    {"$schema": OLD, "properties": {"a": {"$ref": "#x"}}, "definitions": {"y": {"$id": "#x"} | STRING}},
+    {"properties": {"a": {"$ref": "#"}}, "required": ["b"]},
+]
+
+
+@pytest.mark.parametrize("schema", LEADS, ids=str)
+def test_they_lead_where_they_led(schema: Any) -> None:
+    settled = settle(schema)
+    before, after = jsonschema_rs.validator_for(schema), jsonschema_rs.validator_for(settled)
+    documents = [*DOCUMENTS, {"a": {"b": 1}, "b": 1}, {"a": {"a": {}}, "b": 1}]
+    assert [before.is_valid(each) for each in documents] == [after.is_valid(each) for each in documents]
+    assert settle(settled) == settled
+    assert compiled(schema, additional=True).error is None
+
+
+CIRCULAR: list[Any] = [
+    {"$ref": "#/$defs/tree", "minProperties": 1, "$defs": {"tree": TREE}},
+    {"allOf": [{"$ref": "#/$defs/tree"}, {"properties": {"c": STRING}}], "$defs": {"tree": TREE}},
+    {
+        "$defs": {
+            "tree": TREE
+            | {"properties": {"a": {"anyOf": [STRING, {"$ref": "#/$defs/tree"}], "minLength": 1}}}
+        },
+        "$ref": "#/$defs/tree",
+    },
+    {
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"a": {"items": {"$ref": "#/$defs/tree"}}, "b": {"type": "integer"}},
+                "patternProperties": {"": {"items": {"$ref": "#/$defs/tree", "required": ["b"]}}},
+            }
+        },
+        "$ref": "#/$defs/tree",
+    },
+]
+
+
+@pytest.mark.parametrize("schema", CIRCULAR, ids=str)
+def test_circular_ones_stand_alone(schema: Any) -> None:
+    before, after = jsonschema_rs.validator_for(schema), jsonschema_rs.validator_for(unroll(schema))
+    inner = [
+        {"b": 1},
+        {"b": 1, "a": "x"},
+        {"b": 1, "a": ""},
+        {"a": 1},
+        {},
+        {"b": 2, "a": {"b": 1, "c": 2}},
+        [{}],
+        [{"b": 1}],
+    ]
+    documents = [
+        *DOCUMENTS,
+        *inner,
+        *({"a": each, "b": 1} for each in inner),
+        *({"a": [each]} for each in inner),
+    ]
+    assert [before.is_valid(each) for each in documents] == [after.is_valid(each) for each in documents]
+    assert compiled(schema, additional=True).error is None
+
+
+def test_a_tree_of_any_depth() -> None:
+    schema = CIRCULAR[1]
+    assert accepted(schema, '{"a": {"a": {"b": 1}, "b": 2}, "b": 3, "c": "x"}', additional=True)
+    assert not accepted(schema, '{"a": {"a": {"b": "1"}, "b": 2}, "b": 3}', additional=True)
+
+
+def test_what_the_matcher_does_not_need_is_left_out() -> None:
+    schema = {
+        "description": "d",
+        "properties": {"description": {"title": "t", "$ref": "#/$defs/a"}},
+        "default": {"title": "x"},
+        "const": {"title": 1},
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": STRING, "c": STRING},
+    }
+    assert bare(schema) == {
+        "properties": {"description": {"$ref": "#/$defs/a"}},
+        "const": {"title": 1},
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": STRING},
+    }
