@@ -14,11 +14,15 @@ void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
   constexpr int PER = per_dword(K);
   const uint8_t* dword = w + n / PANEL * panel_bytes(K, width) + n % PANEL * 4;
   float scale = 1, low = 0;
+  uint32_t high = 0;
   for (int64_t k = 0; k < width; k += PER, dword += ROW_BYTES) {
     if (grouped(K) && k % GROUP == 0) {
       const uint16_t* head = (const uint16_t*)(dword - n % PANEL * 4) + n % PANEL;
-      scale = from_f16(head[0]), low = from_f16(head[PANEL]);
-      dword += GROUP_HEAD;
+      scale = from_f16(head[0]);
+      low = !symmetric(K) ? from_f16(head[PANEL]) : scale * (K == Q8_0 ? -128.0f : K == Q5_0 ? -16.0f : -8.0f);
+      dword += head_bytes(K);
+      if (K == Q5_0) std::memcpy(&high, dword, 4);
+      dword += high_bytes(K);
     }
     if (K == FIXED && k % FIXED_GROUP == 0) {
       scale = from_bf16(((const uint16_t*)(dword - n % PANEL * 4))[n % PANEL]);
@@ -29,9 +33,10 @@ void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
     for (int i = 0; i < PER && k + i < width; i++) {
       if (K == F32) std::memcpy(out + k, &bits, 4);
       if (K == BF16) out[k + i] = from_bf16(bits >> (16 * i));
-      if (K == INT8) out[k + i] = std::fmaf((float)(bits >> (8 * i) & 255), scale, low);
+      if (bytes(K)) out[k + i] = std::fmaf((float)(bits >> (8 * i) & 255), scale, low);
       if (K == FIXED) out[k + i] = (float)(int16_t)(bits >> (16 * i)) * scale;
-      if (K == INT4) out[k + i] = std::fmaf((float)(bits >> (4 * i) & 15), scale, low);
+      uint32_t fifth = K == Q5_0 ? high >> (k % GROUP / 2 + i % 4 + i / 4 * 16) & 1 : 0;
+      if (nibbles(K)) out[k + i] = std::fmaf((float)((bits >> (4 * i) & 15) | fifth << 4), scale, low);
     }
   }
 }
@@ -66,6 +71,9 @@ void run_embedding(Context& c, const Instr& i) {
       case INT8: unpack_row<INT8>(w, i.k, id, out); break;
       case INT4: unpack_row<INT4>(w, i.k, id, out); break;
       case FIXED: unpack_row<FIXED>(w, i.k, id, out); break;
+      case Q8_0: unpack_row<Q8_0>(w, i.k, id, out); break;
+      case Q5_0: unpack_row<Q5_0>(w, i.k, id, out); break;
+      case Q4_0: unpack_row<Q4_0>(w, i.k, id, out); break;
     }
     if (i.f[0] == 1.0f) return;
     for (int64_t j = 0; j < i.k; j++) out[j] *= i.f[0];

@@ -2,7 +2,8 @@
 //
 // A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4 values
 // that follow each other along k, zero-padded at the end. int8 and int4 are counts from 0 on: their panels have, before each
-// 32 k (8 or 4 rows), 32 scales and 32 minima in float16; fixed ones (fixed.h; 2 int16 in a dword), before each 64 k (32
+// 32 k (8 or 4 rows), 32 scales and 32 minima in float16. Q8_0, Q5_0 and Q4_0 have scales alone, for their minimum is half of the
+// range below 0; Q5_0 is int4 behind a row with the fifth bits: of nibble i of row r, bit 4 * r + i % 4 + i / 4 * 16. Fixed ones (fixed.h; 2 int16 in a dword), before each 64 k (32
 // rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of k, whatever the
 // number of rows: so results do not depend on the batch.
 #pragma once
@@ -16,21 +17,35 @@ constexpr int MAX_MR = LANES == 16 ? 12 : 3;
 constexpr int MAX_MR = LANES == 8 ? 3 : 1;
 #endif
 
+// Whether quantized weights are multiplied in integers (fixed.h).
+#if defined(__AVX2__)
+#define INTEGER_PRODUCTS 1
+#else
+#define INTEGER_PRODUCTS 0
+#endif
+
 constexpr int64_t ROW_BYTES = PANEL * 4;
-constexpr int64_t GROUP = 32;             // channels of k with one scale and minimum: int8 and int4
-constexpr int64_t GROUP_HEAD = PANEL * 4;  // scales and minima of a group
+constexpr int64_t GROUP = 32;              // channels of k with one scale and minimum
 constexpr int64_t FIXED_GROUP = 64;        // channels of k with one scale
 constexpr int64_t FIXED_HEAD = PANEL * 2;  // scales of a group
 constexpr int64_t PREFETCH = 4096;        // bytes ahead of a single reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
 
-constexpr bool grouped(Kind kind) { return kind == INT8 || kind == INT4; }
+constexpr bool symmetric(Kind kind) { return kind == Q8_0 || kind == Q5_0 || kind == Q4_0; }
+constexpr bool grouped(Kind kind) { return kind == INT8 || kind == INT4 || symmetric(kind); }
+constexpr bool bytes(Kind kind) { return kind == INT8 || kind == Q8_0; }
+constexpr bool nibbles(Kind kind) { return grouped(kind) && !bytes(kind); }
 
 // k values in a dword
-constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : kind == INT8 ? 4 : kind == INT4 ? 8 : 2; }
+constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : bytes(kind) ? 4 : nibbles(kind) ? 8 : 2; }
+
+// Of a group: bytes of its scales and minima, and those of the bits that are not in its rows of dwords.
+constexpr int64_t head_bytes(Kind kind) { return symmetric(kind) ? PANEL * 2 : PANEL * 4; }
+constexpr int64_t high_bytes(Kind kind) { return kind == Q5_0 ? ROW_BYTES : 0; }
+constexpr int64_t group_bytes(Kind kind) { return head_bytes(kind) + high_bytes(kind) + GROUP / per_dword(kind) * ROW_BYTES; }
 
 // Bytes of the first k channels of a panel (k a multiple of 64, or the panel's whole k).
 constexpr int64_t panel_bytes(Kind kind, int64_t k) {
-  if (grouped(kind)) return (k + GROUP - 1) / GROUP * (GROUP_HEAD + GROUP / per_dword(kind) * ROW_BYTES);
+  if (grouped(kind)) return (k + GROUP - 1) / GROUP * group_bytes(kind);
   if (kind == FIXED) return (k + FIXED_GROUP - 1) / FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP / 2 * ROW_BYTES);
   return (k + per_dword(kind) - 1) / per_dword(kind) * ROW_BYTES;
 }
@@ -46,10 +61,11 @@ struct Ahead {
 
 constexpr int32_t pace_of(Kind kind) { return panel_bytes(kind, 64) * per_dword(kind) / 64; }
 
+template <int LINES = 2>
 INLINE void fetch(Ahead& ahead) {
   prefetch(ahead.at);
-  prefetch(ahead.at + 64);
-  ahead.at += ahead.pace;
+  if (LINES == 2) prefetch(ahead.at + 64);
+  ahead.at += ahead.pace * LINES / 2;
 }
 
 // A weight reader turns one row of dwords into float vectors, one k after the other.
@@ -150,7 +166,7 @@ __attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const u
   if constexpr (grouped(K)) {
     for (; k >= GROUP; k -= GROUP, x += GROUP) {
       reader.group(w);
-      w += GROUP_HEAD;
+      w += head_bytes(K);
       for (int r = 0; r < GROUP / PER; r++, w += ROW_BYTES) {
         fetch(ahead);
         dword_row<K, MR>(acc, reader, w, x + r * PER, ldx);
@@ -158,7 +174,7 @@ __attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const u
     }
     if (k > 0) {
       reader.group(w);
-      w += GROUP_HEAD;
+      w += head_bytes(K);
     }
   }
   for (; k >= PER; k -= PER, x += PER, w += ROW_BYTES) {
@@ -217,12 +233,12 @@ struct PairKernels<0> {
 
 // All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs). What is ``ahead`` is shared out
 // among the blocks.
-template <RowsKernel (*PICK)(int)>
+template <RowsKernel (*PICK)(int), int MOST = MAX_MR>
 inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int32_t rows, float* tile, bool first, Ahead ahead = {}) {
   if (!ahead.at) ahead.at = w;
   int32_t pace = ahead.pace, left = rows;  // 32 bits, for these divisions are quick
   for (int32_t m = 0; m < rows;) {
-    int32_t parts = (left + MAX_MR - 1) / MAX_MR, mr = (left + parts - 1) / parts;
+    int32_t parts = (left + MOST - 1) / MOST, mr = (left + parts - 1) / parts;
     ahead.pace = pace * mr / rows;
     ahead = PICK(mr)(x + m * ldx, ldx, w, k, tile + m * PANEL, first, ahead);
     m += mr, left -= mr;

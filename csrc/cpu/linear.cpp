@@ -39,8 +39,8 @@ struct Linear {
     n_out = act == NONE ? i.n : i.n / 2;
     panels = (n_out + PANEL - 1) / PANEL;
     ldx = x_width(i.k);
-#if defined(__AVX512VNNI__)
-    fixed = kind == FIXED || kind == INT8 || kind == INT4;
+#if INTEGER_PRODUCTS
+    fixed = kind == FIXED || grouped(kind);
     x_stride = fixed ? FIXED_X_STRIDE : x_width(BLOCK_K) + 16;
 #else
     fixed = false;
@@ -53,7 +53,12 @@ struct Linear {
 
   const uint8_t* panel(int64_t p) const { return w + p * stride; }
   bool tiles() const { return x_bf16 && AMX; }
-  int64_t block() const { return tiles() ? 32 : MAX_MR; }  // rows that are multiplied together
+#if INTEGER_PRODUCTS
+  int64_t registers() const { return fixed ? FIXED_MR : MAX_MR; }  // rows whose sums are in registers
+#else
+  int64_t registers() const { return MAX_MR; }
+#endif
+  int64_t block() const { return tiles() ? 32 : registers(); }  // rows that are multiplied together
   int64_t x_width(int64_t k) const { return x_bf16 ? (k + 1) / 2 : k; }  // in dwords
 };
 
@@ -78,14 +83,17 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
   switch (kind) {
     case F32: return rows_times_panel<Kernels<F32, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
-#if defined(__AVX512VNNI__)
-    case INT8: return rows_times_panel<FixedKernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
-    case INT4: return rows_times_panel<FixedKernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
-    case FIXED: return rows_times_panel<FixedKernels<FIXED, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
+#if INTEGER_PRODUCTS
+    case INT8: return rows_times_panel<FixedKernels<INT8, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT4: return rows_times_panel<FixedKernels<INT4, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+    case FIXED: return rows_times_panel<FixedKernels<FIXED, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q8_0: return rows_times_panel<FixedKernels<Q8_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q5_0: return rows_times_panel<FixedKernels<Q5_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q4_0: return rows_times_panel<FixedKernels<Q4_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
 #else
     case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
-    case FIXED: return;  // such panels are made for AVX512_VNNI alone
+    default: return;  // such panels are made for other levels alone
 #endif
   }
 }
@@ -98,7 +106,7 @@ void convert(const uint8_t* w, int64_t k, float* out) {
   for (int64_t i = 0; i < k; i += PER, w += ROW_BYTES) {
     if (grouped(K) && i % GROUP == 0) {
       reader.group(w);
-      w += GROUP_HEAD;
+      w += head_bytes(K);
     }
     prefetch(w + PREFETCH);
     prefetch(w + PREFETCH + 64);
@@ -119,10 +127,10 @@ int64_t k_blocks(const Linear& l) { return (l.i.k + BLOCK_K - 1) / BLOCK_K; }
 int64_t packed_bytes(const Linear& l, int64_t rows) { return k_blocks(l) * rows * l.x_stride * (int64_t)sizeof(float); }
 
 void pack_row(const Linear& l, const float* x, int64_t k, float* out) {
-#if defined(__AVX512VNNI__)
+#if INTEGER_PRODUCTS
   if (l.kind == FIXED) return quantize_row<FIXED>(x, k, out);
-  if (l.kind == INT8) return quantize_row<INT8>(x, k, out);
-  if (l.kind == INT4) return quantize_row<INT4>(x, k, out);
+  if (bytes(l.kind)) return quantize_row<INT8>(x, k, out);
+  if (nibbles(l.kind)) return quantize_row<INT4>(x, k, out);
 #endif
   std::memcpy(out, x, l.x_width(k) * sizeof(float));
 }
@@ -141,7 +149,7 @@ void compute_direct(const Linear& l, int64_t panel, const float* packed, float* 
   int32_t pace = pace_of(l.kind);
   if (!packed) return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true, {w + PREFETCH, pace});
   // One register block of rows reads a block of the panel once; more of them read it again, and the next block comes meanwhile.
-  int64_t distance = l.rows > MAX_MR ? panel_bytes(l.kind, BLOCK_K) : PREFETCH;
+  int64_t distance = l.rows > l.registers() ? panel_bytes(l.kind, BLOCK_K) : PREFETCH;
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * l.x_stride) {
     int64_t count = std::min(BLOCK_K, l.i.k - k);
     multiply(l.kind, l.x_bf16, packed, l.x_stride, w, count, l.rows, tile, k == 0, {w + distance, pace});
@@ -166,7 +174,7 @@ struct Output {
 // Whether converting weights in registers, each time they are used, beats converting them once into L2: the more work a
 // conversion is, the fewer rows.
 bool is_direct(const Linear& l) {
-  if (l.rows <= MAX_MR) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
+  if (l.rows <= l.registers()) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
   int64_t limit = l.fixed || !grouped(l.kind) ? 48 : MAX_MR;
   return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;
 }

@@ -190,11 +190,6 @@ uint16_t fixed_scale(const uint16_t* x) {
   return exponent == 255 ? 0x7fc0 : exponent < 12 ? 0 : (exponent - 11) << 7;
 }
 
-INLINE vi round_to_int(vf v) {
-  const vf magic = splat(12582912.0f);
-  return (vi)(v + magic) - (vi)magic;
-}
-
 // 64 values of each of ``rows`` channels, ``k`` apart.
 void pack_group(const uint16_t* x, int64_t k, int64_t rows, uint8_t* out) {
   float up[PANEL] = {};

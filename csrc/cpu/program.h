@@ -24,7 +24,7 @@ enum Op : int32_t {
   DRAW,
 };
 
-enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED };
+enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED, Q8_0, Q5_0, Q4_0 };
 enum Act : int64_t { NONE, SILU, GELU_TANH, GELU, RELU };
 
 struct Instr {

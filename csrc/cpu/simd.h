@@ -35,6 +35,18 @@ INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 INLINE vf as_float(vi v) { return (vf)v; }
 
+// To the nearest, of values below 2^22.
+INLINE vi round_to_int(vf v) {
+  const vf magic = splat(12582912.0f);
+  return (vi)(v + magic) - (vi)magic;
+}
+
+// The low halves of the dwords.
+INLINE void store_int16(int16_t* p, vi v) {
+  typedef int16_t half_vector __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+  *(half_vector*)p = __builtin_convertvector(v, half_vector);
+}
+
 // Byte i of each dword, from 0 to 255: one instruction where it can be, for every weight of int8 is taken out so.
 INLINE vi take_byte(vi raw, int i) {
   if (i == 0) return raw & 255;

@@ -14,18 +14,29 @@ from torch import Tensor
 
 from sgla.kernels.native import library, memory
 
-Kind = Literal["f32", "bf16", "int8", "int4", "fp8"]  # the last one on GPUs alone
-KINDS: list[Kind] = ["f32", "bf16", "int8", "int4"]
-Format = Literal[Kind, "fixed"]  # fixed: bfloat16 weights for CPUs with AVX512_VNNI (csrc/cpu/fixed.h)
-FORMATS: list[Format] = [*KINDS, "fixed"]  # the order of ``Kind`` in program.h
+Kind = Literal["f32", "bf16", "int8", "int4", "q8_0", "q5_0", "q4_0", "fp8"]  # the last one on GPUs alone
+HALF: dict[Kind, int] = {"q8_0": 128, "q5_0": 16, "q4_0": 8}  # of the range: what is 0
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int4", *HALF]
+Format = Literal[Kind, "fixed"]  # fixed: bfloat16 weights for products in integers (csrc/cpu/fixed.h)
+FORMATS: list[Format] = [
+    "f32",
+    "bf16",
+    "int8",
+    "int4",
+    "fixed",
+    "q8_0",
+    "q5_0",
+    "q4_0",
+]  # the order of ``Kind`` in program.h
 
+FIXED_LEVELS = ("avx512_vnni", "avx2")  # where these beat float32 and there is no bfloat16 product
 WIDTH = 32  # output channels of a panel
 SHARE = 16  # panels worth a thread
-GROUP, HEAD = 32, WIDTH * 4  # channels of k of int8 and int4, and bytes of their scales and minima
-GROUP_ROWS = {"int8": 8, "int4": 4}  # dword rows of a group
+GROUP = 32  # channels of k with one scale
+GROUP_ROWS = {"int8": 8, "int4": 4, "q8_0": 8, "q5_0": 5, "q4_0": 4}  # dword rows of a group
 FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}
-_PER_DWORD = {"f32": 1, "bf16": 2, "int8": 4, "int4": 4}  # elements of the plain tensor (int4: bytes of two)
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}  # others: uint8
+_PER_DWORD = {"f32": 1, "bf16": 2}  # elements of the plain tensor; others: 4 bytes
 
 
 @dataclass(slots=True)
@@ -33,7 +44,7 @@ class Panels:
     """One linear's weight ``[n, k]``; the plain tensors are as in ``quant.Weight``.
 
     ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8 and int4 in groups of 32 led by 32 scales and 32 minima in
-    float16, ``fixed`` in groups of 64 led by 32 scales in bfloat16.
+    float16, q8_0, q5_0 and q4_0 by scales alone, ``fixed`` in groups of 64 led by 32 scales in bfloat16.
     """
 
     kind: Format
@@ -46,12 +57,18 @@ class Panels:
         cls, kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str = ""
     ) -> Panels:
         """Reorder plain CPU tensors for the kernels of level ``isa`` (default: the best library's)."""
-        n = data.shape[0]
-        if kind == "bf16" and (isa or library().isa) == "avx512_vnni":
+        n, isa = data.shape[0], isa or library().isa
+        if kind in HALF and isa == "generic":
+            assert scale is not None
+            data = join_fifth(data) if kind == "q5_0" else data
+            kind, minimum = "int4" if kind == "q4_0" else "int8", scale * -HALF[kind]
+        if kind == "bf16" and isa in FIXED_LEVELS:
             return cls._fixed(n, k, data)
-        data = _padded(data, _PER_DWORD[kind])
-        dwords = data.shape[1] // _PER_DWORD[kind]
-        group, head = (GROUP_ROWS[kind], HEAD) if kind in GROUP_ROWS else (dwords, 0)
+        per_dword = _PER_DWORD.get(kind, 4)
+        data = _padded(data, per_dword)
+        dwords = data.shape[1] // per_dword
+        constants = [values for values in (scale, minimum) if values is not None]
+        group, head = GROUP_ROWS.get(kind, dwords), len(constants) * WIDTH * 2
         count = -(-n // WIDTH)
         out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
         pack, row, panel = library().dll.sgla_pack, dwords * 4, out.numel() // count
@@ -69,10 +86,8 @@ class Panels:
 
         _in_threads(count, pack_some)
         if head:
-            assert scale is not None
-            assert minimum is not None
             heads = out.view(count, dwords // group, -1)[:, :, :head].view(torch.float16)
-            for part, values in enumerate((scale, minimum)):
+            for part, values in enumerate(constants):
                 padded = F.pad(values, (0, 0, 0, -n % WIDTH)).view(count, WIDTH, -1)
                 heads[:, :, part * WIDTH : (part + 1) * WIDTH] = padded.transpose(1, 2)
         return cls(kind, n, k, out)
@@ -105,17 +120,41 @@ class Panels:
         if self.kind not in GROUP_ROWS:
             data = self._rows(self.data.view(torch.int32).view(count, -1, WIDTH))
             return data[:, : self.k], None, None
-        groups = -(-self.k // GROUP)
+        groups, head = -(-self.k // GROUP), WIDTH * (2 if self.kind in HALF else 4)
         body = self.data.view(count, groups, -1)
-        heads = body[:, :, :HEAD].contiguous().view(torch.float16)
-        scale, minimum = (h.transpose(1, 2).reshape(-1, groups)[: self.n] for h in heads.split(WIDTH, dim=2))
-        dwords = body[:, :, HEAD:].contiguous().view(torch.int32).view(count, -1, WIDTH)
-        return self._rows(dwords), scale, minimum
+        heads = body[:, :, :head].contiguous().view(torch.float16)
+        constants = [h.transpose(1, 2).reshape(-1, groups)[: self.n] for h in heads.split(WIDTH, dim=2)]
+        dwords = body[:, :, head:].contiguous().view(torch.int32).view(count, -1, WIDTH)
+        return self._rows(dwords), constants[0], constants[1] if len(constants) > 1 else None
 
     def _rows(self, dwords: Tensor) -> Tensor:
         """Dwords [panels, k, 32] -> plain rows [n, ...]."""
         rows = dwords.transpose(1, 2).reshape(-1, dwords.shape[1])[: self.n]
-        return rows.clone(memory_format=torch.contiguous_format).view(_DTYPES[self.kind])
+        return rows.clone(memory_format=torch.contiguous_format).view(_DTYPES.get(self.kind, torch.uint8))
+
+
+# Bit i of the first dword of a group of q5_0 is the fifth bit of the value in this place (csrc/cpu/gemm.h).
+_PLACES = [bit % 16 // 4 * 8 + bit % 4 + bit // 16 * 4 for bit in range(32)]
+
+
+def cut_fifth(q: Tensor) -> Tensor:
+    """Values from 0 to 31, uint8 ``[n, groups * 32]`` -> as q5_0 has them, uint8 ``[n, groups * 20]``."""
+    groups = q.view(len(q), -1, GROUP)
+    bits = (groups[..., _PLACES] >> 4).view(*groups.shape[:2], 4, 8) << torch.arange(8, dtype=torch.uint8)
+    low = groups & 15
+    return torch.cat([bits.sum(-1, dtype=torch.uint8), low[..., 0::2] | low[..., 1::2] << 4], dim=-1).view(
+        len(q), -1
+    )
+
+
+def join_fifth(data: Tensor) -> Tensor:
+    """The inverse of ``cut_fifth``."""
+    groups = data.view(len(data), -1, 20)
+    low = groups[..., 4:]
+    values = torch.stack([low & 15, low >> 4], dim=-1).flatten(2)
+    bits = groups[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    values[..., _PLACES] |= bits.flatten(2) << 4
+    return values.view(len(data), -1)
 
 
 def _padded(data: Tensor, multiple: int) -> Tensor:

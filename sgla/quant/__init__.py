@@ -1,5 +1,5 @@
-"""Weight formats: plain, int8 and int4 in groups of 32, fp8 per channel."""
+"""Weight formats: plain, 8, 5 and 4 bits in groups of 32, fp8 per channel."""
 
-from sgla.quant.weight import GROUP, Kind, Weight, concat, pack
+from sgla.quant.weight import GROUP, HALF, LEVELS, Kind, Weight, concat, pack
 
-__all__ = ["GROUP", "Kind", "Weight", "concat", "pack"]
+__all__ = ["GROUP", "HALF", "LEVELS", "Kind", "Weight", "concat", "pack"]

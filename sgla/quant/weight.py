@@ -1,8 +1,9 @@
 """Weights of linear layers in the formats the kernels read.
 
 ``f32`` and ``bf16`` are plain. ``int8`` and ``int4``: groups of 32 along k, ``w = q * scale + minimum`` with q in 0..255 or 0..15 and
-both constants float16; int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``fp8``: e4m3
-(arXiv 2209.05433), one float32 scale per output channel.
+both constants float16; int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``q8_0``,
+``q5_0`` and ``q4_0`` are GGUF's types of that name, ``w = (q - half of the range) * scale``. ``fp8``: e4m3 (arXiv 2209.05433), one float32 scale
+per output channel.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels.panels import GROUP, Kind, Panels
+from sgla.kernels.panels import GROUP, HALF, Kind, Panels, cut_fifth, join_fifth
 
-LEVELS = {"int8": 255, "int4": 15}  # the largest q
+LEVELS = {"int8": 255, "int4": 15, "q8_0": 255, "q5_0": 31, "q4_0": 15}  # the largest q
+GROUP_BYTES = {"int8": 32, "int4": 16, "q8_0": 32, "q5_0": 20, "q4_0": 16}  # without constants
 E4M3_MAX = 448.0
 STEPS = (14.0, 14.5, 15.0, 15.5, 16.0)  # into which int4 may cut the span of a group, which has 15
 TOGETHER = 1 << 13  # groups that are fitted at a time: they stay in a core's cache
@@ -25,8 +27,9 @@ TOGETHER = 1 << 13  # groups that are fitted at a time: they stay in a core's ca
 class Weight:
     """One linear's weight ``[n, k]``.
 
-    ``data`` is float32, bfloat16 or e4m3 ``[n, k]``; for int8 uint8 ``[n, groups * 32]``, for int4 uint8 ``[n, groups * 16]``, the
-    even k in the low nibble. ``scale`` float16[n, groups] (int8, int4) or float32[n] (fp8); ``minimum`` float16[n, groups].
+    ``data`` is float32, bfloat16 or e4m3 ``[n, k]``; of groups uint8 ``[n, groups * GROUP_BYTES]``, for int4 and q4_0 the
+    even k in the low nibble, for q5_0 see ``cut_fifth``. ``scale`` float16[n, groups] or float32[n] (fp8); ``minimum`` float16[n, groups]
+    (int8, int4).
     """
 
     kind: Kind
@@ -39,12 +42,15 @@ class Weight:
     parts: list[Weight] | None = None  # set by ``split``, which does too
 
     @classmethod
-    def of_groups(cls, kind: Kind, q: Tensor, scale: Tensor, minimum: Tensor) -> Weight:
-        """int8 or int4 from quants ``[n, k]`` and float16 constants ``[n, ceil(k / 32)]``."""
+    def of_groups(cls, kind: Kind, q: Tensor, scale: Tensor, minimum: Tensor | None) -> Weight:
+        """From quants ``[n, k]``, 0 at the least, and float16 constants ``[n, ceil(k / 32)]``; ``minimum`` is for int8 and int4."""
         n, k = q.shape
         q = F.pad(q.to(torch.uint8), (0, -k % GROUP))
-        data = q[:, 0::2] | q[:, 1::2] << 4 if kind == "int4" else q
-        return cls(kind, n, k, data, scale.half(), minimum.half())
+        if kind == "q5_0":
+            data = cut_fifth(q)
+        else:
+            data = q[:, 0::2] | q[:, 1::2] << 4 if LEVELS[kind] == 15 else q
+        return cls(kind, n, k, data, scale.half(), None if minimum is None else minimum.half())
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +66,8 @@ class Weight:
         """
         if self.panels is None:
             self.panels = Panels.of(self.kind, self.k, self.data, self.scale, self.minimum, isa)
+            if self.panels.kind != "fixed":
+                self.kind = self.panels.kind
             self.data, self.scale, self.minimum = self.data.new_empty(0), None, None
         return self.panels
 
@@ -101,18 +109,17 @@ class Weight:
         return Weight(self.kind, self.n // count, self.k, data, scale, minimum)
 
     def columns(self, start: int, stop: int) -> Weight:
-        """Input channels ``start:stop``; for int8 and int4 ``start`` must begin a group of 32."""
+        """Input channels ``start:stop``; where there are groups ``start`` must begin one."""
         data, scale, minimum = self._parts()
         if self.kind not in LEVELS:
             return Weight(self.kind, self.n, stop - start, data[:, start:stop], scale)
         assert start % GROUP == 0
         assert stop % GROUP == 0 or stop == self.k
         assert scale is not None
-        assert minimum is not None
-        first, last = start // GROUP, -(-stop // GROUP)
-        width = GROUP if self.kind == "int8" else GROUP // 2  # bytes of a group
+        first, last, width = start // GROUP, -(-stop // GROUP), GROUP_BYTES[self.kind]
         data = data[:, first * width : last * width]
-        return Weight(self.kind, self.n, stop - start, data, scale[:, first:last], minimum[:, first:last])
+        minimum = None if minimum is None else minimum[:, first:last]
+        return Weight(self.kind, self.n, stop - start, data, scale[:, first:last], minimum)
 
 
 def pack(weight: Tensor, kind: Kind) -> Weight:
@@ -127,10 +134,12 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
             kind, n, k, (w / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
         )
     groups = F.pad(w, (0, -k % GROUP), mode="replicate").view(n, -1, GROUP)
+    if kind in HALF:
+        scale = _up(groups.abs().amax(-1) / (HALF[kind] - 1)).half()
+        q = (groups / scale.float().masked_fill(scale == 0, 1.0)[..., None]).round_() + HALF[kind]
+        return Weight.of_groups(kind, q.clamp_(0, LEVELS[kind]).view(n, -1)[:, :k], scale, None)
     low, high = groups.amin(-1).half(), groups.amax(-1)
-    scale = (high - low.float()) / LEVELS[kind]
-    # Up, where float16 has few bits left or none, or the top of a group of tiny weights would be cut off.
-    scale = torch.where(scale < 2.0**-14, (scale * 2.0**24).ceil() * 2.0**-24, scale).half()
+    scale = _up((high - low.float()) / LEVELS[kind]).half()
     if kind == "int4":
         for x, s, m in zip(
             *(t.reshape(-1, size).split(TOGETHER) for t, size in ((groups, GROUP), (scale, 1), (low, 1)))
@@ -139,6 +148,11 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
     divisor = scale.float().masked_fill(scale == 0, 1.0)
     q = ((groups - low.float()[..., None]) / divisor[..., None]).round_().clamp_(0, LEVELS[kind])
     return Weight.of_groups(kind, q.view(n, -1)[:, :k], scale, low)
+
+
+def _up(scale: Tensor) -> Tensor:
+    """Rounded up where float16 has few bits left or none, or the top of a group of tiny weights would be cut off."""
+    return torch.where(scale < 2.0**-14, (scale * 2.0**24).ceil() * 2.0**-24, scale)
 
 
 def _fit(x: Tensor, scale: Tensor, low: Tensor) -> None:
@@ -186,7 +200,10 @@ def _dense(kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tens
     assert scale is not None
     if kind == "fp8":
         return data.float() * scale[:, None]
-    assert minimum is not None
-    q = data if kind == "int8" else torch.stack([data & 15, data >> 4], dim=-1)
+    if kind == "q5_0":
+        q = join_fifth(data)
+    else:
+        q = data if LEVELS[kind] == 255 else torch.stack([data & 15, data >> 4], dim=-1)
     q = q.view(data.shape[0], -1, GROUP)
-    return (q * scale.float()[..., None] + minimum.float()[..., None]).view(data.shape[0], -1)[:, :k]
+    low = minimum.float() if minimum is not None else scale.float() * -HALF[kind]
+    return (q * scale.float()[..., None] + low[..., None]).view(data.shape[0], -1)[:, :k]

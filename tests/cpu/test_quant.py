@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgla.quant import Weight, concat, pack
-from sgla.quant.weight import Kind
+from sgla.quant import HALF, LEVELS, Kind, Weight, concat, pack
 
-KINDS: list[Kind] = ["f32", "bf16", "int8", "int4", "fp8"]
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int4", "q8_0", "q5_0", "q4_0", "fp8"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -14,7 +13,7 @@ KINDS: list[Kind] = ["f32", "bf16", "int8", "int4", "fp8"]
 def test_error_is_within_half_a_quantum(kind: Kind, n: int, k: int) -> None:
     torch.manual_seed(n)
     w = torch.randn(n, k)
-    if kind in ("int8", "int4"):
+    if kind in LEVELS:
         w[:, 0] *= 100  # which concerns its own group alone
     error = (pack(w, kind).dequant() - w).abs()
     if kind == "f32":
@@ -27,9 +26,10 @@ def test_error_is_within_half_a_quantum(kind: Kind, n: int, k: int) -> None:
     else:
         # half a step, plus the rounding of scale and minimum to float16; int4 gives up ends of a group where that pays
         groups = torch.nn.functional.pad(w, (0, -k % 32), mode="replicate").view(n, -1, 32)
-        span = (groups.amax(2) - groups.amin(2)).repeat_interleave(32, 1)[:, :k]
-        levels = 15 if kind == "int4" else 255
-        bound = span / levels * (1.5 if kind == "int4" else 0.75)
+        span = groups.amax(2) - groups.amin(2) if kind not in HALF else 2.05 * groups.abs().amax(2)
+        if kind in HALF:
+            span *= HALF[kind] / (HALF[kind] - 1)  # the lowest level has no opposite
+        bound = span.repeat_interleave(32, 1)[:, :k] / LEVELS[kind] * (1.5 if kind == "int4" else 0.75)
     assert bool((error <= bound).all())
 
 
@@ -52,7 +52,7 @@ def test_int4_keeps_what_has_sixteen_levels() -> None:
     assert torch.equal(pack(w, "int4").dequant(), w)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", LEVELS)
 @pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 1e-6])
 def test_tiny_weights_keep_their_shape(kind: Kind, size: float) -> None:
     """Steps are multiples of float16's smallest number: one more of them at the most."""
@@ -60,7 +60,9 @@ def test_tiny_weights_keep_their_shape(kind: Kind, size: float) -> None:
     w = torch.randn(16, 64) * size
     error = (pack(w, kind).dequant() - w).abs().max()
     span = w.view(16, 2, 32).amax(2) - w.view(16, 2, 32).amin(2)
-    assert error <= 0.75 * (span.max() / (15 if kind == "int4" else 255) + 2**-24)
+    if kind in HALF:
+        span = 2 * w.abs().view(16, 2, 32).amax(2) * HALF[kind] / (HALF[kind] - 1)
+    assert error <= 0.75 * (span.max() / LEVELS[kind] + 2**-24)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,13 +78,16 @@ def test_slices_and_concat_commute_with_dequant(kind: Kind) -> None:
     assert torch.equal(both.take(ids), dense[ids.long()].float())
 
 
-@pytest.mark.parametrize(("kind", "levels"), [("int4", 16), ("int8", 256)])
-def test_given_quants_are_kept(kind: Kind, levels: int) -> None:
+@pytest.mark.parametrize("kind", LEVELS)
+def test_given_quants_are_kept(kind: Kind) -> None:
     torch.manual_seed(0)
-    q = torch.randint(0, levels, (9, 64))
+    q = torch.randint(0, LEVELS[kind] + 1, (9, 64))
     scale, low = torch.rand(9, 2).half(), torch.randn(9, 2).half()
+    if kind in HALF:
+        low = scale * -HALF[kind]
     want = q.view(9, 2, 32) * scale.float()[..., None] + low.float()[..., None]
-    assert torch.equal(Weight.of_groups(kind, q, scale, low).dequant(), want.view(9, 64))
+    got = Weight.of_groups(kind, q, scale, None if kind in HALF else low)
+    assert torch.equal(got.dequant(), want.view(9, 64))
 
 
 def test_constant_and_zero_weights() -> None:
