@@ -84,6 +84,16 @@ def resolve(
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
+    packed = isinstance(spec, ModelSpec) and spec.packed > 0
+    if config.quantization == "gguf" and (device == "cuda" or (spec is not None and not packed)):
+        raise ConfigError(
+            "--quantization gguf is for a quantized GGUF file on a CPU; leave it out", param="quantization"
+        )
+    if config.quantization == "none":
+        filled["quantization"] = None
+    elif config.quantization is None and packed and device == "cpu":
+        filled["quantization"] = "gguf"
+        reasons["quantization"] = "as the file is, so that a step reads no more; none gives --dtype"
     if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
     if config.memory_fraction != 1 and device == "cpu":

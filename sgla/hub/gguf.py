@@ -108,7 +108,7 @@ class LazyTensor:
         """By the ``gguf`` package, except for three simple types, at which this is two to three times as fast."""
         if len(self.shape) == 1:
             return self._dequantize(self.blocks)[0, rows.start : rows.stop]
-        if (quants := self.quants(rows)) is not None:
+        if self.type_name in _SIMPLE and (quants := self.quants(rows)) is not None:
             return _affine(*quants)
         return self._dequantize(self.blocks[rows.start : rows.stop])
 
@@ -121,10 +121,25 @@ class LazyTensor:
     @property
     def bits(self) -> int | None:
         """Of the quants of a matrix in groups of 32 with one scale and minimum; None for other types."""
-        return _SIMPLE[self.type_name].bits if self.type_name in _SIMPLE else None
+        return {"Q4_K": 4, "Q5_K": 5}.get(self.type_name) or getattr(
+            _SIMPLE.get(self.type_name), "bits", None
+        )
+
+    @property
+    def kept(self) -> str | None:
+        """The format of quant/weight.py that has these values at the least loss for its bytes; None of floating-point numbers."""
+        return None if self.type_name in _FLOATS else _KEPT.get(self.type_name, ("int8", 0.0))[0]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the minimum is half of the range of ``bits`` below 0."""
+        return self.type_name in _SIMPLE and _SIMPLE[self.type_name].symmetric
 
     def quants(self, rows: range) -> Quants | None:
-        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None of others."""
+        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None of others. Those of Q4_K
+        and Q5_K are products, which are rounded to float16."""
+        if self.type_name in ("Q4_K", "Q5_K"):
+            return self._nested_quants(rows)
         if self.type_name not in _SIMPLE:
             return None
         kind = _SIMPLE[self.type_name]
@@ -140,6 +155,27 @@ class LazyTensor:
         minimum = scale * np.float16(-(1 << kind.bits - 1)) if kind.symmetric else blocks["minimum"].copy()
         return quants.reshape(len(blocks), -1), scale, minimum
 
+    def _nested_quants(self, rows: range) -> Quants:
+        """Blocks of eight groups: two float16 numbers, 6-bit multiples of them for each group, the fifth bits, four bits."""
+        from gguf.quants import Q4_K
+
+        size = 144 if self.type_name == "Q4_K" else 176
+        blocks = self.blocks[rows.start : rows.stop].reshape(-1, size)
+        steps = blocks[:, :4].copy().view(np.float16).astype(np.float32)
+        scales, minima = Q4_K.get_scale_min(blocks[:, 4:16])
+        low = blocks[:, -128:].reshape(-1, 4, 1, 32)
+        quants = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
+        if self.type_name == "Q5_K":
+            high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
+            quants |= (high & 1) << 4
+        count = len(rows)
+        scale, minimum = steps[:, :1] * scales, -steps[:, 1:] * minima
+        return (
+            quants.reshape(count, -1),
+            scale.astype(np.float16).reshape(count, -1),
+            minimum.astype(np.float16).reshape(count, -1),
+        )
+
 
 class _Simple(NamedTuple):
     """A block of 32 quants with one scale, and one minimum unless it is half of the range below zero."""
@@ -154,6 +190,17 @@ class _Simple(NamedTuple):
         fields += [("high", "u1", 4)] if self.bits == 5 else []
         return np.dtype([*fields, ("quants", "u1", 32 if self.bits == 8 else 16)])
 
+
+# What a CPU keeps quantized matrices in (quant/weight.py), and its bytes of a weight; types that are not here: int8.
+_KEPT = {
+    "Q4_0": ("q4_0", 0.5625),
+    "Q4_1": ("int4", 0.625),
+    "Q4_K": ("int4", 0.625),
+    "Q5_0": ("q5_0", 0.6875),
+    "Q6_K": ("q8_0", 1.0625),
+    "Q8_0": ("q8_0", 1.0625),
+}
+_FLOATS = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "F64": 8.0}
 
 _SIMPLE = {
     "Q4_0": _Simple(4, True),
@@ -244,6 +291,8 @@ class GGUFFile:
         ):
             if any(f"blk.0.{stem}.bias" in self._tensors for stem in stems):
                 config[flag] = True
+        if packed := self._bytes_per_weight():
+            config["quantization_config"] = {"quant_method": "gguf", "bytes_per_weight": packed}
         scale = keys.get("attention.scale") or self._default_scale(config)
         if self.architecture == "gemma3":
             config |= _gemma_config(keys, scale)
@@ -262,6 +311,16 @@ class GGUFFile:
     def _is_float16(self) -> bool:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""
         return any(len(t.shape) > 1 and type_name(t.type) == "F16" for t in self._tensors.values())
+
+    def _bytes_per_weight(self) -> float:
+        """Of the matrices as a CPU keeps them, at the average; 0 if none is quantized."""
+        matrices = [(type_name(t.type), prod(t.shape)) for t in self._tensors.values() if len(t.shape) > 1]
+        if all(name in _FLOATS for name, _ in matrices):
+            return 0.0
+        total = sum(
+            (_FLOATS.get(name) or _KEPT.get(name, ("int8", 1.125))[1]) * values for name, values in matrices
+        )
+        return total / sum(values for _, values in matrices)
 
     def _vocab_size(self) -> int:
         if "token_embd.weight" not in self._tensors:

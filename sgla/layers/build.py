@@ -6,7 +6,7 @@ takes this rank's part. ``model/load.py`` streams the tensors through that table
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgla.dist import Shard
 from sgla.errors import ConfigError
-from sgla.quant import GROUP, Kind, Weight, pack
+from sgla.quant import GROUP, LEVELS, Kind, Weight, pack
 
 CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory beyond the final weights
 
@@ -77,7 +77,7 @@ class Build:
     """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer.
 
     ``plain`` is the format of weights that are never quantized. ``stacks`` names tensors that a checkpoint may have
-    instead of several declared ones: name -> shape and parts. ``wide``: tensors that are int8 where ``kind`` is int4.
+    instead of several declared ones: name -> shape and parts. ``kinds``: formats of the tensors that differ from the others.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -86,11 +86,15 @@ class Build:
     plain: Kind = "f32"
     table: dict[str, Slot] = field(default_factory=dict)
     stacks: dict[str, tuple[tuple[int, ...], list[Part]]] = field(default_factory=dict)
-    wide: frozenset[str] = frozenset()
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
 
     def kind_of(self, name: str) -> Kind:
         """The format of the linear layer that has the tensor ``name``."""
-        return "int8" if name in self.wide else self.kind
+        return self.kinds.get(name, self.kind)
+
+    def vocab_kind_of(self, name: str) -> Kind:
+        """The same of embedding and output layer."""
+        return self.kinds.get(name, self.vocab_kind)
 
     def declare(self, name: str, shape: tuple[int, ...], take: Callable[[SourceTensor], None]) -> None:
         assert name not in self.table, name
@@ -119,15 +123,17 @@ def empty_weight(n: int, k: int, kind: Kind) -> Weight:
 
 
 def columns_of(weight: Weight, columns: range | None) -> Weight:
-    """A part of the columns, or all; int8 is rounded again where it is cut inside of a group. Raises ConfigError if int4 cannot be
-    cut there."""
+    """A part of the columns, or all; 8 bits are rounded again where they are cut inside of a group. Raises ConfigError if fewer
+    cannot be cut there."""
     if columns is None or len(columns) == weight.k:
         return weight
     whole = columns.start % GROUP == 0 and (columns.stop % GROUP == 0 or columns.stop == weight.k)
-    if weight.kind == "int8" and not whole:
-        return pack(weight.dequant()[:, columns.start : columns.stop], "int8")
-    if weight.kind == "int4" and not whole:
-        raise ConfigError(f"int4 weights split over ranks in groups of {GROUP}; use another --tp or int8")
+    if weight.kind in ("int8", "q8_0") and not whole:
+        return pack(weight.dequant()[:, columns.start : columns.stop], weight.kind)
+    if weight.kind in LEVELS and not whole:
+        raise ConfigError(
+            f"{weight.kind} weights split over ranks in groups of {GROUP}; use another --tp or --quantization int8"
+        )
     return weight.columns(columns.start, columns.stop)
 
 

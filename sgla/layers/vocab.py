@@ -13,7 +13,7 @@ class VocabEmbedding:
     """ids int32 ``[T]`` -> ``[T, d]``, times ``scale``."""
 
     def __init__(self, build: Build, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
-        self.weight = empty_weight(vocab, hidden, build.vocab_kind)
+        self.weight = empty_weight(vocab, hidden, build.vocab_kind_of(f"{name}.weight"))
         self.scale = scale
         build.declare(
             f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, range(vocab))
@@ -43,7 +43,7 @@ class LMHead:
         if tied is not None:
             self.weight = tied.weight.rows(own.start, own.stop)
         else:
-            self.weight = empty_weight(len(own), hidden, build.vocab_kind)
+            self.weight = empty_weight(len(own), hidden, build.vocab_kind_of(f"{name}.weight"))
             build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
 
     def __call__(self, hidden: Tensor) -> Tensor:

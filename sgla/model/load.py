@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from sgla.model.registry import model_class
 from sgla.model.sizes import wide_matrices
 from sgla.model.spec import ModelSpec, scale_block
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
-from sgla.quant import Kind, Weight, pack
+from sgla.quant import GROUP, HALF, LEVELS, Kind, Weight, pack
 
 OnProgress = Callable[[Progress], None]
 
@@ -56,7 +56,7 @@ def load_model(
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
-    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8; with
+    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8 | gguf (as the file is); with
     int4 the embedding and the output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU.
     ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights. ``on_model`` gets the model before
     its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
@@ -131,7 +131,7 @@ def kinds_of(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
         return ("int8" if quantization == "int8" else "int4"), "int8", plain
     if quantization == "fp8":
         return "fp8", plain, plain
-    assert quantization is None, quantization
+    assert quantization in ("gguf", None), quantization
     return plain, plain, plain
 
 
@@ -142,8 +142,38 @@ def decoder_build(
     build = Build(shard, *kinds_of(dtype, quantization))
     if quantization == "int4":
         bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
-        build.wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
+        wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
+        build.kinds = dict.fromkeys(wide, "int8")
+    if quantization == "gguf":
+        build.kinds = _kinds_of_file(source, spec, build.plain, shard.size)
     return build
+
+
+# Formats that have the values of others without loss, the smaller ones first.
+_HOLDS: dict[Kind, set[Kind]] = {
+    "q5_0": {"q5_0", "q4_0"},
+    "q8_0": {"q8_0", "q5_0", "q4_0"},
+    "int4": {"int4", "q4_0"},
+    "int8": {"int8", "int4", *HALF},
+}
+
+
+def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: Kind, ranks: int) -> dict[str, Kind]:
+    """The formats of the matrices of a GGUF file; those that are multiplied as one have the smallest that is enough for all."""
+    if source.gguf_path is None:
+        raise ConfigError("--quantization gguf is for GGUF files; leave it out", param="quantization")
+    kinds = {tensor.name: cast(Kind, tensor.kept or plain) for tensor in source.gguf().tensors()}
+    for i in range(spec.layers):
+        layer = f"model.layers.{i}"
+        for module, parts in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
+            names = [f"{layer}.{module}.{part}_proj.weight" for part in parts]
+            found = {kinds[name] for name in names}
+            if len(found) > 1:
+                kinds |= dict.fromkeys(names, next((k for k, held in _HOLDS.items() if found <= held), plain))
+        out = f"{layer}.self_attn.o_proj.weight"
+        if spec.heads // ranks * spec.head_dim % GROUP and kinds[out] != plain:
+            kinds[out] = "q8_0"  # which may be cut inside of a group
+    return kinds
 
 
 def _fill(
@@ -355,13 +385,17 @@ class _Packed:
         return torch.from_numpy(self.tensor.numpy(rows))
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        """Simple types have the same groups and constants as int8 and int4, so where those are wide enough for their quants
-        these are taken over as they are."""
-        if (bits := self.tensor.bits) is not None and bits <= {"int8": 8, "int4": 4}.get(kind, 0):
-            parts = self.tensor.quants(rows)
-            assert parts is not None
-            return columns_of(Weight.of_groups(kind, *map(torch.from_numpy, parts)), columns)
-        return columns_of(pack(self.dense(rows), kind), columns)
+        """Types in groups of 32 have the same constants as ours, so where these are wide enough for their quants they are
+        taken over as they are."""
+        bits, room = self.tensor.bits, LEVELS.get(kind, 0).bit_length()
+        if bits is None or bits > room or (kind in HALF and not self.tensor.symmetric):
+            return columns_of(pack(self.dense(rows), kind), columns)
+        parts = self.tensor.quants(rows)
+        assert parts is not None
+        q, scale, minimum = map(torch.from_numpy, parts)
+        if kind not in HALF:
+            return columns_of(Weight.of_groups(kind, q, scale, minimum), columns)
+        return columns_of(Weight.of_groups(kind, q + (HALF[kind] - (1 << bits - 1)), scale, None), columns)
 
 
 @lru_cache(1)

@@ -37,15 +37,17 @@ def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | 
 def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> float:
     if isinstance(spec, EncoderSpec):
         return spec.values * BYTES[quantization or dtype]
+    gguf = quantization == "gguf"
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     mixed = len(spec.moe.layers) if spec.moe else 0
     mlps = (spec.layers - mixed) * spec.intermediate
     if spec.moe:
         mlps += mixed * spec.moe.experts * spec.moe.intermediate
-    table = spec.vocab * spec.hidden * BYTES["int8" if quantization in ("int8", "int4") else dtype]
+    vocab = BYTES["int8" if quantization in ("int8", "int4") else dtype]
+    table = spec.vocab * spec.hidden * (spec.packed if gguf else vocab)
     head = 0.0 if spec.tied else table / ranks
     layers = spec.layers * attention + 3 * spec.hidden * mlps
-    return layers * BYTES[quantization or dtype] / ranks + table + head
+    return layers * (spec.packed if gguf else BYTES[quantization or dtype]) / ranks + table + head
 
 
 def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:

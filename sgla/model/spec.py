@@ -94,6 +94,7 @@ class ModelSpec:
     attention_softcap: float = 0.0  # no family has one: transformers does not apply Gemma 3's
     moe: MoESpec | None = None
     quantization: Literal["fp8"] | None = None  # of the checkpoint
+    packed: float = 0.0  # bytes of a weight as a CPU keeps those of a quantized GGUF file; 0 of others
 
     notes: tuple[str, ...] = ()  # about the file
 
@@ -108,7 +109,10 @@ class ModelSpec:
         unknown = check_keys(architecture, family, text)
         reader = Reader(architecture, {**family.defaults, **text})
         return replace(
-            _read(reader, family), quantization=quantization, notes=noted(architecture, config, unknown)
+            _read(reader, family),
+            quantization=quantization,
+            packed=_quantization(config).get("bytes_per_weight", 0.0) if is_gguf(config) else 0.0,
+            notes=noted(architecture, config, unknown),
         )
 
 
@@ -240,7 +244,7 @@ def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Raises ConfigError for every other
     format, naming its method."""
     c = _quantization(config)
-    if not c:
+    if not c or is_gguf(config):
         return None
     scale_block(config)
     method = c.get("quant_method")
@@ -263,6 +267,11 @@ def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
         "the model's unquantized checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )
+
+
+def is_gguf(config: Mapping[str, Any]) -> bool:
+    """Whether this is the configuration of a GGUF file with quantized matrices (``hub/gguf.py``)."""
+    return _quantization(config).get("quant_method") == "gguf"
 
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:

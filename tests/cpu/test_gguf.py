@@ -25,6 +25,7 @@ from sgla.hub.gguf_header import decodable
 from sgla.hub.source import open_source
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
+from sgla.resolve import resolve
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -401,8 +402,17 @@ def check_blocks(blocks: np.ndarray, kind: Type) -> None:
 SIMPLE = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
 
 
+SAME = [
+    ("q4_0", Type.Q4_0),
+    ("q5_0", Type.Q4_0),
+    ("q5_0", Type.Q5_0),
+    ("q8_0", Type.Q5_0),
+    ("q8_0", Type.Q8_0),
+]
+
+
 @pytest.mark.parametrize(
-    ("ours", "kind"), [("int4", kind) for kind in SIMPLE[:2]] + [("int8", kind) for kind in SIMPLE]
+    ("ours", "kind"), [("int4", kind) for kind in SIMPLE[:2]] + [("int8", kind) for kind in SIMPLE] + SAME
 )
 def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) -> None:
     from sgla.model.load import _Packed
@@ -413,6 +423,61 @@ def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) ->
     assert torch.equal(
         source.weight(ours, range(1, 6)).dequant(), torch.from_numpy(dequantize(blocks, kind)[1:])
     )
+
+
+@pytest.mark.parametrize(("ours", "kind"), [("int4", Type.Q4_K), ("int8", Type.Q4_K), ("int8", Type.Q5_K)])
+def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
+    """Of their values no more is lost than the last of float16's bits in the constants."""
+    from sgla.model.load import _Packed
+
+    blocks = blocks_like(np.zeros((6, 512), np.float32), kind)
+    want = torch.from_numpy(dequantize(blocks, kind)[1:])
+    weight = _Packed(LazyTensor("w", kind.name, (6, 512), blocks)).weight(ours, range(1, 6))
+    assert weight.scale is not None
+    assert weight.minimum is not None
+    room = (32 * weight.scale + weight.minimum.abs()).float().repeat_interleave(32, 1) * 2**-11
+    assert bool(((weight.dequant() - want).abs() <= room).all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "linear", "table"),
+    [
+        (Type.Q4_0, "q4_0", "q4_0"),
+        (Type.Q4_1, "int4", "int4"),
+        (Type.Q5_0, "q5_0", "q5_0"),
+        (Type.Q5_1, "int8", "int8"),
+        (Type.Q8_0, "q8_0", "q8_0"),
+        (Type.F16, "bf16", "bf16"),
+    ],
+)
+def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama", hidden_size=96, head_dim=32, num_attention_heads=6)
+    source = open_source(convert(hf, tmp_path / "model.gguf", quantized=kind))
+    resolved = resolve(Config(device="cpu"), model=source.config).config
+    assert resolved.quantization == (None if kind == Type.F16 else "gguf")
+    model = load_model(source, "bfloat16", "gguf")
+    found = (model.blocks[0].attention.qkv.weight.kind, model.embed.weight.kind)
+    assert found == (linear, table)
+    given = resolve(Config(device="cpu", quantization="none"), model=source.config).config
+    assert given.quantization is None
+
+
+def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path) -> None:
+    from sgla.model.load import _HOLDS
+
+    held = [next(kind for kind, has in _HOLDS.items() if found <= has) for found in (
+        {"q5_0", "q8_0"}, {"q4_0", "q5_0"}, {"int4", "q4_0"}, {"int4", "q8_0"}, {"int4", "int8"},
+    )]  # fmt: skip
+    assert held == ["q8_0", "q5_0", "int4", "int8", "int8"]
+
+
+def test_gguf_weights_are_for_such_files_alone(tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama")
+    plain = open_source(convert(hf, tmp_path / "model.gguf"))
+    with pytest.raises(ConfigError, match="--quantization gguf is for a quantized GGUF file on a CPU"):
+        resolve(Config(device="cpu", quantization="gguf"), model=plain.config)
+    with pytest.raises(ConfigError, match="--quantization gguf is for GGUF files"):
+        load_model(open_source(tmp_path), "bfloat16", "gguf")
 
 
 @pytest.mark.parametrize(("kind", "wide"), [(Type.Q4_1, False), (Type.Q5_0, True)])
