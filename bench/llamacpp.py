@@ -230,7 +230,7 @@ def random_file(shape: Shape, type_name: str) -> Iterator[Path]:
             writer.add_sliding_window(512)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([f"t{i}" for i in range(shape.vocab)])
+        writer.add_token_list(["t", "0", *(f"t{i}" for i in range(shape.vocab - 2))])
         writer.add_token_types([1] * shape.vocab)
         writer.add_token_merges(["t 0"])
         writer.add_eos_token_id(0)

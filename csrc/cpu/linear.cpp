@@ -194,12 +194,18 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
       convert(l.kind, w[p], k, block);
       w[p] = (const uint8_t*)block;
     }
-    for (int64_t m = 0; m < rows; m += l.block()) {
-      int64_t some = std::min(l.block(), rows - m);
-      if (k0 == 0) out.fetch(m, some);
+    auto some = [&](int64_t m, int64_t p) {
+      int64_t count = std::min(l.block(), rows - m);
+      if (k0 == 0 && p == 0) out.fetch(m, count);
+      multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, count,
+               s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0, {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
+    };
+    if (as_is && grouped(l.kind)) {  // the L1 cache holds a panel's block
       for (int64_t p = 0; p < count; p++)
-        multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, some,
-                 s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0, {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
+        for (int64_t m = 0; m < rows; m += l.block()) some(m, p);
+    } else {
+      for (int64_t m = 0; m < rows; m += l.block())
+        for (int64_t p = 0; p < count; p++) some(m, p);
     }
   }
 }
