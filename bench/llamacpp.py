@@ -56,8 +56,8 @@ SHAPES = {
 BACKENDS = {
     "amx": ("sapphirerapids", "cooperlake", "icelake"),
     "avx512_bf16": ("zen4", "cooperlake", "icelake"),
-    "avx512_vnni": ("icelake", "cascadelake"),
-    "avx512": ("skylakex",),
+    "avx512_vnni": ("cooperlake", "icelake", "cascadelake"),
+    "avx512": ("skylakex", "cooperlake"),
     "avx2": ("haswell",),
 }
 
