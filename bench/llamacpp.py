@@ -159,11 +159,11 @@ def load_backend(level: str) -> str:
 
     folder = Path(llama_cpp.__file__).parent / "lib"
     llama_cpp.llama_backend_init()
-    ggml = ctypes.CDLL(str(next(folder.glob("libggml.so*"))))
-    ggml.ggml_backend_load.argtypes, ggml.ggml_backend_load.restype = [ctypes.c_char_p], ctypes.c_void_p
+    load = llama_cpp.llama_cpp._lib.ggml_backend_load
+    load.argtypes, load.restype = [ctypes.c_char_p], ctypes.c_void_p
     for name in BACKENDS[level]:
         path = folder / f"libggml-cpu-{name}.so"
-        if path.exists() and ggml.ggml_backend_load(str(path).encode()):
+        if path.exists() and load(str(path).encode()):
             return name
     if any(folder.glob("libggml-cpu-*.so")):
         raise SystemExit(f"llama.cpp has no backend for {level} in {folder}")
