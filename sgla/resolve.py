@@ -90,7 +90,7 @@ def resolve(
             "--quantization gguf is for a quantized GGUF file on a CPU; leave it out", param="quantization"
         )
     if config.quantization == "none":
-        filled["quantization"] = None
+        config = msgspec.structs.replace(config, quantization=None)
     elif config.quantization is None and packed and device == "cpu":
         filled["quantization"] = "gguf"
         reasons["quantization"] = "as the file is, so that a step reads no more; none gives --dtype"
