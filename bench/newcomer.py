@@ -56,8 +56,8 @@ def without_compilers(folder: Path) -> str:
     for place in os.environ["PATH"].split(os.pathsep):
         for program in Path(place).iterdir() if Path(place).is_dir() else ():
             link = folder / program.name
-            if not COMPILERS.fullmatch(program.name) and not link.exists(follow_symlinks=False):
-                link.symlink_to(program.resolve())
+            if not COMPILERS.fullmatch(program.name) and not os.path.lexists(link):
+                link.symlink_to(program.absolute())
     return str(folder)
 
 
