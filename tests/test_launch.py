@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sgla.cli import main
+from sgla.cli import args, main
 from sgla.cli.launch import AGENTS, Target, merged
 
 KEY = "geheim"
@@ -190,6 +190,10 @@ def test_mistakes(url: str, home: Path, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as wrong:
         main(["launch", "emacs"])
     assert wrong.value.code == 2
+
+
+def test_the_command_line_knows_the_agents() -> None:
+    assert tuple(AGENTS) == args.AGENTS
 
 
 def test_merging_keeps_what_is_there() -> None:

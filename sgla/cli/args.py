@@ -45,6 +45,7 @@ ARGUMENTS = {
     "completion": "SHELL",
     "launch": "AGENT [options] [-- ARGUMENTS OF THE AGENT]",
 }
+AGENTS = ("claude", "codex", "opencode", "qwen", "pi")  # that launch.py knows
 EPILOG = (
     "Each setting is also a variable, as SGLA_API_KEY, and a line of the --config file. Flags of vLLM, SGLang and llama.cpp are understood "
     "or refused with what to use instead: see docs/flags.md. 'sgla explain' shows what the settings resolve to."
@@ -356,8 +357,6 @@ def _add_key(add: Callable[..., Any]) -> None:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    from sgla.cli.launch import AGENTS
-
     add = parser.add_argument
     add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
     add("--url", default="http://127.0.0.1:30000", metavar="URL", help="the server (default: %(default)s)")

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -229,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in variables.items():
         say(f"  {name}={'***' if value == target.key != NO_KEY else value}")
     command = [agent.binary, *arguments, *args.arguments]
-    say("  " + " ".join(command))
+    say(f"  {shlex.join(command)}")
     if args.print:
         return 0
     if shutil.which(agent.binary) is None:
