@@ -259,12 +259,22 @@ def declared(*extras: str) -> set[str]:
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "flashinfer": "flashinfer_python", "opentelemetry": "opentelemetry_sdk"}
-# huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic
-THROUGH_OTHERS = {"tqdm", "triton", "packaging", "pydantic"}
+# huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp multidict and yarl, mcp the others
+THROUGH_OTHERS = {
+    "tqdm",
+    "triton",
+    "packaging",
+    "pydantic",
+    "multidict",
+    "yarl",
+    "anyio",
+    "httpx2",
+    "mcp_types",
+}
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    for folder, extras in (("sgla", ("cuda", "otel", "modelscope", "eval")), ("tests", ("test",))):
+    for folder, extras in (("sgla", ("cuda", "otel", "modelscope", "eval", "mcp")), ("tests", ("test",))):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}
         assert names - THROUGH_OTHERS <= declared(*extras), folder
 
