@@ -107,7 +107,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
     # device
-    device: Annotated[Literal["auto", "cpu", "cuda"], Doc(description="where the model runs")] = "auto"
+    device: Annotated[
+        str, Doc(description="where the model runs: auto, cpu, cuda, or a kind that a package registers")
+    ] = "auto"
     tp: Annotated[int, Doc(description="tensor-parallel ranks, one process each")] = 1
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[

@@ -1,8 +1,10 @@
-"""What a GPU is to those who choose by it, and which models it cannot run: asked before anything is loaded, by ``explain`` as by
-the workers. Loads no torch."""
+"""What a device is to all who choose by it, the kinds there are, and which models a GPU cannot run: asked before anything is
+loaded, by ``explain`` as by the workers. Loads no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from sgla.config import Config
@@ -14,23 +16,77 @@ LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 HEAD_DIM = 256  # the largest of the attention kernels
 CPU = "give --device cpu"
+OTHERS = {  # kinds that people may ask for
+    "rocm": "AMD GPUs", "hip": "AMD GPUs", "xpu": "Intel GPUs", "hpu": "Gaudi", "npu": "Ascend NPUs", "tpu": "TPUs",
+    "mps": "Apple GPUs", "vulkan": "GPUs by way of Vulkan", "musa": "Moore Threads GPUs", "neuron": "Trainium and Inferentia",
+}  # fmt: skip
 
 
 class Device(NamedTuple):
-    """A GPU. ``capability`` is NVIDIA's, and (0, 0) of other makers, whose numbers mean something else."""
+    """A device. ``kind``: see ``platform``; ``arch``: the compute capability of an NVIDIA GPU, (0, 0) of everything else, whose
+    numbers mean something else. Sizes in bytes: ``shared`` is the shared memory that a block may have."""
 
+    kind: str
     name: str
-    capability: tuple[int, int]
+    arch: tuple[int, int] = (0, 0)
+    multiprocessors: int = 1
+    shared: int = 0
+    memory: int = 0
 
     @property
-    def shared(self) -> int:
-        """Bytes of shared memory that a block may have."""
-        return SHARED.get(self.capability, LEAST_SHARED) << 10
+    def bf16(self) -> bool:
+        """It multiplies bfloat16."""
+        return self.kind == "cpu" or self.arch >= LEAST
 
     @property
-    def e4m3(self) -> bool:
-        """It has 8-bit floating point."""
-        return self.capability >= (8, 9)
+    def fp8(self) -> bool:
+        """It has 8-bit floating point (e4m3)."""
+        return self.arch >= (8, 9)
+
+    @property
+    def tma(self) -> bool:
+        """It copies tiles by itself (tensor memory accelerator)."""
+        return self.arch >= (9, 0)
+
+    @property
+    def pdl(self) -> bool:
+        """A kernel may start before the one before it has ended (programmatic dependent launch)."""
+        return self.arch >= (9, 0)
+
+    @property
+    def wgmma(self) -> bool:
+        """It has Hopper's products of warp groups, which no other generation has."""
+        return self.arch == (9, 0)
+
+
+def nvidia(name: str, arch: tuple[int, int], multiprocessors: int = 1, memory: int = 0) -> Device:
+    return Device("cuda", name, arch, multiprocessors, SHARED.get(arch, LEAST_SHARED) << 10, memory)
+
+
+class Platform(NamedTuple):
+    """A kind of device that models run on. ``runner``: import path (``module:name``) of what runs steps in a worker, called as
+    ``worker.runner.Runner`` is; ``find``: the devices of the kind that this machine has, found without torch."""
+
+    runner: str
+    find: Callable[[], tuple[Device, ...]] = tuple
+
+
+PLATFORMS = {
+    "cpu": Platform("sgla.worker.start:cpu_runner"),
+    "cuda": Platform("sgla.worker.cuda:CudaRunner"),
+}
+
+
+def platform(kind: str) -> Platform:
+    """That of ``--device kind``: ours, or one that a package registers as an entry point of the group ``sgla.devices``, whose name
+    is the kind and whose object is a Platform. Raises ConfigError if there is none."""
+    if kind not in PLATFORMS:
+        found = next(iter(entry_points(group="sgla.devices", name=kind)), None)
+        if found is None:
+            what = f"{OTHERS[kind]} are not supported yet" if kind in OTHERS else "no package registers it"
+            raise ConfigError(f"--device {kind[:99]}: {what}; {CPU}, cuda or auto", param="device")
+        PLATFORMS[kind] = found.load()
+    return PLATFORMS[kind]
 
 
 def check(
@@ -39,13 +95,13 @@ def check(
     """Raise ConfigError for a generating model that ``device`` cannot run. ``dtype``: in which it computes; ``stored``: the
     quantization of the checkpoint."""
     quantization = config.quantization or stored
-    if device.capability == (0, 0):
+    if device.kind != "cuda":
         raise ConfigError(
             f"{device.name} is no NVIDIA GPU, and others are not supported yet; {CPU}", param="device"
         )
-    if device.capability < LEAST:
+    if not device.bf16:
         raise ConfigError(
-            f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}, and the kernels need "
+            f"{device.name} has compute capability {device.arch[0]}.{device.arch[1]}, and the kernels need "
             f"{LEAST[0]}.{LEAST[1]} (Ampere) or more; {CPU}",
             param="device",
         )
@@ -67,13 +123,13 @@ def check(
         )
     if quantization == "fp8" and dtype == "float32":
         raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
-    if quantization == "fp8" and not device.e4m3:
+    if quantization == "fp8" and not device.fp8:
         raise ConfigError(
             f"{device.name} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer GPU; use weights in "
             "bfloat16: another checkpoint if these are fp8, or no --quantization fp8",
             param="quantization",
         )
-    if config.kv_cache_dtype == "fp8" and (not device.e4m3 or dtype != "bfloat16"):
+    if config.kv_cache_dtype == "fp8" and (not device.fp8 or dtype != "bfloat16"):
         raise ConfigError(
             "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype bfloat16; "
             "leave it out",

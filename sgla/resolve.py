@@ -11,8 +11,8 @@ import msgspec
 
 from sgla.config import Config
 from sgla.defaults import read_given
-from sgla.device import Device
 from sgla.device import check as check_device
+from sgla.device import platform
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
@@ -80,7 +80,9 @@ def resolve(
     device = settle("device", choose_device(machine, pooled or encoder))
     if device == "cuda":
         check_gpus(config, machine, pooled or encoder)
-    if config.quantization == "fp8" and device == "cpu":
+    elif device != "cpu" and not platform(device).find():
+        raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
+    if config.quantization == "fp8" and device != "cuda":
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
@@ -94,16 +96,16 @@ def resolve(
     elif config.quantization is None and packed and device == "cpu":
         filled["quantization"] = "gguf"
         reasons["quantization"] = "as the file is, so that a step reads no more; none gives --dtype"
-    if config.kv_cache_dtype == "fp8" and device == "cpu":
+    if config.kv_cache_dtype == "fp8" and device != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
-    if config.memory_fraction != 1 and device == "cpu":
+    if config.memory_fraction != 1 and device != "cuda":
         raise ConfigError(
             "--memory-fraction is of a GPU's memory; on the CPU give --kv-cache-bytes",
             param="memory_fraction",
         )
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         backend = getattr(config, name)
-        if backend not in (None, "auto") and device == "cpu":
+        if backend not in (None, "auto") and device != "cuda":
             raise ConfigError(
                 f"--{name.replace('_', '-')} {backend} needs a GPU; leave it out on the CPU", param=name
             )
@@ -118,8 +120,7 @@ def resolve(
     cuda = device == "cuda"
     if cuda and isinstance(spec, ModelSpec):
         for gpu in machine.gpus[: config.tp]:
-            card = Device(gpu.name, gpu.capability)
-            check_device(card, config, spec.head_dim, dtype, spec.moe is not None, spec.quantization)
+            check_device(gpu, config, spec.head_dim, dtype, spec.moe is not None, spec.quantization)
     settle("threads", choose_threads(machine, config.tp))
     settle("depth", Choice(2, "plans the next step while this one runs"))
     settle(

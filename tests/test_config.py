@@ -18,8 +18,9 @@ from sgla.cli.explain import as_text, ledger
 from sgla.cli.settings import load_config, parse_bytes
 from sgla.config import Config
 from sgla.defaults import Defaults
+from sgla.device import Device, nvidia
 from sgla.errors import ConfigError
-from sgla.observe.machine import Gpu, Machine, detect
+from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, RANGES, check, resolve
 from sgla.sched.limits import LONGEST
 
@@ -32,7 +33,7 @@ LAPTOP = Machine(
     compiler="/usr/bin/c++",
     torch="2.13.0+cpu",
 )
-H200 = Gpu("NVIDIA H200", 140 * GIB, (9, 0))
+H200 = nvidia("NVIDIA H200", (9, 0), 132, 140 * GIB)
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
@@ -332,7 +333,7 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
         ({"head_dim": 512}, H200, {}, "head dimension is 512.*--device cpu", "device"),
         (
             {},
-            Gpu("Tesla T4", 16 * GIB, (7, 5)),
+            nvidia("Tesla T4", (7, 5), 40, 16 * GIB),
             {},
             "Tesla T4 has compute capability 7.5.*--device cpu",
             "device",
@@ -341,7 +342,7 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
         ({}, H200, {"quantization": "int4"}, "int4 has no GPU kernels yet", "quantization"),
         (
             {},
-            Gpu("NVIDIA A100", 80 * GIB, (8, 0)),
+            nvidia("NVIDIA A100", (8, 0), 108, 80 * GIB),
             {"quantization": "fp8"},
             "no 8-bit floating point",
             "quantization",
@@ -349,7 +350,7 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
     ],
 )
 def test_what_a_gpu_cannot_run_is_refused_before_anything_is_loaded(
-    changes: dict[str, Any], gpu: Gpu, config: dict[str, Any], message: str, param: str
+    changes: dict[str, Any], gpu: Device, config: dict[str, Any], message: str, param: str
 ) -> None:
     machine = Machine(gpus=(gpu,), torch_cuda="13.0")
     with pytest.raises(ConfigError, match=message) as caught:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sgla.attention.base import Attention, Decode, DeviceBatch, Extend, ExtendRows, Prompts, Shape
+from sgla.device import Device
 from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
+from sgla.kernels.device import this_device
 
 __all__ = ["TILE", "Attention", "DeviceBatch", "ExtendRows", "Shape", "choose"]
 
@@ -35,28 +37,35 @@ class Asked(NamedTuple):
 
 
 def choose(
-    name: str, shape: Shape, scale: float, *, decode: str | None = None, prefill: str | None = None
+    name: str,
+    shape: Shape,
+    scale: float,
+    device: Device | None = None,
+    *,
+    decode: str | None = None,
+    prefill: str | None = None,
 ) -> tuple[Attention, list[str]]:
-    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why. ``decode`` and
-    ``prefill``: another name for one of them.
+    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why. ``device``: this
+    process's if None; ``decode`` and ``prefill``: another name for one of them.
 
     Raises ConfigError with the reason if one of the names cannot run this model.
     """
+    device = device or this_device()
     asked = Asked.of("decode", name, decode), Asked.of("prefill", name, prefill)
     if shape.deterministic:
-        return _deterministic(asked, shape), [
+        return _deterministic(asked, shape, device), [
             "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long"
         ]
-    decoder, no_decode = _decode(asked[0], shape)
-    extend, no_extend = _extend(asked[1], shape, scale)
-    prompts, no_prompts = _prompts(asked[1], shape)
+    decoder, no_decode = _decode(asked[0], shape, device)
+    extend, no_extend = _extend(asked[1], shape, scale, device)
+    prompts, no_prompts = _prompts(asked[1], shape, device)
     backend = Attention(decoder, extend, prompts, all(one.name != "torch" for one in asked))
     wanted = ", as asked" if {one.name for one in asked} != {"auto"} else ""
     slow = "" if backend.captures else ", no graphs"
     return backend, [f"attention: {backend.name}{slow}{wanted}", *no_decode, *no_extend, *no_prompts]
 
 
-def _deterministic(asked: tuple[Asked, Asked], shape: Shape) -> Attention:
+def _deterministic(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> Attention:
     from sgla.attention import invariant
     from sgla.attention.triton_ops import TritonPrompts
 
@@ -69,10 +78,12 @@ def _deterministic(asked: tuple[Asked, Asked], shape: Shape) -> Attention:
             f"--deterministic cannot be honoured: {why}; use --{named.setting.replace('_', '-')} auto, or leave it out",
             param="deterministic",
         )
-    return Attention(invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts(shape))
+    return Attention(
+        invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts(shape, device)
+    )
 
 
-def _decode(asked: Asked, shape: Shape) -> tuple[Decode, list[str]]:
+def _decode(asked: Asked, shape: Shape, device: Device) -> tuple[Decode, list[str]]:
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode
     from sgla.attention.triton_ops import TritonDecode
@@ -80,21 +91,21 @@ def _decode(asked: Asked, shape: Shape) -> tuple[Decode, list[str]]:
     if asked.name == "torch":
         return TorchDecode(), []
     if asked.name == "triton":
-        return TritonDecode(shape), []
+        return TritonDecode(shape, device), []
     notes = []
     if asked.name == "flashinfer":
         if asked.setting != "attention_backend":
             raise asked.refused(NO_DECODE)
         notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
-    why = NativeDecode.refuses(shape)
+    why = NativeDecode.refuses(shape, device)
     if why is None:
-        return NativeDecode(shape), notes
+        return NativeDecode(shape, device), notes
     if asked.name == "native":
         raise asked.refused(why)
-    return TritonDecode(shape), [*notes, f"native decode not used: {why}"]
+    return TritonDecode(shape, device), [*notes, f"native decode not used: {why}"]
 
 
-def _extend(asked: Asked, shape: Shape, scale: float) -> tuple[Extend, list[str]]:
+def _extend(asked: Asked, shape: Shape, scale: float, device: Device) -> tuple[Extend, list[str]]:
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeExtend
@@ -104,13 +115,13 @@ def _extend(asked: Asked, shape: Shape, scale: float) -> tuple[Extend, list[str]
     if asked.name == "torch":
         return TorchExtend(), []
     if asked.name == "triton":
-        return TritonExtend(shape), []
+        return TritonExtend(shape, device), []
     if asked.name != "auto" and shape.fp8_kv:
         raise asked.refused(NARROW)
     extend: Extend | None = None
     notes = []
     if asked.name != "flashinfer":
-        why = NativeExtend.refuses(shape)
+        why = NativeExtend.refuses(shape, device)
         extend = NativeExtend(shape) if why is None else None
         if why is not None and asked.name == "native":
             raise asked.refused(why)
@@ -124,17 +135,17 @@ def _extend(asked: Asked, shape: Shape, scale: float) -> tuple[Extend, list[str]
         else:
             notes.append(f"flashinfer not used: {found}")
     if extend is None:
-        return TritonExtend(shape), notes
-    return WholeOrPaged(extend, TritonExtend(shape)) if shape.fp8_kv else extend, notes
+        return TritonExtend(shape, device), notes
+    return WholeOrPaged(extend, TritonExtend(shape, device)) if shape.fp8_kv else extend, notes
 
 
-def _prompts(asked: Asked, shape: Shape) -> tuple[Prompts, list[str]]:
+def _prompts(asked: Asked, shape: Shape, device: Device) -> tuple[Prompts, list[str]]:
     from sgla.attention.native import NativePrompts
     from sgla.attention.triton_ops import TritonPrompts
 
     if asked.name in ("torch", "triton"):
-        return TritonPrompts(shape), []
-    why = NativePrompts.refuses(shape)
+        return TritonPrompts(shape, device), []
+    why = NativePrompts.refuses(shape, device)
     if why is None:
         return NativePrompts(shape), []
-    return TritonPrompts(shape), [f"native attention of prompts in graphs not used: {why}"]
+    return TritonPrompts(shape, device), [f"native attention of prompts in graphs not used: {why}"]

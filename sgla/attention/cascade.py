@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.attention.base import Attention, DevicePrefixes, Shape
+from sgla.device import Device
+from sgla.kernels.device import this_device
 from sgla.kernels.triton.cascade import ITEM, tile_rows
 
 Int32s = NDArray[np.int32]
@@ -59,11 +61,11 @@ class Cascade:
         self._plan: Prefixes | None = None
 
     @classmethod
-    def of(cls, shape: Shape, backend: Attention) -> Cascade | None:
+    def of(cls, shape: Shape, backend: Attention, device: Device | None = None) -> Cascade | None:
         """None where the backend does not take prefixes, or no layer sees all tokens."""
         if not backend.decode.cascades or 0 not in shape.windows:
             return None
-        return cls(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+        return cls(shape, (device or this_device()).multiprocessors)
 
     def plan(
         self, slots: Int32s, starts: Int32s, page_table: Int32s, admissions: int, batch: int

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Int32s, Shape, beside
-from sgla.kernels.device import hopper
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer
 
 WORKSPACE = 256 << 20
@@ -34,7 +34,7 @@ class FlashInferExtend:
             "kv_data_type": shape.dtype,
         }
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
-        kernel = "fa3" if hopper() else "fa2"
+        kernel = "fa3" if this_device().wgmma else "fa2"
         self._paged = [
             BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernel) for _ in range(PLANS)
         ]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sgla.attention import cascade
 from sgla.attention.base import DeviceBatch, Shape, beside, cut
+from sgla.device import Device
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
 from sgla.kernels.cuda.prompt_attention import Beside, Pages
@@ -21,18 +22,18 @@ class NativeDecode:
     name = "native"
     cascades = True
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         self._kernel = decode_attention.DecodeAttention(
             shape.max_rows, shape.kv_heads, shape.group, shape.head_dim
         )
         self._parts = cascade.workspace(shape)
-        self._processors = torch.cuda.get_device_properties(0).multi_processor_count
+        self._processors = device.multiprocessors
 
     @staticmethod
-    def refuses(shape: Shape) -> str | None:
+    def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
-        return decode_attention.supported(
-            shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
+        return decode_attention.refuses(
+            device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )
 
     def forward(
@@ -65,11 +66,11 @@ class NativePrompts:
         self.tile = prompt_attention.tile_tokens(shape.group)
 
     @staticmethod
-    def refuses(shape: Shape) -> str | None:
+    def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
         if shape.fp8_kv:
             return "the KV cache has 8 bits"
-        return NativeExtend.refuses(shape)
+        return NativeExtend.refuses(shape, device)
 
     def forward(
         self,
@@ -97,13 +98,13 @@ class NativeExtend:
         self._tiles = torch.empty(0)
 
     @staticmethod
-    def refuses(shape: Shape) -> str | None:
+    def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
         if shape.windows != {0}:
             return "layers have a sliding window"
         if shape.softcap:
             return "scores have a soft cap"
-        return prompt_attention.supported(shape.dtype, shape.head_dim, shape.group, shape.page_size)
+        return prompt_attention.refuses(device, shape.dtype, shape.head_dim, shape.group, shape.page_size)
 
     def plan(self, batch: DeviceBatch) -> None:
         rows = batch.extend

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Shape, cut
-from sgla.kernels.device import shared_memory
+from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention
 
@@ -15,27 +15,26 @@ class TritonDecode:
     name = "triton"
     cascades = False
 
-    def __init__(self, shape: Shape) -> None:
-        self._kv_heads, self._shared = shape.kv_heads, shared_memory()
-        self._processors = torch.cuda.get_device_properties(0).multi_processor_count
+    def __init__(self, shape: Shape, device: Device) -> None:
+        self._kv_heads, self._device = shape.kv_heads, device
 
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
     ) -> Tensor:
         n = batch.decode_rows
-        splits = attention.splits_for(n, self._kv_heads, self._processors)
+        splits = attention.splits_for(n, self._kv_heads, self._device.multiprocessors)
         return attention.decode(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n],
-            scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._shared,
+            scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._device.shared,
         )  # fmt: skip
 
 
 class TritonExtend:
     name = "triton"
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         self._tiles = torch.empty(0)
-        self._prompts = TritonPrompts(shape)
+        self._prompts = TritonPrompts(shape, device)
 
     def plan(self, batch: DeviceBatch) -> None:
         rows = batch.extend
@@ -57,8 +56,8 @@ class TritonExtend:
 
 
 class TritonPrompts:
-    def __init__(self, shape: Shape) -> None:
-        self._cut = attention.extend_cut(shape.head_dim, shape.dtype.itemsize, shared_memory())
+    def __init__(self, shape: Shape, device: Device) -> None:
+        self._cut = attention.extend_cut(shape.head_dim, shape.dtype.itemsize, device.shared)
         self.tile = self._cut.m
 
     def forward(

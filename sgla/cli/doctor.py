@@ -12,7 +12,6 @@ from typing import NamedTuple
 from sgla import __version__
 from sgla.cli.show import table
 from sgla.config import Config
-from sgla.device import LEAST
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.observe.machine import Machine, detect
@@ -126,10 +125,9 @@ def _gpu(machine: Machine) -> Finding:
     if not machine.gpus:
         return Finding("gpu", "ok", "none, the CPU is used")
     detail = "; ".join(
-        f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]}"
-        for gpu in machine.gpus
+        f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, sm_{gpu.arch[0]}{gpu.arch[1]}" for gpu in machine.gpus
     )
-    old = [gpu.name for gpu in machine.gpus if gpu.capability < LEAST]
+    old = [gpu.name for gpu in machine.gpus if not gpu.bf16]
     if old:
         return Finding("gpu", "missing", f"{detail}; {old[0]} is older than Ampere", "give --device cpu")
     if not machine.torch_cuda:

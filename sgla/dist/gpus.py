@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sgla.dist.shard import Shard
 from sgla.errors import ConfigError
-from sgla.kernels.device import capability
+from sgla.kernels.device import describe
 from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
 
 MESSAGE = 64 << 20  # bytes; larger sums are NCCL's
@@ -71,7 +71,7 @@ def _refuses(size: int) -> str | None:
     """Why the ranks cannot store into each other's memory, or None; the same on every rank."""
     if size > MAX_RANKS:
         return f"there are more than {MAX_RANKS} ranks"
-    if min(capability(device) for device in range(size)) < (9, 0):
+    if not all(describe(index).tma for index in range(size)):
         return "the GPUs are older than compute capability 9.0"
     pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
     if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):

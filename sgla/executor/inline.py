@@ -15,7 +15,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.errors import ConfigError, WorkerDied
 from sgla.executor.base import Results
-from sgla.executor.procs import RUNNERS
+from sgla.executor.procs import runner_of
 from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class InlineExecutor:
             raise ConfigError("--executor inline runs one rank; use procs for --tp above 1", param="executor")
         self._config = config
         self._source = source
-        self._runner = runner or RUNNERS.get(config.device, RUNNERS["cpu"])
+        self._runner = runner or runner_of(config)
         self._results = Results()
         self._inbox: SimpleQueue[StepPlan | Command | None] = SimpleQueue()
         self._replies: set[asyncio.Future[dict[str, Any]]] = set()  # to come

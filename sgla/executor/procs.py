@@ -28,6 +28,7 @@ import msgspec
 
 from sgla import clock
 from sgla.config import Config
+from sgla.device import platform
 from sgla.errors import SglaError, WorkerDied
 from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
@@ -36,7 +37,6 @@ from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
 
-RUNNERS = {"cpu": "sgla.worker.start:cpu_runner", "cuda": "sgla.worker.cuda:CudaRunner"}  # by device
 GRACE = 1.0  # seconds workers get to leave by themselves
 STACKS_TIME = 0.5  # seconds that stuck workers get to print their stacks
 LAST_LINES = 20
@@ -130,6 +130,11 @@ class Rank:
         os.close(self.stderr)
 
 
+def runner_of(config: Config) -> str:
+    """Import path of what runs steps. A device that is still open is the CPU."""
+    return platform("cpu" if config.device == "auto" else config.device).runner
+
+
 _early: dict[tuple[int, str], Rank] = {}
 
 
@@ -138,8 +143,9 @@ def spawn_early(config: Config) -> None:
 
     ``config.device`` is settled. The next ``ProcsExecutor`` for such workers takes them over.
     """
+    runner = runner_of(config)
     for number in range(config.tp):
-        _early[number, RUNNERS[config.device]] = Rank(number, RUNNERS[config.device])
+        _early[number, runner] = Rank(number, runner)
 
 
 class ProcsExecutor:
@@ -150,7 +156,7 @@ class ProcsExecutor:
     ) -> None:
         self._config = config
         self._source = source
-        self._runner = runner or RUNNERS.get(config.device, RUNNERS["cpu"])
+        self._runner = runner or runner_of(config)
         self._ranks: list[Rank] = []
         self._rendezvous = ""
         self._ready: asyncio.Future[Facts] | None = None

@@ -1,27 +1,34 @@
-"""The GPU of this process, as torch describes it."""
+"""The device of this process, as torch describes it."""
 
 from __future__ import annotations
 
+import platform
+
 import torch
 
-from sgla.device import Device
+from sgla.device import Device, nvidia
 
-
-def capability(device: int | None = None) -> tuple[int, int]:
-    """See ``Device``. ROCm numbers its GPUs too, and calls one (9, 4)."""
-    if torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability() if device is None else torch.cuda.get_device_capability(device)
+_this: list[Device] = []  # once it is known
 
 
 def this_device() -> Device:
-    return Device(torch.cuda.get_device_name(), capability())
+    """What kernels are chosen by and launched on: torch's current GPU, or the CPU if torch has none. Asked of torch once."""
+    if not _this:
+        _this.append(describe())
+    return _this[0]
 
 
-def hopper() -> bool:
-    return capability() == (9, 0)
+def use(device: Device) -> None:
+    """``device`` is that of this process from now on."""
+    _this[:] = [device]
 
 
-def shared_memory() -> int:
-    """Bytes that a block may have."""
-    return Device("", capability()).shared
+def describe(index: int | None = None) -> Device:
+    """Torch's GPU of this number, or its current one; the CPU if torch has none. ROCm numbers its GPUs too, and calls one (9, 4)."""
+    if not torch.cuda.is_available():
+        return Device("cpu", platform.processor() or platform.machine())
+    found = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    if torch.version.hip is not None:
+        return Device("rocm", found.name, memory=found.total_memory)
+    arch = found.major, found.minor
+    return nvidia(found.name, arch, found.multi_processor_count, found.total_memory)

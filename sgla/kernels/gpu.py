@@ -26,7 +26,7 @@ from sgla.kernels import mixture, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.router import MAX_ROWS
-from sgla.kernels.device import hopper
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
 from sgla.kernels.triton import elementwise, fp8, invariant
 
@@ -183,7 +183,7 @@ class LazyBatch:
         return x.shape[0], *self.weight.shape
 
     def _long(self, gated: bool = False) -> bool:
-        return prompt_gemm.supported(*self._shape, gated)
+        return prompt_gemm.refuses(*self._shape, gated) is None
 
     def _choose(self, gated: bool = False) -> batch_gemm.Config | None:
         return batch_gemm.choose(*self._shape, gated)
@@ -293,7 +293,8 @@ class GpuOps:
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for n, k in self._shapes:
                 ways = [
-                    prompt_gemm.supported(m, n, k, g) or batch_gemm.choose(m, n, k, g) for g in (False, True)
+                    prompt_gemm.refuses(m, n, k, g) is None or batch_gemm.choose(m, n, k, g)
+                    for g in (False, True)
                 ]
                 first.setdefault((n, k, *ways), m)
         return sorted(set(first.values()))
@@ -302,7 +303,7 @@ class GpuOps:
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
         """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
         takes q, k and v from the projection."""
-        able = hopper() and not self._deterministic
+        able = this_device().wgmma and not self._deterministic
         self._tokens, self._decode = tokens if able else None, decode
         try:
             yield
@@ -382,7 +383,7 @@ class GpuOps:
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
         output = self._output
-        if self._batched and dense and batch_gemm.supported(w.n, w.k):
+        if self._batched and dense and batch_gemm.refuses(w.n, w.k) is None:
             if output is None:
                 self._shapes.add((w.n, w.k))
             later = isinstance(x, LazyScale) and output is None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
-from sgla.kernels.device import hopper
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import Activation, Norm
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
@@ -94,7 +94,7 @@ def run(
     tokens, d = x.shape
     pairs = tokens * top_k
     native = _native(x, router) and down.kind == "bf16" and tokens > FEW
-    native = native and experts.supported(pairs, down.k, d, router.n)
+    native = native and experts.refuses(pairs, down.k, d, router.n) is None
     choice = _route(x, norm, residual, router, top_k, normalize, experts.places(router.n) if native else 0)
     x, probabilities, chosen, *_ = choice
     if tokens <= FEW:
@@ -102,11 +102,17 @@ def run(
         return Few(inner, chosen, down, d)
     if native:
         return Grouped(experts.forward(choice, gate_up.data, down.data, activation), probabilities)
-    if pairs >= MANY * router.n and down.kind == "bf16" and _hopper() and grouped_gemm.supported(down.k, d):
+    hopper = this_device().wgmma
+    if (
+        pairs >= MANY * router.n
+        and down.kind == "bf16"
+        and hopper
+        and grouped_gemm.refuses(down.k, d) is None
+    ):
         groups = moe.group(chosen, router.n, grouped_gemm.ROWS)
         inner = grouped_gemm.product(x, gate_up.data, down.k, groups, activation)
         return Grouped(grouped_gemm.product(inner, down.data, d, groups), probabilities)
-    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), _hopper())
+    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), hopper)
     groups = moe.group(chosen, router.n, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),
@@ -147,14 +153,10 @@ def _route(
     return router_cuda.Choice(x, *moe.route(logits, top_k, normalize, done), done)
 
 
-def _hopper() -> bool:
-    return torch.cuda.is_available() and hopper()
-
-
 def _native(x: Tensor, router: Weight) -> bool:
     """Whether the CUDA kernels have these shapes."""
     few = x.shape[0] <= router_cuda.MAX_ROWS and x.dtype == torch.bfloat16
-    return few and router_cuda.supported(router.n, x.shape[1]) and _hopper()
+    return few and this_device().wgmma and router_cuda.refuses(router.n, x.shape[1]) is None
 
 
 def _input(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:

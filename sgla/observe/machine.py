@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from sgla.device import Device, nvidia
+
 ISA_FLAGS = (
     "avx2",
     "fma",
@@ -27,12 +29,6 @@ ISA_FLAGS = (
     "sve",
     "bf16",
 )
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    name: str
-    memory: int  # bytes
-    capability: tuple[int, int]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +46,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     torch: str | None = None
     torch_cuda: str | None = None
     torch_hip: str | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Device, ...] = ()
 
     @property
     def isa(self) -> list[str]:
@@ -102,7 +98,7 @@ def torch_build() -> tuple[str | None, str | None, str | None]:
     return version and version[1], cuda and cuda[1], hip and hip[1]
 
 
-def cuda_devices() -> tuple[Gpu, ...]:
+def cuda_devices() -> tuple[Device, ...]:
     """The GPUs that the CUDA driver shows this process (CUDA_VISIBLE_DEVICES holds); empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -114,20 +110,18 @@ def cuda_devices() -> tuple[Gpu, ...]:
     return tuple(_gpu(driver, index) for index in range(count.value))
 
 
-def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
-    name, memory, major, minor = (
-        ctypes.create_string_buffer(96),
-        ctypes.c_size_t(),
-        ctypes.c_int(),
-        ctypes.c_int(),
-    )
+def _gpu(driver: ctypes.CDLL, index: int) -> Device:
+    name, memory = ctypes.create_string_buffer(96), ctypes.c_size_t()
     device = ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetName(name, len(name), device)
     driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # compute capability major
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-    return Gpu(name.value.decode(errors="replace"), memory.value, (major.value, minor.value))
+    facts = []
+    for attribute in (75, 76, 16):  # compute capability, major and minor; multiprocessors
+        facts.append(ctypes.c_int())
+        driver.cuDeviceGetAttribute(ctypes.byref(facts[-1]), attribute, device)
+    major, minor, multiprocessors = (fact.value for fact in facts)
+    return nvidia(name.value.decode(errors="replace"), (major, minor), multiprocessors, memory.value)
 
 
 def _usable_cores() -> int:

@@ -27,7 +27,7 @@ from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
-from sgla.kernels.device import this_device
+from sgla.kernels.device import describe, use
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.rehearsal import compilers
 from sgla.layers.linear import split_heads
@@ -88,6 +88,8 @@ class CudaRunner:
         self.shard, ranks = join_gpus(rank, size, Path(rendezvous) / "store")
         torch.set_num_threads(1)
         self._profiler = Profiler(rank)
+        self.device = describe()
+        use(self.device)
         self._woken = compilers().submit(wake_triton, rank)
         begun = clock.now()
         self._load(config, source, report)
@@ -122,8 +124,9 @@ class CudaRunner:
         self.dtype = DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
         self._dtype_name = "bfloat16" if config.dtype == "auto" else config.dtype
         spec = ModelSpec.from_config(source.config)
-        card = this_device()
-        check_device(card, config, spec.head_dim, self._dtype_name, spec.moe is not None, spec.quantization)
+        check_device(
+            self.device, config, spec.head_dim, self._dtype_name, spec.moe is not None, spec.quantization
+        )
         self.slots, self.step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
         self.context_len = config.context_length or min(spec.context_len, LONGEST)
@@ -146,11 +149,12 @@ class CudaRunner:
                 config.attention_backend,
                 shape,
                 spec.attention_scale,
+                self.device,
                 decode=config.decode_attention_backend,
                 prefill=config.prefill_attention_backend,
             )
         self._captures = self.attention.captures
-        self.cascade = Cascade.of(shape, self.attention)
+        self.cascade = Cascade.of(shape, self.attention, self.device)
         self.deterministic = config.deterministic
         self.kv_dtype = self.dtype
         if config.kv_cache_dtype == "fp8":
@@ -165,7 +169,7 @@ class CudaRunner:
             self._dtype_name,
             config.quantization or spec.quantization,
             self.shard.size,
-            card.e4m3 and not config.deterministic,
+            self.device.fp8 and not config.deterministic,
             () if config.deterministic else splits(spec, torch.cuda.device_count()),
         )
         self._weights.check(torch.cuda.mem_get_info()[0])
@@ -242,7 +246,7 @@ class CudaRunner:
             mixed_prompts=0 if self.deterministic or self.model.spec.moe or self.shard.size > 1 else REAL,
             mixed_longest=HISTORY,
             dtype=self._dtype_name,
-            device=torch.cuda.get_device_name(),
+            device=self.device.name,
             ledger=self.ledger,
             notes=self.notes,
             grammars=True,

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
+from sgla.kernels import device
 from sgla.kernels.cuda import build, tensor_map
-from sgla.kernels.triton import elementwise
 from sgla.messages import SAMPLE, StepPlan
 from sgla.model import load
 from sgla.worker import cuda
@@ -80,17 +80,18 @@ class Driver(Nothing):
 class Card(NamedTuple):
     capability: tuple[int, int]
     processors: int
-    shared: int  # KiB of a multiprocessor
     hip: str | None = None
 
 
 CARDS = {
-    "H200": Card((9, 0), 132, 228),
-    "A100": Card((8, 0), 108, 164),
-    "L40S": Card((8, 9), 142, 100),
-    "RTX 5090": Card((12, 0), 170, 100),
-    "T4": Card((7, 5), 40, 64),
-    "MI300X": Card((9, 4), 304, 64, "6.4"),
+    "A100": Card((8, 0), 108),
+    "L40S": Card((8, 9), 142),
+    "H100": Card((9, 0), 132),
+    "H200": Card((9, 0), 132),
+    "B200": Card((10, 0), 148),
+    "RTX 5090": Card((12, 0), 170),
+    "T4": Card((7, 5), 40),
+    "MI300X": Card((9, 4), 304, "6.4"),
 }
 
 
@@ -101,7 +102,8 @@ def pretend(name: str = "H200") -> None:
         major=major,
         minor=minor,
         multi_processor_count=card.processors,
-        shared_memory_per_multiprocessor=card.shared << 10,
+        name=name,
+        total_memory=100 << 30,
     )
     torch.version.hip = card.hip
 
@@ -135,6 +137,7 @@ def pretend(name: str = "H200") -> None:
     build.driver = tensor_map.driver = Nothing
     triton.runtime.driver.set_active(Driver())
     load.load_weights = lambda *args, **kwargs: LOADED.append(True)
+    device.use(device.describe())
 
 
 class Launches:
@@ -214,7 +217,6 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     }
     config = Config(device="cuda", load_format="dummy", **settings | case.get("config", {}))
     pretend(case.get("card", "H200"))
-    elementwise._pdl.cache_clear()
     free = case.get("free", 100 << 30)
     torch.cuda.mem_get_info = lambda *args: (free, free)
     try:

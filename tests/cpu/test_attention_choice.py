@@ -12,12 +12,15 @@ import torch
 from sgla import attention
 from sgla.attention import cascade, native
 from sgla.attention.flashinfer_ops import FlashInferExtend
+from sgla.device import nvidia
 from sgla.errors import ConfigError
+from sgla.kernels import device
 from sgla.kernels.cuda import decode_attention
 
 pytest.importorskip("triton")
 SHAPE = attention.Shape(16, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, 64)
 NATIVE, TRITON = "NativePrompts", "TritonPrompts"
+HOPPER, AMPERE = nvidia("H200", (9, 0), 132), nvidia("A100", (8, 0), 108)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: None)
     monkeypatch.setattr(cascade, "workspace", lambda shape: ())
     monkeypatch.setattr(native.NativeExtend, "__init__", lambda self, shape: None)
-    use_gpu(monkeypatch, 9)
+    monkeypatch.setattr(device, "_this", [HOPPER])
 
 
 @pytest.fixture
@@ -34,12 +37,6 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is installed, and works."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(FlashInferExtend, "__init__", lambda self, shape, scale: None)
-
-
-def use_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
-    facts = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
 
 
 def names(name: str = "auto", shape: attention.Shape = SHAPE, **parts: str) -> tuple[str, str, str]:
@@ -72,7 +69,7 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = SHAPE._replace(windows=frozenset({0, 512}))
     assert names(shape=windows) == ("native", "triton", TRITON)
     assert names(shape=SHAPE._replace(fp8_kv=True)) == ("native", "native and triton", TRITON)
-    use_gpu(monkeypatch, 8)
+    monkeypatch.setattr(device, "_this", [AMPERE])
     assert names() == ("triton", "flashinfer", TRITON)
     assert names(shape=windows) == ("triton", "triton", TRITON)
 
@@ -154,12 +151,11 @@ def test_flashinfer_missing_or_broken(
     monkeypatch.setitem(sys.modules, "flashinfer", Broken("flashinfer"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if error else None)
     assert names() == ("native", "native", NATIVE)
-    use_gpu(monkeypatch, 8)
-    backend, notes = attention.choose("auto", SHAPE, 0.1)
+    backend, notes = attention.choose("auto", SHAPE, 0.1, AMPERE)
     assert backend.name == "triton decode, triton prefill"
     (note,) = [note for note in notes if note.startswith("flashinfer not used: ")]
     assert why in note
     assert "\n" not in note
     for one in ({"name": "flashinfer"}, {"name": "auto", "prefill": "flashinfer"}):
         with pytest.raises(ConfigError, match=f"attention-backend flashinfer .* for prefill: .*{why}"):
-            attention.choose(shape=SHAPE, scale=0.1, **one)
+            attention.choose(shape=SHAPE, scale=0.1, device=AMPERE, **one)

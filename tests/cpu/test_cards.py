@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sgla.device import Device
+from sgla.device import nvidia
 from sgla.kernels import device
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ def start(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_every_head_size_starts_or_is_refused_by_name() -> None:
     cases = [
         {"card": card, "model": {"head_dim": dim}}
-        for card in ("H200", "A100", "L40S", "RTX 5090", "T4", "MI300X")
+        for card in ("H200", "A100", "L40S", "H100", "B200", "RTX 5090", "T4", "MI300X")
         for dim in (HEAD_DIMS if card in ("H200", "L40S") else (96,))
     ]
     cases += [{"card": "L40S", "model": {"head_dim": 256}, "config": {"dtype": "float32"}}]
@@ -63,19 +64,27 @@ def test_every_head_size_starts_or_is_refused_by_name() -> None:
 
 def test_other_makers_numbers_are_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MI300X says 9.4."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 4))
-    assert device.capability() == (9, 4)
-    assert not device.hopper()
+    facts = {
+        "major": 9,
+        "minor": 4,
+        "multi_processor_count": 304,
+        "name": "MI300X",
+        "total_memory": 192 << 30,
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**facts))
+    assert device.describe(0).arch == (9, 4)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert device.capability() == (0, 0)
-    assert not Device("MI300X", device.capability()).e4m3
+    found = device.describe(0)
+    assert (found.kind, found.arch, found.memory) == ("rocm", (0, 0), 192 << 30)
+    assert not any((found.fp8, found.tma, found.wgmma, found.pdl, found.bf16))
 
 
 def test_tiles_fit_the_memory_of_a_block() -> None:
     """Whatever the head size, the type and the card; and those of Hopper are the largest there are."""
     from sgla.kernels.triton import attention
 
-    hopper = Device("H200", (9, 0)).shared
+    hopper = nvidia("H200", (9, 0)).shared
     for shared in (99 << 10, 163 << 10, hopper):
         for size in (2, 4):
             for dim in HEAD_DIMS:
@@ -93,10 +102,10 @@ COMPILE = """
 import json, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sgla.device import Device
+from sgla.device import nvidia
 from sgla.kernels.triton import attention
 dim, capability = 192, (8, 9)
-cut = attention.extend_cut(dim, 2, Device('', capability).shared)
+cut = attention.extend_cut(dim, 2, nvidia('', capability).shared)
 sizes = dict(HD=dim, HB=attention.padded(dim), GROUP=2, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=False)
 types = dict.fromkeys(('q', 'k', 'v', 'out'), '*bf16') | {'page_table': '*i32', 'tiles': '*i32'}
 types |= dict.fromkeys(('scale', 'v_scale', 'softcap'), 'fp32') | dict.fromkeys(sizes, 'constexpr')

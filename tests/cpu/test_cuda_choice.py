@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from sgla.device import nvidia
+from sgla.kernels import device
 from sgla.kernels.cuda import batch_gemm, decode_attention
 from sgla.kernels.cuda.decode_step import Shape
 
-KIB = 1 << 10
 QWEN3 = Shape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, major: int, processors: int, shared: int) -> None:
-    properties = SimpleNamespace(
-        major=major, multi_processor_count=processors, shared_memory_per_multiprocessor=shared
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-
-
 @pytest.mark.parametrize(
-    ("major", "shared", "why"),
-    [(9, 228 * KIB, None), (8, 228 * KIB, "compute capability"), (12, 100 * KIB, "shared memory")],
+    ("arch", "why"), [((9, 0), None), ((8, 0), "compute capability"), ((12, 0), "shared memory")]
 )
-def test_decode_attention_needs_its_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, major: int, shared: int, why: str | None
-) -> None:
-    pretend(monkeypatch, major, 132, shared)
-    refused = decode_attention.supported(torch.bfloat16, 128, 8, 16, 256)
+def test_decode_attention_needs_its_shared_memory(arch: tuple[int, int], why: str | None) -> None:
+    refused = decode_attention.refuses(nvidia("", arch, 132), torch.bfloat16, 128, 8, 16, 256)
     assert refused is None if why is None else why in str(refused)
 
 
-@pytest.mark.parametrize(("major", "processors", "pays"), [(9, 132, True), (9, 127, False), (8, 132, False)])
+@pytest.mark.parametrize(
+    ("arch", "processors", "pays"), [((9, 0), 132, True), ((9, 0), 127, False), ((8, 0), 132, False)]
+)
 def test_a_step_in_one_kernel_needs_room_for_all_blocks(
-    monkeypatch: pytest.MonkeyPatch, major: int, processors: int, pays: bool
+    monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int], processors: int, pays: bool
 ) -> None:
-    pretend(monkeypatch, major, processors, 228 * KIB)
+    monkeypatch.setattr(device, "_this", [nvidia("", arch, processors)])
     assert QWEN3.pays(28, 151936) is pays
 
 

@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 
 from pathlib import Path
 
+from sgla.device import nvidia
 from sgla.hub.source import ModelSource
-from sgla.kernels import gpu, ops
+from sgla.kernels import device, gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
@@ -147,12 +148,12 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     architecture: str, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer begins as for many tokens, and ends as for the few that are left: fused, or in batches."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(device, "_this", [nvidia("H200", (9, 0), 132)])
     skinny = Mock(wraps=skinny_linear)
     monkeypatch.setattr(skinny_gemm, "linear", skinny)
     monkeypatch.setattr(elementwise, "qk_norm_rope_store", store)
     monkeypatch.setattr(batch_gemm, "choose", lambda *shape: None)
-    monkeypatch.setattr(prompt_gemm, "supported", lambda *shape: False)
+    monkeypatch.setattr(prompt_gemm, "refuses", lambda *shape: "not here")
     config = SHAPE | {"architectures": [architecture]} | MODELS[architecture]
     driver = Eager(load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16"))
     prompts = random_prompts([30, 1, 7])

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from sgla.device import nvidia
+from sgla.kernels import device
 from sgla.kernels.build import make_once
 from sgla.kernels.cuda import build
 from sgla.kernels.rehearsal import compilers
@@ -87,7 +88,7 @@ class Compiler:
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "source_folder", lambda device: tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(device, "_this", [nvidia("H200", (9, 0), 132)])
     (tmp_path / "a.cu").write_text("kernel")
     (tmp_path / "b.cu").write_text("broken")
 

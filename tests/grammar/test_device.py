@@ -13,7 +13,7 @@ from test_engine import FORBIDDEN, FORCED, MIXED, check_ends_alone, outputs, par
 
 pytest.importorskip("triton")
 from sgla import Engine
-from sgla.executor import procs
+from sgla.device import PLATFORMS, Platform
 from sgla.messages import Grammar
 
 
@@ -22,7 +22,7 @@ def ahead(folder: Path) -> Iterator[Engine]:
     """Its memory is small: requests are preempted. Its worker has the environment that it has beside a GPU."""
     patch = pytest.MonkeyPatch()
     patch.delenv("TRITON_INTERPRET", raising=False)
-    patch.setitem(procs.RUNNERS, "cpu", "device_like:DeviceLike")
+    patch.setitem(PLATFORMS, "cpu", Platform("device_like:DeviceLike"))
     patch.syspath_prepend(str(Path(__file__).parent))
     engine = Engine(
         str(folder),

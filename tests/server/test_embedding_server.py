@@ -14,8 +14,9 @@ from server_process import serving
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sgla import Engine
+from sgla.device import nvidia
 from sgla.errors import ConfigError, UnsupportedTask
-from sgla.observe.machine import Gpu, Machine
+from sgla.observe.machine import Machine
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
 
@@ -72,7 +73,7 @@ def test_a_gpu_is_left_alone_unless_it_is_asked_for(tiny_bert: Path, monkeypatch
         cores=1,
         physical_cores=1,
         memory_available=4 << 30,
-        gpus=(Gpu("NVIDIA H200", 140 << 30, (9, 0)),),
+        gpus=(nvidia("NVIDIA H200", (9, 0), 132, 140 << 30),),
         torch_cuda="13.0",
     )
     monkeypatch.setattr("sgla.resolve.detect", lambda: gpu)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import Norm
 
 MAX_RANKS = 8
@@ -75,7 +76,7 @@ class AllReduce:
         self._half = (inbox_bytes(self._ranks, message) - KEYS_BYTES) // 2
         self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device="cuda")
         self._key_state = self._state.data_ptr() + STATE_BYTES // 2
-        self._processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+        self._processors = this_device().multiprocessors
 
     @staticmethod
     def clear(memory: Tensor) -> None:

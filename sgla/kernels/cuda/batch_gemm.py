@@ -84,9 +84,13 @@ class Race(NamedTuple):
     first: int
 
 
-def supported(n: int, k: int) -> bool:
-    """Whether a weight ``[n, k]`` has the alignment that is needed. (Gated, n must be a multiple of 16.)"""
-    return k % 64 == 0 and k >= 512 and n % 8 == 0 and n >= 128
+def refuses(n: int, k: int) -> str | None:
+    """Why a weight ``[n, k]`` cannot be multiplied, or None. (Gated, n must be a multiple of 16.)"""
+    if k % 64 or k < 512:
+        return "it needs an input width from 512 on that is a multiple of 64"
+    if n % 8 or n < 128:
+        return "it needs an output width from 128 on that is a multiple of 8"
+    return None
 
 
 def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
@@ -178,7 +182,7 @@ def linear(
     out: Tensor | None = None,
     race: Race | None = None,
 ) -> Tensor:
-    """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``supported``.
+    """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``.
 
     Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; RACE, see ``Race``.
     """

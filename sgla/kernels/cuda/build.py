@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sgla.kernels.build import cache_folder, make_once, source_folder
+from sgla.kernels.device import this_device
 from sgla.kernels.rehearsal import compilers, rehearsed
 
 SHARED = 227 << 10, 113 << 10  # bytes of a block, of which one or two are on a multiprocessor
@@ -56,10 +57,9 @@ def check(code: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {code} ({(text.value or b'?').decode()})")
 
 
-@cache
 def processors() -> int:
     """Multiprocessors of the GPU."""
-    return torch.cuda.get_device_properties(0).multi_processor_count
+    return this_device().multiprocessors
 
 
 class Kernel:
@@ -117,7 +117,7 @@ class Kernel:
 
 def _target() -> str:
     """The architecture to compile for."""
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = this_device().arch
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sgla.device import Device
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
-from sgla.kernels.device import capability
 
 TILE = 16  # tokens; ``cum`` counts these
 UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel, whose shared memory ``_kernel`` adds up
@@ -76,13 +76,14 @@ class PrefixParts(NamedTuple):
     ml: Tensor
 
 
-def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int, rows: int) -> str | None:
-    """None, or why this kernel cannot be used."""
-    if capability() < (9, 0):
+def refuses(
+    device: Device, dtype: torch.dtype, head_dim: int, group: int, page_size: int, rows: int
+) -> str | None:
+    """Why this kernel cannot be used, or None."""
+    if not device.tma:
         return "it needs compute capability 9.0"
-    shared = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
-    if shared < SHARED[0]:
-        return f"it needs {SHARED[0] >> 10} KiB of shared memory a multiprocessor, not {shared >> 10}"
+    if device.shared < SHARED[0]:
+        return f"it needs {SHARED[0] >> 10} KiB of shared memory a block, not {device.shared >> 10}"
     if dtype != torch.bfloat16:
         return f"it needs a bfloat16 KV cache, not {dtype}"
     if head_dim not in (64, 128, 256):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel
-from sgla.kernels.device import capability
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer
 
 BLOCKS, WARPS, PIECE = 128, 8, 1024  # PIECE: weights of a row that a warp reads at a time
@@ -23,7 +23,8 @@ P = ctypes.c_void_p
 
 def gpu_holds_blocks() -> bool:
     """Whether this GPU has the instructions, and room for all blocks at once: they wait for each other."""
-    return capability() >= (9, 0) and torch.cuda.get_device_properties(0).multi_processor_count >= BLOCKS
+    device = this_device()
+    return device.tma and device.multiprocessors >= BLOCKS
 
 
 class StepShape(Protocol):

@@ -29,8 +29,13 @@ class _Params(ctypes.Structure):
     )
 
 
-def supported(pairs: int, f: int, d: int, experts: int) -> bool:
-    return pairs <= MAX_PAIRS and f % 64 == 0 and d % TILE == 0 and experts <= 256
+def refuses(pairs: int, f: int, d: int, experts: int) -> str | None:
+    """Why experts of the inner width ``f`` in a model of the width ``d`` cannot be multiplied, or None."""
+    if pairs > MAX_PAIRS:
+        return f"it takes at most {MAX_PAIRS} pairs of token and expert"
+    if f % 64 or d % TILE:
+        return f"it needs widths that are multiples of 64 (inner) and {TILE} (outer)"
+    return "it takes at most 256 experts" if experts > 256 else None
 
 
 def places(experts: int) -> int:
@@ -51,7 +56,7 @@ def forward(choice: Choice, gate_up: Tensor, down: Tensor, activation: str) -> T
     assert done is not None
     (m, d), f, pairs = x.shape, down.shape[1], ids.numel()
     experts = down.shape[0] // d
-    assert supported(pairs, f, d, experts)
+    assert refuses(pairs, f, d, experts) is None
     inner = torch.empty(pairs, f, dtype=x.dtype, device=x.device)
     y = torch.empty(pairs, d, dtype=x.dtype, device=x.device)
     params = _Params(

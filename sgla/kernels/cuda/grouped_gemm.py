@@ -26,9 +26,10 @@ class _Params(ctypes.Structure):
     )
 
 
-def supported(f: int, d: int) -> bool:
-    """Whether experts of the inner width ``f`` in a model of the width ``d`` have the alignment that is needed."""
-    return f % 64 == 0 and d % TILE == 0
+def refuses(f: int, d: int) -> str | None:
+    """Why experts of the inner width ``f`` in a model of the width ``d`` cannot be multiplied, or None."""
+    aligned = f % 64 == 0 and d % TILE == 0
+    return None if aligned else f"it needs widths that are multiples of 64 (inner) and {TILE} (outer)"
 
 
 @cache

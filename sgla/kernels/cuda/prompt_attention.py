@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sgla.device import Device
 from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
-from sgla.kernels.device import hopper
 
 ROWS = 128  # of a tile: pairs of token and query head
 KEYS, STAGES = 128, 3  # of a stage; in shared memory
@@ -46,9 +46,9 @@ class Beside(NamedTuple):
     v: Tensor
 
 
-def supported(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
-    """None, or why this kernel cannot be used."""
-    if not hopper():
+def refuses(device: Device, dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> str | None:
+    """Why this kernel cannot be used, or None."""
+    if not device.wgmma:
         return "it needs compute capability 9.0"
     if dtype != torch.bfloat16:
         return f"it needs a bfloat16 KV cache, not {dtype}"

@@ -44,14 +44,17 @@ class _Params(ctypes.Structure):
     )  # fmt: skip
 
 
-def supported(m: int, n: int, k: int, gated: bool = False) -> bool:
-    """Whether a weight ``[n, k]`` has the alignment that is needed, and ``m`` rows fill the GPU."""
-    if m <= MAX_ROWS or n % (64 if gated else 32) or k % 64 or k < 512:
-        return False
+def refuses(m: int, n: int, k: int, gated: bool = False) -> str | None:
+    """Why ``m`` rows are not multiplied by a weight ``[n, k]``, or None."""
+    if m <= MAX_ROWS:
+        return f"it needs more than {MAX_ROWS} rows"
+    if n % (64 if gated else 32) or k % 64 or k < 512:
+        return "it needs an input width from 512 on that is a multiple of 64, and an output width that is one of 32 (gated 64)"
     clusters = processors() // CLUSTER
     rows, tiles = -(-m // (TOKENS * CLUSTER)), -(-n // COLUMNS)
     waves = -(-rows * tiles // clusters)
-    return m * n > 0.9 * waves * clusters * TOKENS * CLUSTER * COLUMNS
+    filled = m * n > 0.9 * waves * clusters * TOKENS * CLUSTER * COLUMNS
+    return None if filled else "the rows would leave more than a tenth of the GPU idle"
 
 
 def holds_heads(projection: Projection, kv: KVLayer) -> bool:

@@ -37,8 +37,13 @@ class Choice(NamedTuple):
     done: Tensor | None = None
 
 
-def supported(experts: int, d: int) -> bool:
-    return experts in (32, 64, 128, 256) and d % 256 == 0 and d <= 4096 and (d // 64) % (experts // 16) == 0
+def refuses(experts: int, d: int) -> str | None:
+    """Why ``experts`` of a model of the width ``d`` cannot be chosen among, or None."""
+    if experts not in (32, 64, 128, 256):
+        return f"it takes 32, 64, 128 or 256 experts, not {experts}"
+    if d % 256 or d > 4096 or (d // 64) % (experts // 16):
+        return f"a width of {d} does not divide among the warps of {experts} experts"
+    return None
 
 
 @cache
@@ -58,7 +63,7 @@ def choose(
     eps: float = 0.0,
     places: int = 0,
 ) -> Choice:
-    """The best ``top_k`` experts of each row of x bf16 ``[m, d]``: router bf16 ``[experts, d]``, see ``supported``.
+    """The best ``top_k`` experts of each row of x bf16 ``[m, d]``: router bf16 ``[experts, d]``, see ``refuses``.
 
     With ``norm`` float32[d] of x's RMSNorm; with ``residual`` x is added into that in place first. ``places``: how many zeros
     are wanted for ``experts.py``.

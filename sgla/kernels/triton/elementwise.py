@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.device import capability
+from sgla.kernels.device import this_device
 
 
 @triton.jit
@@ -35,11 +33,9 @@ def _saturate(x):
     return tl.minimum(tl.maximum(x, -448.0), 448.0)
 
 
-@cache
 def _pdl() -> dict[str, bool]:
     """Launch options for programmatic dependent launch, where the GPU has it."""
-    able = torch.cuda.is_available() and capability() >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if this_device().pdl else {"PDL": False}
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.device import this_device
 from sgla.kernels.triton.attention import NEG, _dims, _score, padded, scales
 
 ROWS = 64  # queries of a tile: tokens times the query heads of a KV head
@@ -54,9 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     (m, k), n = x.shape, weight.shape[0]
     if out is None:
         out = x.new_empty(m, n)
-    size_m, size_n, depth = _tile(
-        m, n, torch.cuda.get_device_properties(0).multi_processor_count if x.is_cuda else 1
-    )
+    size_m, size_n, depth = _tile(m, n, this_device().multiprocessors)
     _linear[(triton.cdiv(m, size_m) * triton.cdiv(n, size_n),)](
         x, weight, bias if bias is not None else x, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0),
         HAS_BIAS=bias is not None, M=size_m, N=size_n, K=depth, GROUP=8,

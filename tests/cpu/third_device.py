@@ -1,0 +1,15 @@
+"""A device that a package brings: its runner has no kernels, and computes every op by its torch body."""
+
+from __future__ import annotations
+
+from sgla.device import Device, Platform
+from sgla.kernels.program import Limits
+from sgla.worker.runner import Forward, Runner
+
+
+class ThirdRunner(Runner):
+    def _make_forward(self, limits: Limits, native: bool) -> Forward:
+        return super()._make_forward(limits, False)
+
+
+PLATFORM = Platform("third_device:ThirdRunner", lambda: (Device("third", "Third 1", memory=1 << 30),))
