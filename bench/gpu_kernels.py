@@ -389,7 +389,7 @@ def bench_prompts() -> None:
 
 
 def bench_sampling() -> None:
-    from sgla.kernels.cuda.cuts import find_cuts
+    from sgla.kernels.cuda.thresholds import find_thresholds
     from sgla.kernels.triton import sampling
 
     for rows in (1, 64, 256):
@@ -402,7 +402,7 @@ def bench_sampling() -> None:
         for name, call in {
             "draw": lambda: sampling.sample(logits, slots, slots, seeds, f, table, out),
             "greedy": lambda: sampling.sample(logits, slots, slots, seeds, f * 0, table, out),
-            "cuts": lambda: find_cuts(logits, slots, f, top_ks, f, f * 0),
+            "thresholds": lambda: find_thresholds(logits, slots, f, top_ks, f, f * 0),
         }.items():
             emit(
                 bench="sampling",

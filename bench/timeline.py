@@ -30,7 +30,7 @@ KINDS = {  # by the kernel's name, the first that fits
     "add and norm": r"rms_norm",
     "activation": r"^_act_mul",
     "norm of heads, rotation, store": r"^_qk_norm_rope_store",
-    "draw": r"^_race|^_finish",
+    "draw": r"^_bound_scores|^_finish",
     "end of the draw in the output layer": r"^_make_keys|^_use_keys",
 }
 

@@ -12,7 +12,7 @@
 // residual, leaves the sum times the norm's weight, and for its columns the sums of the squares of each row. The second
 // (SCALED) adds these up while its weights come, in a fixed order, and divides its results by the rms.
 #include "wgmma.cuh"
-#include "race.cuh"
+#include "gumbel.cuh"
 
 #ifndef BM  // weight rows of a tile: a multiple of 32 from 64 to 256
 #define BM 128
@@ -38,7 +38,7 @@
 #ifndef SCALED  // 1: rows of the result are divided by the rms of rows of which the kernel before left the squares' sums
 #define SCALED 0
 #endif
-#ifndef EPILOGUE  // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up; 6: float32, or their race
+#ifndef EPILOGUE  // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up; 6: float32, or tokens drawn from it
 #define EPILOGUE 0
 #endif
 
@@ -52,10 +52,10 @@ constexpr bool TIGHT = GROUPS == 3 && BN > 192;  // 160 registers a consumer, fo
 constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + SCALED * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
-constexpr bool ADD = EPILOGUE == 1, RACE = EPILOGUE == 6;
+constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
-static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || RACE)));
+static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;  // sums that a block gets from its cluster
 
 struct Params {
@@ -68,7 +68,7 @@ struct Params {
   const float* row_squares;  // SCALED: [parts][row_stride]
   float4* sums;       // GLOBAL: [tile][to][from][SHARE / 4][CONSUMERS]
   u32* counts;        // GLOBAL: [tile], arrivals since ever
-  Race race;
+  Draw draw;
   int m, n, k, tiles, row_tiles, x_rows;  // tiles: of weight rows; x_rows: of one load
   int parts, row_stride, first;  // first: token of a vocabulary's part
   float eps;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
       const float2 s = *reinterpret_cast<const float2*>(scales + j * 2 + t * 2);
       d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
     }
-    if (EPILOGUE == 3 || RACE) {
+    if (EPILOGUE == 3 || DRAW) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = row + t * 2 + (i & 1), col = n + g + (i & 2) * 4;
@@ -336,7 +336,7 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
 struct Shared {
   u32 ring, full, empty, inbox, delivered, scaled;
   float *scales, *warp_squares;
-  Runners<RACE ? BN : 1>* runners;
+  DrawRows<DRAW ? BN : 1>* draws;
 };
 
 // The sums of a group of warps over `count` steps of k: of the 64 weight rows at `w_at` of a stage and the rows of x at `x_at`.
@@ -366,15 +366,15 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
   if (threadIdx.x % 128 == 0) barrier_arrive(used);
 }
 
-// RACE: of the row that a thread gives to the other blocks, and has of them.
+// DRAW: of the row that a thread gives to the other blocks, and has of them.
 struct Known {
-  bool races = false;
+  bool draws = false;
   long long given = WORST, known = WORST;
 };
 
 // A group of warps multiplies 64 weight rows of a tile by N rows of x.
 template <int N>
-__device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work, const Shared& shared, Slot<STAGES>& slot, Known& race) {
+__device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work, const Shared& shared, Slot<STAGES>& slot, Known& told) {
   const int group = threadIdx.x / 128;
   const int unit = tile.odd() ? (group + 1) % GROUPS : group, begin = tile.odd() ? BN - N : 0;  // 64 weight rows, rows of x
   const int row = tile.row + work.rank * DONE_ROWS + begin;
@@ -383,7 +383,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   pdl_wait();
   u32 kept[SHARE / 2];
   if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
-  if (RACE && race.races && threadIdx.x < p.m) race.known = __ldcg(p.race.keys + threadIdx.x);
+  if (DRAW && told.draws && threadIdx.x < p.m) told.known = __ldcg(p.draw.keys + threadIdx.x);
   float acc[N / 2] = {};
   multiply(acc, shared, slot, work.count, unit * (64 * BK * 2), W_BYTES + begin * (BK * 2));
   float sum[N / 2 / SPLIT];
@@ -396,17 +396,17 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   if (SCALED) barrier_wait(shared.scaled, 0);
   if constexpr (ADD) {
     store_add(p, sum, kept, columns, tile.w, n, row, shared.warp_squares);
-  } else if (RACE && race.races) {
-    Runners<RACE ? BN : 1>& runners = *shared.runners;
-    if (threadIdx.x < p.m && race.known > runners.best[threadIdx.x]) {
-      const float least = least_of(score_of(race.known), runners.one[threadIdx.x]);
-      if (runners.least[threadIdx.x] < least) runners.least[threadIdx.x] = least;
+  } else if (DRAW && told.draws) {
+    DrawRows<DRAW ? BN : 1>& draws = *shared.draws;
+    if (threadIdx.x < p.m && told.known > draws.best[threadIdx.x]) {
+      const float least = least_of(score_of(told.known), draws.one[threadIdx.x]);
+      if (draws.least[threadIdx.x] < least) draws.least[threadIdx.x] = least;
     }
-    run(sum, runners, p.first + n, p.n - n);
+    draw_tile(sum, draws, p.first + n, p.n - n);
     consumers_sync();
     if (threadIdx.x < p.m) {
-      const long long best = *const_cast<volatile long long*>(&runners.best[threadIdx.x]);
-      if (best > race.given) atomicMax(p.race.keys + threadIdx.x, race.given = best);
+      const long long best = *const_cast<volatile long long*>(&draws.best[threadIdx.x]);
+      if (best > told.given) atomicMax(p.draw.keys + threadIdx.x, told.given = best);
     }
   } else {
     store(p, sum, n, row, shared.scales + row - tile.row);
@@ -416,20 +416,20 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
 // What a group of warps does, the LAST one or another.
 template <bool LAST>
 __device__ __forceinline__ void consume(const Params& p, const Work& work, const Shared& shared) {
-  Known race;
-  if constexpr (RACE) {
+  Known told;
+  if constexpr (DRAW) {
     pdl_wait();
-    race.races = *p.race.plain;
-    line_up(p.race, *shared.runners, p.m);
+    told.draws = *p.draw.plain;
+    begin_draw(p.draw, *shared.draws, p.m);
     consumers_sync();
   }
   Slot<STAGES> slot;
   for (int at = work.begin; at < work.total; at += work.step) {
     const Tile tile(p, at);
     if (LAST && tile.halved())
-      work_on<HALF>(p, tile, work, shared, slot, race);
+      work_on<HALF>(p, tile, work, shared, slot, told);
     else
-      work_on<BN>(p, tile, work, shared, slot, race);
+      work_on<BN>(p, tile, work, shared, slot, told);
   }
 }
 
@@ -437,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   extern __shared__ unsigned char smem[];
   __shared__ __align__(16) float scales[SCALED ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
-  __shared__ __align__(16) Runners<RACE ? BN : 1> runners;
+  __shared__ __align__(16) DrawRows<DRAW ? BN : 1> draws;
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, inbox = ring + STAGES * STAGE_BYTES;
   const u32 full = inbox + INBOX_BYTES, empty = full + STAGES * 8, delivered = empty + STAGES * 8;
   const Work work(p);
@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
     }
     return;
   }
-  const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), scales, warp_squares, &runners};
+  const Shared shared{ring, full, empty, inbox, delivered, smem_addr(&scaled), scales, warp_squares, &draws};
   if (TIGHT) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   if (PAIRED && threadIdx.x >= CONSUMERS - 128)
     consume<true>(p, work, shared);

@@ -66,7 +66,7 @@ class Output:
     """Where logits go, and who draws from them: ``drawn``, if that was the layer which computes them."""
 
     out: Tensor | None
-    race: batch_gemm.Race | None
+    draw: batch_gemm.Draw | None
     drawn: bool = False
 
 
@@ -146,14 +146,14 @@ class LazyBatch:
         return batch_gemm.linear(self._rows, self.weight, config, bias=self.bias, epilogue=epilogue, out=out)
 
     def logits(self, output: Output) -> Tensor | None:
-        """As ``run``, with the race if there is one."""
-        x, race = force(self.x), output.race
-        config = None if race is None else batch_gemm.choose_race(x.shape[0])
+        """As ``run``, with the draw if there is one."""
+        x, draw = force(self.x), output.draw
+        config = None if draw is None else batch_gemm.choose_draw(x.shape[0])
         if config is None:
             return self.run(batch_gemm.FLOAT32, output.out)
         output.drawn = True
         return batch_gemm.linear(
-            x, self.weight, config, bias=self.bias, epilogue=batch_gemm.RACE, out=output.out, race=race
+            x, self.weight, config, bias=self.bias, epilogue=batch_gemm.DRAW, out=output.out, draw=draw
         )
 
     def add(self, norm: Norm) -> LazyScale | None:
@@ -329,10 +329,10 @@ class GpuOps:
 
     @contextmanager
     def float32_output(
-        self, out: Tensor | None = None, race: batch_gemm.Race | None = None
+        self, out: Tensor | None = None, draw: batch_gemm.Draw | None = None
     ) -> Iterator[Output]:
-        """Linear layers give float32, as logits should be, if possible in ``out``. If possible they run ``race`` too."""
-        self._output = Output(out, race)
+        """Linear layers give float32, as logits should be, if possible in ``out``. If possible they do ``draw`` too."""
+        self._output = Output(out, draw)
         try:
             yield self._output
         finally:

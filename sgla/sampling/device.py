@@ -1,5 +1,5 @@
 """Sampling on the GPU. A row that only needs a temperature is drawn by kernels inside the step's graph; this module holds
-the tables they read, and everything more: cuts, logprobs, and the rules that ``device_rules.py`` has for all rows at once."""
+the tables they read, and everything more: thresholds, logprobs, and the rules that ``device_rules.py`` has for all rows at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.dist import Shard
-from sgla.kernels.cuda import cuts as fast
-from sgla.kernels.cuda.batch_gemm import Race
+from sgla.kernels.cuda import thresholds as fast
+from sgla.kernels.cuda.batch_gemm import Draw
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.messages import LogprobBlock, NewRow, RowSampling
@@ -22,7 +22,7 @@ from sgla.sampling.logprobs import Scores
 from sgla.sampling.sampler import COLD
 
 Int32s = NDArray[np.int32]
-CUT, SCORED, RULED, GRAMMAR = (1 << i for i in range(4))  # what a row wants
+THRESHOLD, SCORED, RULED, GRAMMAR = (1 << i for i in range(4))  # what a row wants
 
 
 class Scored(NamedTuple):
@@ -54,7 +54,7 @@ class Named(NamedTuple):
     there: Tensor
 
 
-class Undrawn(NamedTuple):
+class Pending(NamedTuple):
     """Rows of a step that get a token. ``logits`` float32[S, this rank's part of V], ``slots`` and ``positions`` int32[S] are on
     the GPU, as are their places, the first of ``out`` int32[at least S]; ``on_host``: slots and positions again; ``rows``: the
     numbers that logprobs carry."""
@@ -92,7 +92,7 @@ class DeviceSampler:
         s = new.sampling
         ruled = self._rules.admit(new.slot, new.prompt_len, s)
         wants = {
-            CUT: s.temperature >= COLD and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0),
+            THRESHOLD: s.temperature >= COLD and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0),
             SCORED: s.logprobs >= 0,
             RULED: ruled,
             GRAMMAR: s.grammar,
@@ -130,30 +130,30 @@ class DeviceSampler:
         landing: sampling.Landing | None = None,
     ) -> None:
         """Tokens of rows ``logits``, float32[S, this rank's part of V], into ``out`` and the token table. Capturable."""
-        self._race(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
+        self._draw(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
-    def race(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> Race:
+    def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> Draw:
         """What the output layer needs to draw instead of ``draw``; then ``land`` does the rest."""
         first = self._shard.range(self._vocab).start
-        return Race(slots, positions, self.seeds, self.temperatures, keys, plain, first)
+        return Draw(slots, positions, self.seeds, self.temperatures, keys, plain, first)
 
-    def land(self, race: Race, out: Tensor, landing: sampling.Landing) -> None:
+    def land(self, draw: Draw, out: Tensor, landing: sampling.Landing) -> None:
         sampling.follow(
-            race.keys, race.slots, race.positions, self._tokens, out, self._best_of_ranks, landing
+            draw.keys, draw.slots, draw.positions, self._tokens, out, self._best_of_ranks, landing
         )
 
-    def _race(
+    def _draw(
         self,
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
         out: Tensor,
         first: int,
-        cuts: Tensor | None = None,
+        thresholds: Tensor | None = None,
         landing: sampling.Landing | None = None,
     ) -> None:
         sampling.sample(
-            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, cuts, first, self._best_of_ranks, landing
+            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, thresholds, first, self._best_of_ranks, landing
         )  # fmt: skip
 
     def _send(self, values: Any) -> Tensor:
@@ -169,9 +169,9 @@ class DeviceSampler:
         keys = torch.full(slots.shape, sampling.WORST, dtype=torch.int64, device=slots.device)
         sampling.follow(keys, slots, positions, self._tokens, out, self._shard.max)
 
-    def sample(self, undrawn: Undrawn, masks: Masks | None = None) -> list[Scored]:
+    def sample(self, pending: Pending, masks: Masks | None = None) -> list[Scored]:
         """``draw`` with everything requests may ask for; ``masks`` are those of grammars. The logits are changed."""
-        logits, slots, positions, out, rows, (host_slots, host_positions) = undrawn
+        logits, slots, positions, out, rows, (host_slots, host_positions) = pending
         if self._shard.size > 1:
             logits = self._gather(logits)
         if self._shard.rank > 0:
@@ -181,13 +181,15 @@ class DeviceSampler:
         which = self._send(wanted) if wanted else None
         raw = logits[which] if wanted else None
         if self._that(RULED, host_slots):
-            self._rules.apply(logits, slots, positions, undrawn.on_host)
+            self._rules.apply(logits, slots, positions, pending.on_host)
         if masks is not None:
             sampling.mask(logits, *masks)
-        cuts = None
-        if self._that(CUT, host_slots):
-            cuts = fast.find_cuts(logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps)
-        self._race(logits, slots, positions, out, 0, cuts)
+        thresholds = None
+        if self._that(THRESHOLD, host_slots):
+            thresholds = fast.find_thresholds(
+                logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps
+            )
+        self._draw(logits, slots, positions, out, 0, thresholds)
         if raw is None:
             return []
         return self._score(

@@ -36,7 +36,7 @@ from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 from sgla.sampling.constraints import Constraints, mask_threads
-from sgla.sampling.device import DeviceSampler, Scored, Undrawn, score, to_host
+from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.gpu_memory import (
@@ -347,10 +347,10 @@ class CudaRunner:
         scored: list[Scored] = []
         if self._decodes(plan, rows):
             count = rows
-            out, landed, undrawn = self.graphs.run(slots, starts)
+            out, landed, pending = self.graphs.run(slots, starts)
         else:
-            out, count, scored, undrawn = self._extend(plan, slots, starts)
-        return self.flights.begin(plan, begin, out, count, landed, undrawn, scored)
+            out, count, scored, pending = self._extend(plan, slots, starts)
+        return self.flights.begin(plan, begin, out, count, landed, pending, scored)
 
     def _decodes(self, plan: StepPlan, rows: int) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""
@@ -382,16 +382,16 @@ class CudaRunner:
 
     def _extend(
         self, plan: StepPlan, slots: Any, starts: Any
-    ) -> tuple[Tensor, int, list[Scored], Undrawn | None]:
+    ) -> tuple[Tensor, int, list[Scored], Pending | None]:
         """A step with prompt tokens."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         graphs = self._captures and not self.deterministic and self.prompts.takes(starts, q_lens, flags)
         if graphs and not self._share_much(slots[q_lens == 1], starts[q_lens == 1]):
-            out, count, undrawn = self.prompts.run(slots, starts, q_lens, flags)
-            return out, count, [], undrawn
+            out, count, pending = self.prompts.run(slots, starts, q_lens, flags)
+            return out, count, [], pending
         return self.run_eagerly(plan)
 
-    def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Undrawn | None]:
+    def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Pending | None]:
         """Decode rows go first, then what has a history (see ``ExtendRows``), which the row numbers of the result must not show."""
         slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
         flags = np.frombuffer(plan.flags, np.uint8)
@@ -417,7 +417,7 @@ class CudaRunner:
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)
             return out, count, scored, None
-        return out, count, scored, Undrawn(logits, where, positions, out, order[picked], (host[1], host[2]))
+        return out, count, scored, Pending(logits, where, positions, out, order[picked], (host[1], host[2]))
 
     def extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
         """Rows with any number of tokens; those with one come first."""

@@ -12,14 +12,14 @@ from torch import Tensor
 from sgla.messages import SAMPLE, Failed, StepPlan, StepResult
 from sgla.sampling import faults
 from sgla.sampling.constraints import Constraints, Masks
-from sgla.sampling.device import DeviceSampler, Scored, Undrawn, to_host
+from sgla.sampling.device import DeviceSampler, Pending, Scored, to_host
 from sgla.worker.device_state import DeviceTables
 from sgla.worker.state import column
 
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``undrawn``: its rows, if a draw by temperature
+    """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``pending``: its rows, if a draw by temperature
     is not all that they want and they are not sampled yet; ``on_host``: their slots and positions. A step that is ``held`` waits
     with these for the result of the step before, since grammars do. Once ``end`` has passed, ``tokens``, pinned, holds the ids,
     negative where there is none (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on."""
@@ -27,7 +27,7 @@ class Flight:
     plan: StepPlan
     out: Tensor
     count: int
-    undrawn: Undrawn | None
+    pending: Pending | None
     scored: list[Scored]
     begin: torch.cuda.Event
     end: torch.cuda.Event
@@ -60,15 +60,15 @@ class Flights:
         out: Tensor,
         count: int,
         landed: Tensor | None,
-        undrawn: Undrawn | None,
+        pending: Pending | None,
         scored: list[Scored],
     ) -> Flight:
         """The forward pass of ``plan`` has been queued. ``landed``: pinned memory that it brings the tokens to by itself."""
         end = torch.cuda.Event(enable_timing=True)
-        flight = Flight(plan, out, count, undrawn, scored, begin, end, tokens=landed)
+        flight = Flight(plan, out, count, pending, scored, begin, end, tokens=landed)
         constraints = self._constraints
-        flight.on_host = undrawn and undrawn.on_host
-        flight.held = undrawn is not None and constraints is not None and constraints.any(undrawn.on_host[0])
+        flight.on_host = pending and pending.on_host
+        flight.held = pending is not None and constraints is not None and constraints.any(pending.on_host[0])
         if not flight.held:
             self._sample(flight, None)
         return flight
@@ -76,16 +76,16 @@ class Flights:
     def release(self, flight: Flight) -> None:
         """Queue the rest of a step that is held, while the GPU computes it. The step before has been finished."""
         assert flight.held
-        assert flight.undrawn is not None
+        assert flight.pending is not None
         assert self._constraints is not None
-        slots, positions = flight.undrawn.on_host
+        slots, positions = flight.pending.on_host
         masks, flight.unmet = self._constraints.masks(slots, positions, flight.out.device)
         self._sample(flight, masks)
 
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
-        if flight.undrawn is not None:
-            flight.scored += self._sampler.sample(flight.undrawn, masks)
-            flight.undrawn = None  # or logits of every step in flight would be kept
+        if flight.pending is not None:
+            flight.scored += self._sampler.sample(flight.pending, masks)
+            flight.pending = None  # or logits of every step in flight would be kept
         if flight.tokens is None:
             flight.tokens = to_host(flight.out[: flight.count])
         flight.end.record()

@@ -18,7 +18,7 @@ from sgla.attention.native import NativeDecode
 from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton import step
 from sgla.kernels.triton.sampling import WORST, Landing
-from sgla.sampling.device import Undrawn
+from sgla.sampling.device import Pending
 
 if TYPE_CHECKING:
     from sgla.worker.cuda import CudaRunner
@@ -190,12 +190,12 @@ class DecodeGraphs:
         fused = decode if isinstance(decode, NativeDecode) and not cascade else None
         with runner.ops.fused(size, fused):
             hidden = runner.model.forward(batch, runner.kv)
-            race = runner.sampler.race(slots, ends, self._keys[:size], plain)
-            racing = None if runner.model.lm_head.softcap else race
-            with runner.ops.float32_output(runner.logits[:size], racing) as output:
+            draw = runner.sampler.fused_draw(slots, ends, self._keys[:size], plain)
+            drawing = None if runner.model.lm_head.softcap else draw
+            with runner.ops.float32_output(runner.logits[:size], drawing) as output:
                 logits = runner.model.logits_part(hidden)
         if output.drawn:
-            runner.sampler.land(race, self.out[:size], landing)
+            runner.sampler.land(draw, self.out[:size], landing)
             return
         if logits.data_ptr() != runner.logits.data_ptr():  # a soft cap or an all-gather made another tensor
             runner.logits[:size].copy_(logits)
@@ -226,9 +226,9 @@ class DecodeGraphs:
         self.plan[: len(pinned)].copy_(pinned, non_blocking=True)
         return stage
 
-    def run(self, slots: Any, starts: Any) -> tuple[Tensor, Tensor | None, Undrawn | None]:
+    def run(self, slots: Any, starts: Any) -> tuple[Tensor, Tensor | None, Pending | None]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory, to be read before
-        ``STAGES`` further steps. ``Undrawn`` instead of the latter if a draw by temperature is not all that rows need."""
+        ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature is not all that rows need."""
         rows = len(slots)
         plan = self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
@@ -246,7 +246,7 @@ class DecodeGraphs:
         return (
             self.out,
             None,
-            Undrawn(
+            Pending(
                 self._runner.logits[:rows],
                 columns.slots[:rows],
                 columns.ends[:rows],

@@ -18,7 +18,7 @@ from sgla.attention.base import cut
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
-from sgla.sampling.device import Undrawn
+from sgla.sampling.device import Pending
 from sgla.worker.graphs import STAGES, Capture
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ class PromptGraphs:
             logits.copy_(found)
         runner.sampler.draw(logits, where, ends, out)
 
-    def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, Undrawn | None]:
-        """The tokens of the rows that sample, in their order, how many they are, and ``Undrawn`` as ``DecodeGraphs.run``."""
+    def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, Pending | None]:
+        """The tokens of the rows that sample, in their order, how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
         decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
         count, new = int(decodes.sum()), len(sampled)
         size = next(size for size in self.tokens if size >= q_lens.sum())
@@ -174,7 +174,7 @@ class PromptGraphs:
         return (
             self._out,
             new,
-            Undrawn(self._runner.logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
+            Pending(self._runner.logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
         )
 
 

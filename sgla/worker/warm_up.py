@@ -21,7 +21,7 @@ from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
 from sgla.model.spec import ModelSpec
 from sgla.sampling.constraints import Masks
-from sgla.sampling.device import Undrawn
+from sgla.sampling.device import Pending
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Peak, within_memory
 from sgla.worker.graphs import DecodeGraphs
@@ -131,7 +131,7 @@ def _sample_most(runner: CudaRunner) -> None:
     logits = runner.logits_of(torch.zeros(runner.slots, spec.hidden, dtype=runner.dtype, device="cuda"))
     words = torch.zeros(runner.slots, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
     runner.sampler.sample(
-        Undrawn(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words, d_ends)
+        Pending(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words, d_ends)
     )
 
 

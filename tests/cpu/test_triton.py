@@ -185,7 +185,7 @@ def draw(
     table, out = torch.zeros(n, 8, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     cuts = None
     if cut:
-        cuts = sampling.find_cuts(
+        cuts = sampling.find_thresholds(
             logits, slots, temperatures, full("top_k", 0).int(), full("top_p", 1.0), full("min_p", 0.0)
         )
     sampling.sample(logits, slots, positions, torch.tensor(seeds), temperatures, table, out, cuts)

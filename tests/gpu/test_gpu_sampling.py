@@ -15,14 +15,16 @@ pytest.importorskip("triton")
     [(50, 0.9, 0.0), (0, 0.95, 0.0), (20, 1.0, 0.0), (0, 1.0, 0.1), (1, 0.5, 0.0)],
 )
 @pytest.mark.parametrize("vocab", [151936, 5001])
-def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float) -> None:
-    from sgla.kernels.cuda import cuts
+def test_thresholds(vocab: int, top_k: int, top_p: float, min_p: float, spread: float) -> None:
+    from sgla.kernels.cuda import thresholds
 
     rows, temperature = 40, 0.8
     logits = torch.randn(rows, vocab, device="cuda") * spread
     slots = torch.arange(rows, device="cuda").int().flip(0)
     full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
-    found = cuts.find_cuts(logits, slots, full(temperature), full(top_k).int(), full(top_p), full(min_p))
+    found = thresholds.find_thresholds(
+        logits, slots, full(temperature), full(top_k).int(), full(top_p), full(min_p)
+    )
     kept = (logits >= found[:, None]).sum(-1)
     order = logits.sort(-1, descending=True).values.double()
     if top_k:
@@ -31,7 +33,7 @@ def test_cuts(vocab: int, top_k: int, top_p: float, min_p: float, spread: float)
     expected = (p.cumsum(-1) - p < top_p).sum(-1) if top_p < 1 else torch.full_like(kept, order.shape[1])
     if min_p:
         expected = torch.minimum(expected, (p >= min_p * p[:, :1]).sum(-1))
-    # Equal up to the token at the cut, and to the tokens that the kernel takes for equal to it or finds too light to draw.
+    # Equal up to the token at the threshold, and to the tokens that the kernel takes for equal to it or finds too light to draw.
     full_p = (logits.double() / temperature).softmax(-1).sort(-1, descending=True).values
     below = torch.cat([torch.zeros(rows, 1, device="cuda"), full_p.cumsum(-1)], 1)
     few, many = torch.minimum(kept, expected)[:, None], torch.maximum(kept, expected)[:, None]
@@ -46,7 +48,7 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
     from sgla.kernels.cuda import batch_gemm
     from sgla.kernels.triton import sampling
 
-    config = batch_gemm.choose_race(m)
+    config = batch_gemm.choose_draw(m)
     assert config is not None
     weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
     x = torch.randn(m, 1024, dtype=BF16, device="cuda")
@@ -57,15 +59,15 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
     weight[n // 2] = weight[17]  # greedy rows take the first of equal ones
     keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
     plain = torch.zeros(1, dtype=torch.int32, device="cuda")
-    race = batch_gemm.Race(slots, positions, seeds, temperatures, keys, plain, first)
-    logits = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+    fused = batch_gemm.Draw(slots, positions, seeds, temperatures, keys, plain, first)
+    logits = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.DRAW, draw=fused)
     assert relative(logits, x.double() @ weight.double().t()) < 1e-5
     assert (keys == sampling.WORST).all()
     tables, outs = torch.zeros(2, m, m + 2, device="cuda").int(), torch.zeros(2, m, device="cuda").int()
     sampling.sample(logits, slots, positions, seeds, temperatures, tables[0], outs[0], first=first)
     plain += 1
     for _ in range(3):
-        untouched = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race, out=logits * 0)
+        untouched = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.DRAW, draw=fused, out=logits * 0)
         sampling.follow(keys, slots, positions, tables[1], outs[1])
         assert not untouched.any()
         assert torch.equal(outs[0], outs[1])
@@ -80,7 +82,7 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     from sgla.kernels.cuda import batch_gemm
     from sgla.kernels.triton import sampling
 
-    config = batch_gemm.choose_race(m)
+    config = batch_gemm.choose_draw(m)
     assert config is not None
     weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
     x = torch.randn(m, 1024, dtype=BF16, device="cuda")
@@ -88,11 +90,11 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     seeds = torch.randint(0, 1 << 62, (m,), device="cuda")
     temperatures = torch.full((m,), 0.0 if greedy else 0.9, device="cuda")
     keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
-    race = batch_gemm.Race(slots, positions, seeds, temperatures, keys, torch.ones_like(slots[:1]), 0)
+    fused = batch_gemm.Draw(slots, positions, seeds, temperatures, keys, torch.ones_like(slots[:1]), 0)
 
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
         table, out = torch.zeros(m, m + 2, device="cuda").int(), torch.zeros(m, device="cuda").int()
-        batch_gemm.linear(x, weight, config, epilogue=batch_gemm.RACE, race=race)
+        batch_gemm.linear(x, weight, config, epilogue=batch_gemm.DRAW, draw=fused)
         sampling.follow(keys, slots, positions, table, out)
         return table, out
 
@@ -112,9 +114,9 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     assert (other == -1).all()
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_draws_from_logits_that_give_no_token(cut: bool) -> None:
-    from sgla.kernels.cuda.cuts import find_cuts
+@pytest.mark.parametrize("limited", [False, True])
+def test_draws_from_logits_that_give_no_token(limited: bool) -> None:
+    from sgla.kernels.cuda.thresholds import find_thresholds
     from sgla.kernels.triton import sampling
 
     rows, vocab = 6, 151936
@@ -125,12 +127,12 @@ def test_draws_from_logits_that_give_no_token(cut: bool) -> None:
     temperatures = torch.tensor([0.0, 0.8] * 3, device="cuda")
     for _ in range(2):
         full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
-        cuts = None
-        if cut:
-            cuts = find_cuts(logits, slots, temperatures, full(40).int(), full(0.9), full(0.05))
+        thresholds = None
+        if limited:
+            thresholds = find_thresholds(logits, slots, temperatures, full(40).int(), full(0.9), full(0.05))
         table, out = torch.zeros(rows, rows + 1, device="cuda").int(), torch.zeros(rows, device="cuda").int()
         sampling.sample(
-            logits, slots, positions, torch.arange(rows, device="cuda"), temperatures, table, out, cuts
+            logits, slots, positions, torch.arange(rows, device="cuda"), temperatures, table, out, thresholds
         )
         assert out[:5].tolist() == [-1, -1, -2, -1, 0]
         assert 0 <= int(out[5]) < vocab
@@ -139,7 +141,7 @@ def test_draws_from_logits_that_give_no_token(cut: bool) -> None:
 
 
 def test_sampling_at_full_vocabulary() -> None:
-    from sgla.kernels.cuda.cuts import find_cuts
+    from sgla.kernels.cuda.thresholds import find_thresholds
     from sgla.kernels.triton import sampling
 
     rows, vocab = 64, 151936
@@ -151,8 +153,8 @@ def test_sampling_at_full_vocabulary() -> None:
     seeds, positions = torch.arange(rows, device="cuda"), torch.full((rows,), 9, device="cuda").int()
     top_ks = torch.full((rows,), 50, device="cuda").int()
     top_ps, min_ps = torch.full((rows,), 0.9, device="cuda"), torch.zeros(rows, device="cuda")
-    cuts = find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps)
-    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, cuts)
+    thresholds = find_thresholds(logits, slots, temperatures, top_ks, top_ps, min_ps)
+    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, thresholds)
     top = logits.topk(50)
     p = (top.values.double() / 0.8).softmax(-1)
     kept = (p.cumsum(-1) - p < 0.9).sum(-1)
@@ -163,6 +165,6 @@ def test_sampling_at_full_vocabulary() -> None:
             assert out[r] == top.indices[r, 0]
         else:
             assert (
-                abs(int((logits[r] >= cuts[r]).sum()) - int(kept[r])) <= 1
+                abs(int((logits[r] >= thresholds[r]).sum()) - int(kept[r])) <= 1
             )  # rounding of the cumulative sum
-            assert logits[r, out[r].long()] >= cuts[r]
+            assert logits[r, out[r].long()] >= thresholds[r]

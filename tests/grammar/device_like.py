@@ -17,7 +17,7 @@ from sgla.kernels.triton import sampling
 from sgla.messages import RowSampling, StepPlan, StepResult
 from sgla.sampling import device
 from sgla.sampling.constraints import Constraints
-from sgla.sampling.device import DeviceSampler, Undrawn
+from sgla.sampling.device import DeviceSampler, Pending
 from sgla.sampling.draw import Distribution, draw
 from sgla.sampling.faults import NONE_LEFT
 from sgla.sampling.rules import Rule, make_rules
@@ -123,16 +123,16 @@ class DeviceLike(Runner):
         count = len(wanted.rows)
         out = torch.zeros(count, dtype=torch.int32)
         where, positions = torch.from_numpy(wanted.slots), torch.from_numpy(wanted.positions)
-        undrawn = None
+        pending = None
         if count:
             if self._device.plain(wanted.slots):
                 self._device.draw(logits, where, positions, out)
             else:  # graphs have drawn something by then
                 self.tables.tokens[wanted.slots, wanted.positions] = 1
-                undrawn = Undrawn(
+                pending = Pending(
                     logits, where, positions, out, wanted.rows, (wanted.slots, wanted.positions)
                 )
-        return self._flights.begin(plan, Event(), out, count, None, undrawn, [])
+        return self._flights.begin(plan, Event(), out, count, None, pending, [])
 
     @torch.inference_mode()
     def release(self, flight: Flight) -> None:

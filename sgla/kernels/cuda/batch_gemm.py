@@ -17,7 +17,7 @@ MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 96, *range(128, 257, 16)  # of x in a tile
 MAX_ROWS = ROWS[-1]
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE, numbered as in skinny_gemm
-RACE = 6  # 5 is that of ``prompt_gemm``
+DRAW = 6  # 5 is that of ``prompt_gemm``
 SMALL = 4 << 20  # elements of a weight that gains from tiles of few rows
 LARGE = 16 << 20  # that gains from these kernels with more than 192 rows
 VOCABULARY = 100_000  # rows of a weight that is an output layer
@@ -70,7 +70,7 @@ class Unscaled(NamedTuple):
     eps: float
 
 
-class Race(NamedTuple):
+class Draw(NamedTuple):
     """What the output layer needs to draw tokens, as ``kernels/triton/sampling.py`` would, where ``plain`` int32[1] is not 0;
     elsewhere it leaves logits. ``slots``, ``positions`` int32[S]; ``seeds`` int64 and ``temperatures`` float32 by slot. The best
     goes to ``keys`` int64[S], which must be ``WORST`` before; the weight has the tokens from ``first`` on."""
@@ -135,8 +135,8 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     return None
 
 
-def choose_race(m: int) -> Config | None:
-    """For the output layer where it draws. With more than 192 rows the products wait for the race: nothing is gained."""
+def choose_draw(m: int) -> Config | None:
+    """For the output layer where it draws. With more than 192 rows the products wait for the draw: nothing is gained."""
     return Config(192, 1, 1) if m <= 192 else None
 
 
@@ -153,9 +153,9 @@ def _cut_rows(m: int, n: int, k: int) -> Config:
 @cache
 def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
     stage, cluster = (64 * config.groups + rows) * 128, 1 if config.apart else config.split
-    # Scales, parts of squares, or what a row's race needs.
+    # Scales, parts of squares, or what a row's draw needs.
     kept = (
-        4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == RACE))
+        4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
     )
     inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
     stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
@@ -180,17 +180,17 @@ def linear(
     bias: Tensor | None = None,
     epilogue: int = STORE,
     out: Tensor | None = None,
-    race: Race | None = None,
+    draw: Draw | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``.
 
-    Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; RACE, see ``Race``.
+    Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``Draw``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
-        dtype = torch.float32 if epilogue in (FLOAT32, RACE) else rows.dtype
+        dtype = torch.float32 if epilogue in (FLOAT32, DRAW) else rows.dtype
         out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
-    _launch(x, weight, config, bias, epilogue, out, race=race)
+    _launch(x, weight, config, bias, epilogue, out, draw=draw)
     return out
 
 
@@ -214,7 +214,7 @@ def _launch(
     out: Tensor,
     norm: Norm | None = None,
     squares: Tensor | None = None,
-    race: Race | None = None,
+    draw: Draw | None = None,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
@@ -230,13 +230,13 @@ def _launch(
         sums, counts = _exchange(tiles * row_tiles, config, rows)
     residual, factors = (norm.residual, norm.weight) if norm is not None else (None, None)
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
-    racing = (None,) * 6 if race is None else race[:6]
+    drawing = (None,) * 6 if draw is None else draw[:6]
     params = _Params(
         _weight_map(weight.data_ptr(), n, k, 64 * config.groups, gated),
         tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
-        *(None if t is None else t.data_ptr() for t in (*tensors, *racing)),
+        *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
-        0 if row_squares is None else row_squares.shape[0], _row_stride(m), 0 if race is None else race.first, eps,
+        0 if row_squares is None else row_squares.shape[0], _row_stride(m), 0 if draw is None else draw.first, eps,
     )  # fmt: skip
     kernel = _kernel(config, rows, epilogue, scaled)
     helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * scaled

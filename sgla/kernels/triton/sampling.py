@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Sampling without sorting the vocabulary.
 
-A token is drawn by an exponential race (Gumbel-max): the largest ``logit / T - log(E)`` wins, E exponential noise from a
-counter hash of (seed, position, token), so neither batch nor history of the process can change a draw. Of all tokens only
+The draw of ``sgla/sampling/draw.py``, Gumbel-max sampling, in float32: the largest ``logit / T - log(E)`` wins, E exponential noise from
+a hash of (seed, position, token), so neither batch nor history of the process can change a draw. Of all tokens only
 an upper bound of that is computed, for half the work; then the chunks are searched that can hold the winner, mostly one.
 top-k, top-p and min-p (in this order, each on the renormalised rest) become one threshold on the logits, found by
 searching the bits of the float order: eight passes of 16 thresholds each, no sort.
@@ -25,7 +25,7 @@ from triton.language.extra import libdevice
 from sgla.kernels.triton.elementwise import _begin, _pdl
 
 CHUNK = 4096  # logits a program masks
-RACERS = 2048  # logits a program of the race looks at
+LOGITS = 2048  # that a program bounds
 COLD = tl.constexpr(1e-5)  # temperatures below are greedy
 LOG2_E = tl.constexpr(1.4426950408889634)
 WORST = -(1 << 63)  # key of a rank that has no candidate
@@ -77,16 +77,16 @@ def _least_noise(h, FAST: tl.constexpr):
 
 
 @triton.jit
-def _usable(x, cut):
-    """Logits above the cut; a NaN, which the cut must not hide, is +inf."""
-    x = tl.where(x < cut, float("-inf"), x)
+def _usable(x, threshold):
+    """Logits above the threshold; a NaN, which the threshold must not hide, is +inf."""
+    x = tl.where(x < threshold, float("-inf"), x)
     return tl.where(x != x, float("inf"), x)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
-def _race(
-    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
-    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+def _bound_scores(
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
+    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What no token of a chunk exceeds."""
     _begin(PDL)
@@ -95,7 +95,7 @@ def _race(
     temperature = tl.load(temperatures + slot)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
-    x = _usable(x, tl.load(cuts + row) if HAS_CUTS else float("-inf"))
+    x = _usable(x, tl.load(thresholds + row) if HAS_THRESHOLDS else float("-inf"))
     if temperature >= COLD:
         h = _hash(tl.load(seeds + slot), tl.load(positions + row), first + i)
         x = x * (LOG2_E / temperature) - _least_noise(h, FAST)
@@ -104,15 +104,15 @@ def _race(
 
 @triton.jit
 def _find(
-    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
-    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
+    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The best score of a row and its token, looked for in the chunks whose bounds are not below it. Where it is not finite: what
     is to stand for the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
-    cut = tl.load(cuts + row) if HAS_CUTS else float("-inf")
+    threshold = tl.load(thresholds + row) if HAS_THRESHOLDS else float("-inf")
     seed, position = tl.load(seeds + slot), tl.load(positions + row)
     c = tl.arange(0, CHUNKS)
     bound = tl.load(bounds + row * chunks + c, mask=c < chunks, other=float("-inf"))
@@ -122,7 +122,7 @@ def _find(
     while (most > float("-inf")) & (most >= best - (1e-5 + 1e-6 * tl.abs(best))):
         i = chunk * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
-        x = _usable(x, cut)
+        x = _usable(x, threshold)
         if temperature >= COLD:
             x = x * (LOG2_E / temperature) - _noise(_hash(seed, position, first + i), FAST)
         top, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -143,16 +143,16 @@ def _land(token, row, landing, stride, place, LANDS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "out", "place"])
 def _finish(
-    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
     table, stride, out, landing, landing_stride, place,
-    LANDS: tl.constexpr, HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    LANDS: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     _, token = _find(
-        logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
-        HAS_CUTS, FAST, BLOCK, CHUNKS,
+        logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
+        HAS_THRESHOLDS, FAST, BLOCK, CHUNKS,
     )  # fmt: skip
     tl.store(out + row, token)
     _land(token, row, landing, landing_stride, place, LANDS)
@@ -163,14 +163,14 @@ def _finish(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _make_keys(
-    logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first, keys,
-    HAS_CUTS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, keys,
+    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The winner of each row as an integer: the larger the better, and the lower id among equals. Never 0."""
     _begin(PDL)
     best, token = _find(
-        logits, slots, positions, seeds, temperatures, cuts, bounds, vocab, chunks, first,
-        HAS_CUTS, FAST, BLOCK, CHUNKS,
+        logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
+        HAS_THRESHOLDS, FAST, BLOCK, CHUNKS,
     )  # fmt: skip
     bits = best.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -232,14 +232,16 @@ def _reach(row_logits, vocab, top, inverse, floor, target, BY_MASS: tl.constexpr
 
 
 @triton.jit
-def _find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps, cuts, vocab, BLOCK: tl.constexpr):
+def _find_thresholds(
+    logits, slots, temperatures, top_ks, top_ps, min_ps, thresholds, vocab, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
     top_k = tl.load(top_ks + slot)
     top_p = tl.load(top_ps + slot)
     min_p = tl.load(min_ps + slot)
-    cut = float("-inf")
+    threshold = float("-inf")
     if temperature >= COLD:
         row_logits = logits + row * vocab
         running = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
@@ -249,18 +251,20 @@ def _find_cuts(logits, slots, temperatures, top_ks, top_ps, min_ps, cuts, vocab,
         top = tl.max(running, 0)
         inverse = 1.0 / temperature
         if (top_k > 0) & (top_k < vocab):
-            cut = _reach(row_logits, vocab, top, inverse, cut, top_k.to(tl.float32), False, BLOCK)
+            threshold = _reach(row_logits, vocab, top, inverse, threshold, top_k.to(tl.float32), False, BLOCK)
         if top_p < 1.0:
             total = 0.0
             for start in range(0, vocab, BLOCK):
                 i = start + tl.arange(0, BLOCK)
                 x = tl.load(row_logits + i, mask=i < vocab, other=float("-inf"))
-                total += tl.sum(tl.where((i < vocab) & (x >= cut), tl.exp((x - top) * inverse), 0.0))
-            cut = tl.maximum(cut, _reach(row_logits, vocab, top, inverse, cut, top_p * total, True, BLOCK))
+                total += tl.sum(tl.where((i < vocab) & (x >= threshold), tl.exp((x - top) * inverse), 0.0))
+            threshold = tl.maximum(
+                threshold, _reach(row_logits, vocab, top, inverse, threshold, top_p * total, True, BLOCK)
+            )
         if min_p > 0.0:
-            cut = tl.maximum(cut, top + temperature * tl.log(min_p))
-        cut = tl.minimum(cut, top)
-    tl.store(cuts + row, cut)
+            threshold = tl.maximum(threshold, top + temperature * tl.log(min_p))
+        threshold = tl.minimum(threshold, top)
+    tl.store(thresholds + row, threshold)
 
 
 @triton.jit
@@ -308,18 +312,27 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None
     )
 
 
-def find_cuts(
+def find_thresholds(
     logits: Tensor, slots: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
 ) -> Tensor:
     """Smallest logit float32[S] that may be drawn in each row of ``logits`` float32[S, V]; -inf for greedy rows.
 
     The parameter tables are indexed by slot: float32, except ``top_ks`` int32.
     """
-    cuts = logits.new_empty(logits.shape[0])
-    _find_cuts[(logits.shape[0],)](
-        logits, slots, temperatures, top_ks, top_ps, min_ps, cuts, logits.shape[1], BLOCK=1024, num_warps=8
+    thresholds = logits.new_empty(logits.shape[0])
+    _find_thresholds[(logits.shape[0],)](
+        logits,
+        slots,
+        temperatures,
+        top_ks,
+        top_ps,
+        min_ps,
+        thresholds,
+        logits.shape[1],
+        BLOCK=1024,
+        num_warps=8,
     )
-    return cuts
+    return thresholds
 
 
 class Landing(NamedTuple):
@@ -338,7 +351,7 @@ def sample(
     temperatures: Tensor,
     table: Tensor,
     out: Tensor,
-    cuts: Tensor | None = None,
+    thresholds: Tensor | None = None,
     first: int = 0,
     best_of_ranks: Callable[[Tensor], None] | None = None,
     landing: Landing | None = None,
@@ -349,13 +362,13 @@ def sample(
     ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys int64[S] by the
     largest that any rank has."""
     rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, RACERS)
+    chunks = triton.cdiv(vocab, LOGITS)
     bounds = logits.new_empty(rows, chunks)
     given = (
-        logits, slots, positions, seeds, temperatures, cuts if cuts is not None else bounds, bounds, vocab, chunks, first
+        logits, slots, positions, seeds, temperatures, thresholds if thresholds is not None else bounds, bounds, vocab, chunks, first
     )  # fmt: skip
-    options = {"HAS_CUTS": cuts is not None, "FAST": logits.is_cuda, "BLOCK": RACERS, **_pdl()}
-    _race[(rows, chunks)](*given, **options, num_warps=4)
+    options = {"HAS_THRESHOLDS": thresholds is not None, "FAST": logits.is_cuda, "BLOCK": LOGITS, **_pdl()}
+    _bound_scores[(rows, chunks)](*given, **options, num_warps=4)
     options |= {"CHUNKS": triton.next_power_of_2(chunks), "num_warps": 8}
     if best_of_ranks is None:
         _finish[(rows,)](

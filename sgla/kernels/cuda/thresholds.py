@@ -1,4 +1,4 @@
-"""Launcher of ``cuts.cu``."""
+"""Launcher of ``thresholds.cu``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ["logits", "slots", "temperature", "top_k", "top_p", "min_p", "cuts"]
+            for name in ["logits", "slots", "temperature", "top_k", "top_p", "min_p", "thresholds"]
         ),
         ("vocab", ctypes.c_int),
     )
@@ -22,16 +22,16 @@ class _Params(ctypes.Structure):
 
 @cache
 def _kernel() -> Kernel:
-    return Kernel("cuts.cu", "find_cuts", {})
+    return Kernel("thresholds.cu", "find_thresholds", {})
 
 
-def find_cuts(
+def find_thresholds(
     logits: Tensor, slots: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
 ) -> Tensor:
-    """As ``kernels/triton/sampling.py: find_cuts``, which is its oracle. Logits closer than 5e-6 of the temperature count as
+    """As ``kernels/triton/sampling.py: find_thresholds``, which is its oracle. Logits closer than 5e-6 of the temperature count as
     equal."""
-    cuts = logits.new_empty(logits.shape[0])
-    tensors = (logits, slots, temperatures, top_ks, top_ps, min_ps, cuts)
+    thresholds = logits.new_empty(logits.shape[0])
+    tensors = (logits, slots, temperatures, top_ks, top_ps, min_ps, thresholds)
     params = _Params(*(t.data_ptr() for t in tensors), logits.shape[1])
     _kernel().launch(logits.shape[0], 1024, params, dependent=False)
-    return cuts
+    return thresholds

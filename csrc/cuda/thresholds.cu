@@ -1,7 +1,7 @@
 // The smallest logit that top-k, top-p and min-p leave in each row, without sorting: two levels of a histogram over the
 // distance to the largest logit. A bin holds the number of its tokens and their weight exp(-distance / T) in one 64-bit
 // word (18 bits of count, the rest fixed point), so a token costs one atomic. A level resolves 1/100, two resolve 5e-6 of
-// T, below which tokens count as equal. Tokens lighter than 2e-9 of the top cannot be drawn where there is a cut.
+// T, below which tokens count as equal. Tokens lighter than 2e-9 of the top cannot be drawn where there is a threshold.
 #include "common.cuh"
 
 constexpr int BINS = 2048, THREADS = 1024, EACH = BINS / THREADS;
@@ -16,7 +16,7 @@ struct Params {
   const int* top_k;
   const float* top_p;
   const float* min_p;
-  float* cuts;  // [rows]
+  float* thresholds;  // [rows]
   int vocab;
 };
 
@@ -69,7 +69,7 @@ __device__ Found search(const u64* bins, F reached) {
   return found;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) find_thresholds(const Params p) {
   __shared__ u64 coarse[BINS], fine[BINS];
   __shared__ float warp_top[THREADS / 32];
   const int slot = p.slots[blockIdx.x], lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) 
   const int top_k = p.top_k[slot] < p.vocab ? p.top_k[slot] : 0;
   const float none = __uint_as_float(0xff800000u);
   if (temperature < 1e-5f || (top_k <= 0 && top_p >= 1.f && min_p <= 0.f)) {
-    if (threadIdx.x == 0) p.cuts[blockIdx.x] = none;
+    if (threadIdx.x == 0) p.thresholds[blockIdx.x] = none;
     return;
   }
   const float* row = p.logits + (long long)blockIdx.x * p.vocab;
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) 
 #pragma unroll
   for (int w = 0; w < THREADS / 32; ++w) top = fmaxf(top, warp_top[w]);
 
-  float cut = min_p > 0.f ? top + temperature * logf(min_p) : none;
+  float threshold = min_p > 0.f ? top + temperature * logf(min_p) : none;
   if (top_k > 0 || top_p < 1.f) {
     const float to_bins = 1.f / (temperature * WIDTH);
     auto weigh = [&](float distance) {  // in bins
@@ -124,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) 
       if ((c.upto & COUNT) >= u64(top_k)) {
         refine(c.bin);
         const Found f = search(fine, [&](u64 s) { return ((c.before + s) & COUNT) >= u64(top_k); });
-        cut = fmaxf(cut, edge(c.bin, f.bin));
+        threshold = fmaxf(threshold, edge(c.bin, f.bin));
         mass = (c.before + f.upto) >> COUNT_BITS;
       } else {  // the rest of the k are out of range
-        cut = fmaxf(cut, top - RANGE * temperature);
+        threshold = fmaxf(threshold, top - RANGE * temperature);
         mass = c.upto >> COUNT_BITS;
       }
     }
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_cuts(const Params p) 
       const Found c = search(coarse, [&](u64 s) { return (s >> COUNT_BITS) >= target; });
       refine(c.bin);
       const Found f = search(fine, [&](u64 s) { return ((c.before + s) >> COUNT_BITS) >= target; });
-      cut = fmaxf(cut, edge(c.bin, f.bin));
+      threshold = fmaxf(threshold, edge(c.bin, f.bin));
     }
   }
-  if (threadIdx.x == 0) p.cuts[blockIdx.x] = fminf(cut, top);
+  if (threadIdx.x == 0) p.thresholds[blockIdx.x] = fminf(threshold, top);
 }
