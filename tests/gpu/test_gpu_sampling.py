@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draws import DISTRIBUTIONS, possible
 from test_gpu_kernels import BF16, relative
+
+from sgla.sampling.draw import Distribution, draw
 
 pytest.importorskip("triton")
 
@@ -168,3 +171,30 @@ def test_sampling_at_full_vocabulary() -> None:
                 abs(int((logits[r] >= thresholds[r]).sum()) - int(kept[r])) <= 1
             )  # rounding of the cumulative sum
             assert logits[r, out[r].long()] >= thresholds[r]
+
+
+@pytest.mark.parametrize("each", DISTRIBUTIONS)
+@pytest.mark.parametrize("vocab", [49152, 151936])
+def test_draws_are_those_of_the_cpu(vocab: int, each: Distribution) -> None:
+    from sgla.kernels.cuda.thresholds import find_thresholds
+    from sgla.kernels.triton import sampling
+
+    rows, position = 24, 9
+    logits = torch.randn(rows, vocab, device="cuda") * torch.rand(rows, 1, device="cuda") * 6
+    logits[:, :5000:7] = float("-inf")
+    slots, positions = (
+        torch.arange(rows, device="cuda").int(),
+        torch.full((rows,), position, device="cuda").int(),
+    )
+    seeds = torch.randint(0, 1 << 62, (rows,), device="cuda")
+    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+    temperatures, thresholds = full(each.temperature), None
+    if each != Distribution(each.temperature):
+        thresholds = find_thresholds(
+            logits, slots, temperatures, full(each.top_k).int(), full(each.top_p), full(each.min_p)
+        )
+    table, out = torch.zeros(rows, position + 1, device="cuda").int(), torch.zeros(rows, device="cuda").int()
+    sampling.sample(logits, slots, positions, seeds, temperatures, table, out, thresholds)
+    asked = list(zip(logits.cpu().numpy(), seeds.tolist(), out.tolist(), strict=True))
+    assert all(token in possible(row, each, seed, position) for row, seed, token in asked)
+    assert sum(token == draw(row, each, seed, position) for row, seed, token in asked) >= rows - 2
