@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sgla.device import nvidia
 from sgla.hub.source import ModelSource
-from sgla.kernels import device, gpu, ops
+from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
@@ -148,7 +148,7 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     architecture: str, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer begins as for many tokens, and ends as for the few that are left: fused, or in batches."""
-    monkeypatch.setattr(device, "_this", [nvidia("H200", (9, 0), 132)])
+    monkeypatch.setattr(gpu, "this_device", lambda: nvidia("H200", (9, 0), 132))
     skinny = Mock(wraps=skinny_linear)
     monkeypatch.setattr(skinny_gemm, "linear", skinny)
     monkeypatch.setattr(elementwise, "qk_norm_rope_store", store)
