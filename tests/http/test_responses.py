@@ -724,6 +724,14 @@ async def test_a_custom_tool_with_a_grammar(serve: Serve) -> None:
             assert [takes(answer.source, output) for output in outputs] == [True, False]
 
 
+async def test_tools_of_mcp_servers_need_a_flag(site: Site) -> None:
+    body = {"input": "x", "tools": [{"type": "mcp", "server_label": "x", "server_url": "http://x"}]}
+    status, reply = await site.post("/v1/responses", body)
+    assert (status, reply["error"]["param"]) == (400, "tools")
+    assert reply["error"]["message"].startswith("tools[0]: ")
+    assert "--tool-server" in reply["error"]["message"]
+
+
 async def test_a_grammar_that_nothing_can_honour_is_refused(serve: Serve) -> None:
     body = {"input": "x", "tools": [grammar_tool("lark", LARK)]}
     site = await serve(ScriptedIngress("x", "<|python_tag|>"))
