@@ -287,7 +287,7 @@ def _apart_by_pattern(left: list[Object], right: list[Object], find: Find) -> bo
     return False
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def together(*patterns: str) -> str:
     """Why the matcher says that a string may match two of these; "" if none can."""
     from llguidance import LLMatcher

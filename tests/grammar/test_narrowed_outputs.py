@@ -24,7 +24,8 @@ def tag(engine: Engine, text: str) -> int:
 def test_reasoning_within_its_budget_then_what_the_grammar_wants(
     engine: Engine, budget: int, opened: bool
 ) -> None:
-    likes = {tag(engine, "</think>"): -100.0} | ({} if opened else {tag(engine, "<think>"): 100.0})
+    likes = {tag(engine, text): -100.0 for text in ("</think>", "<|end|>")}
+    likes |= {} if opened else {tag(engine, "<think>"): 100.0}
     params = SamplingParams(
         max_tokens=40,
         seed=budget,
