@@ -372,11 +372,12 @@ class Preparer:
 
 
 def extremes(ids: list[int]) -> tuple[int, int]:
-    """Smallest and largest id: of long lists three times as fast as ``min`` and ``max``. May raise struct.error for what is no int32."""
+    """Smallest and largest id: of long lists three times as fast as ``min`` and ``max``. Raises struct.error for what is no int32."""
+    column = int32(ids)
     if len(ids) < SHORT:
         return min(ids), max(ids)
-    column = np.frombuffer(int32(ids), np.int32)
-    return int(column.min()), int(column.max())
+    values = np.frombuffer(column, np.int32)
+    return int(values.min()), int(values.max())
 
 
 def check_counts(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:

@@ -188,7 +188,7 @@ async def test_functions_are_called(serve: Serve) -> None:
         ({"type": "session.update", "session": {"model": "none"}}, "model"),
         ({"type": "session.update"}, "session"),
         ({"type": "response.create", "response": {"modalities": ["audio", "text"]}}, "modalities"),
-        ({"type": "response.create"}, "messages"),
+        ({"type": "response.create"}, "input"),
         ({"type": "conversation.item.delete", "item_id": "x"}, "item_id"),
         ({"type": "conversation.item.create", "item": HELLO, "previous_item_id": "x"}, "item_id"),
         ({"type": "conversation.item.create", "item": {"type": "martian"}}, "input"),

@@ -92,7 +92,7 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Site, Sy
     runner = Runner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    site = Site(system.ingress, app, system.metrics, runner.addresses[0][1], "none")  # type: ignore[arg-type]
+    site = Site(system.ingress, app, system.metrics, runner.addresses[0][1], "none", runner.cleanup)  # type: ignore[arg-type]
     try:
         yield site, system
         assert system.ingress.open_requests == 0

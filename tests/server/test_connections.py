@@ -22,13 +22,15 @@ from sgla.http import connections
 from sgla.http.app import ROUTES, make_app
 from sgla.http.clients import with_key
 from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, TLSSite, connection_limit
+from sgla.http.server import SERVER
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
 
 
 class Server:
-    def __init__(self, port: int, listener: Listener) -> None:
+    def __init__(self, port: int, listener: Listener, salt: bytes) -> None:
         self.port = port
+        self.salt = salt
         self.listener = listener
 
     async def connect(
@@ -58,7 +60,8 @@ async def serving(limit: int, tls: ssl.SSLContext | None = None, **settings: Any
     config = Config(executor="fake", **settings)
     system = System(config)
     await system.start()
-    runner = Runner(make_app(system.ingress, config, system.metrics), limit, shutdown_timeout=0.1)
+    app = make_app(system.ingress, config, system.metrics)
+    runner = Runner(app, limit, shutdown_timeout=0.1)
     await runner.setup()
     if tls is None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -66,7 +69,7 @@ async def serving(limit: int, tls: ssl.SSLContext | None = None, **settings: Any
         await TLSSite(runner, "127.0.0.1", 0, tls, 128).start()
     assert isinstance(runner.server, Listener)
     try:
-        yield Server(runner.addresses[0][1], runner.server)
+        yield Server(runner.addresses[0][1], runner.server, app[SERVER].database.salt)
     finally:
         await system.close()
         await runner.cleanup()
@@ -224,8 +227,11 @@ async def test_idle_connections_of_who_holds_most_go_first() -> None:
 async def test_connections_are_the_clients_that_keys_and_proxies_name() -> None:
     data = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nX-Forwarded-For: %b\r\n\r\n"
     for settings, clients in (
-        ({"api_key": ["anna", "ben"]}, {with_key(key, False).name for key in (b"anna", b"ben")}),
-        ({"forwarded_allow_ips": ["127.0.0.1"]}, {"1.1.1.1", "2.2.2.2"}),
+        (
+            {"api_key": ["anna", "ben"]},
+            lambda salt: {with_key(key, False, salt).name for key in (b"anna", b"ben")},
+        ),
+        ({"forwarded_allow_ips": ["127.0.0.1"]}, lambda _: {"1.1.1.1", "2.2.2.2"}),
     ):
         async with serving(8, **settings) as server:  # type: ignore[arg-type]
             known = [
@@ -233,7 +239,7 @@ async def test_connections_are_the_clients_that_keys_and_proxies_name() -> None:
             ]
             for reader, _ in known:
                 assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
-            assert set(held(server)) == clients
+            assert set(held(server)) == clients(server.salt)
             for _, writer in known:
                 writer.close()
 

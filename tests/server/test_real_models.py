@@ -26,7 +26,9 @@ def served(name: str) -> Iterator[ServerProcess]:
         demo.fetch(name)
     except ConfigError as error:
         pytest.skip(error.message)
-    with serving("--model", name, "--dtype", "float32", "--context-length", "256") as server:
+    with serving(
+        "--model", name, "--dtype", "float32", "--quantization", "none", "--context-length", "256"
+    ) as server:
         yield server
 
 

@@ -122,7 +122,7 @@ def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
     """Job fields of a prompt of ids; the engine checks them against the vocabulary."""
     if not ids:
         raise InvalidField(f"{param}: a list of token ids is empty", param=param)
-    if min(ids) < 0:
+    if min(ids) < 0 or max(ids) >= 1 << 31:
         raise InvalidField(f"{param}: token ids must be at least 0 and in the vocabulary", param=param)
     return {"token_ids": ids}
 
