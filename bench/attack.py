@@ -383,6 +383,14 @@ async def warm_up(target: Target) -> None:
     seen = [list(range(20 * i, 20 * i + 20)) for i in range(256)]
     await send(target, request(TEXT, {"prompt": seen, "max_tokens": 4, "logprobs": 20}))
     text = "<tool_call>{" * 1000
+    own = {
+        "chat_template": "{% for i in range(99999) %}{% endfor %}a"
+    }  # rendered in other processes than the model's
+    long = [{"role": "user", "content": "word " * 200}] * 300
+    await send(
+        target,
+        *(request(CHAT, {"messages": long, "max_tokens": 2, **more}) for more in ({}, {}, own, own)),
+    )
     await send(
         target,
         request(CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
