@@ -72,7 +72,7 @@ class RadixCache:
         self._heap: list[tuple[Any, int, Node]] = []
         self._clock = 0
         self._ties = 0
-        self._nodes = 0
+        self.nodes = 0
 
     # --- reading
 
@@ -181,7 +181,7 @@ class RadixCache:
         self._clock += 1
         child = Node(node, edge, tokens, array("i", pages), self._clock)
         node.children[edge] = child
-        self._nodes += 1
+        self.nodes += 1
         self.pages += len(pages)
         self.evictable += len(pages)
         self.version += 1
@@ -208,7 +208,7 @@ class RadixCache:
         node.key, node.pages = node.key[cut:], node.pages[keep:]
         node.parent, node.edge = upper, node.key[: self._width]
         upper.children[node.edge] = node
-        self._nodes += 1
+        self.nodes += 1
         return upper
 
     # --- eviction
@@ -262,7 +262,7 @@ class RadixCache:
         assert parent is not None
         del parent.children[node.edge]
         node.parent = None
-        self._nodes -= 1
+        self.nodes -= 1
         self._offer(parent)
 
     def _is_leaf(self, node: Node) -> bool:
@@ -273,7 +273,7 @@ class RadixCache:
         if not self._is_leaf(node):
             return
         self._push(node)
-        if len(self._heap) > 4 * self._nodes + 64:
+        if len(self._heap) > 4 * self.nodes + 64:
             self._heap.clear()
             for leaf in filter(self._is_leaf, self.walk()):
                 self._push(leaf)
@@ -310,7 +310,7 @@ class RadixCache:
             if self._is_leaf(node):
                 assert (id(node), self._sort_key(node)) in queued, "an evictable leaf is not queued"
         assert len(set(pages)) == len(pages), "a page stands twice in the tree"
-        assert (self.pages, self.evictable, self._nodes) == (len(pages), evictable, nodes), "counters are off"
+        assert (self.pages, self.evictable, self.nodes) == (len(pages), evictable, nodes), "counters are off"
 
 
 class NullCache(RadixCache):

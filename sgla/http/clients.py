@@ -16,12 +16,18 @@ from sgla.errors import ConfigError
 class Client(NamedTuple):
     """``name`` is equal for requests that share one part of what the server has: a digest of the API key, or without keys the
     address. ``owner``: who may see what the request stores; the digest, or "" where there are no keys: then whoever knows an id.
-    ``admin``: it came with an admin key.
+    ``admin``: it came with an admin key. ``group``: of whose requests all together share one part of what runs at a time.
     """
 
     name: str
     owner: str = ""
     admin: bool = False
+    group: str = ""
+
+    @property
+    def runs_as(self) -> str:
+        """Whose part of what runs at a time it takes."""
+        return self.group or self.name
 
 
 CLIENT = web.RequestKey("client", Client)

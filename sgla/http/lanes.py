@@ -23,7 +23,7 @@ async def beside(request: web.Request, size: int, work: Callable[[], T], inline:
     """``work()``, here if ``size`` (characters or tokens) is at most ``inline``. Raises Overloaded, with what ``work`` raises."""
     if size <= inline:
         return work()
-    return await request.app[SERVER].ingress.lanes.run(request[CLIENT].name, size, work)
+    return await request.app[SERVER].ingress.lanes.run(request[CLIENT].runs_as, size, work)
 
 
 async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None, size: int = SLICE) -> Any:

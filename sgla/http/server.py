@@ -270,7 +270,7 @@ def make_work(
             priority=fields.priority or 0,
             yields=YIELDS in request,
             index_base=i * n,
-            client=client.name,
+            client=client.runs_as,
             size=request[SHARE].body,
             **prompt,
             **common,

@@ -25,14 +25,19 @@ from sgla.sched.snapshot import freeze, thaw
 
 T = TypeVar("T")
 
-# A snapshot takes a few ms of the loop, tens with a full cache. So a chapter goes on until the scheduler is idle, unless it
-# takes more memory than this. It waits, and if need be steps are forgotten, as long as so many requests are open that a
-# snapshot would take tens of ms more.
+# A snapshot takes a few ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more memory than this. It
+# waits, and if need be steps are forgotten, as long as there is so much to write that it would take longer than ``LONGEST``.
 BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
-MOST_OPEN = 1024
-OFFER_BYTES = 4096  # of a request without its tokens
+LONGEST = 0.04  # seconds
+NODE, REQUEST, PARAMETER = (
+    5e-6,
+    35e-6,
+    3.5e-9,
+)  # seconds for a node of the cache, a request, a byte of its ``baggage``
+OFFER_BYTES = 4096  # of a request without its tokens and parameters
+PARAMETER_BYTES = 8  # of each byte of ``Submit.baggage``, as objects of Python
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
 PLAN_BYTES = 800  # of a plan and its result, without the rows
 MAGIC = b"sgla steps 1\n"
@@ -115,7 +120,7 @@ class RecordedCore(Core):
         self._begin()
 
     def offer(self, submit: Submit, now: float) -> None:
-        self._bytes += OFFER_BYTES + TOKEN_BYTES * len(submit.tokens)
+        self._bytes += OFFER_BYTES + TOKEN_BYTES * len(submit.tokens) + PARAMETER_BYTES * submit.baggage
         self._do(Offer(submit, now), super().offer, submit, now)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
@@ -145,7 +150,7 @@ class RecordedCore(Core):
     def rest(self) -> None:
         if self._bytes < BYTES_KEPT and not (self._steps - self._start >= self._size and self.idle):
             return
-        if len(self._open) <= MOST_OPEN:
+        if self._snapshot_seconds() <= LONGEST:
             self._begin()
         elif self._bytes >= MOST_KEPT:
             self._chapters.clear()
@@ -160,6 +165,10 @@ class RecordedCore(Core):
             chapters=list(self._chapters),
         )
         return MAGIC + msgspec.msgpack.encode(steps)
+
+    def _snapshot_seconds(self) -> float:
+        parameters = sum(request.submit.baggage for request in self._open.values())
+        return NODE * self._memory.cache.nodes + REQUEST * len(self._open) + PARAMETER * parameters
 
     def _begin(self) -> None:
         if self._bytes > MOST_LEFT:

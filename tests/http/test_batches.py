@@ -413,6 +413,18 @@ async def test_files_and_batches_of_another_key_are_not_there(serve: Serve) -> N
     assert len((await anna.files.list()).data) == 2
 
 
+async def test_a_line_finds_no_item_of_another_key(serve: Serve) -> None:
+    site = await serve(api_key=["anna", "ben"], key="anna")
+    ben = site.client.with_options(api_key="ben")
+    url = "/v1/responses"
+    told = {"id": "msg_1", "type": "message", "role": "user", "content": "a secret"}
+    asked = {"type": "item_reference", "id": "msg_1"}
+    for client, item, failed in ((ben, told, 0), (site.client, asked, 1), (ben, asked, 0)):
+        body = {"input": [item], "max_output_tokens": 3}
+        batch = await ended(client, (await started(client, line(0, url, body=body), endpoint=url)).id)
+        assert batch.request_counts.failed == failed
+
+
 async def test_without_keys_lists_show_what_comes_from_the_same_address(site: Site) -> None:
     batch = await ended(site.client, (await started(site.client, line(0))).id)
     connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_limits, random_submits
 
 from sgla.errors import ConfigError, SglaError
@@ -111,6 +112,7 @@ def test_a_crash_comes_back() -> None:
 def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steplog, "BYTES_KEPT", 9000)
     monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
+    monkeypatch.setattr(steplog, "PARAMETER_BYTES", 0)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     for i in range(40):
         simulation.offer(make_submit(f"r{i}", [i % 50] * 20, max_new=2))
@@ -119,6 +121,21 @@ def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     chapters = simulation.log().chapters
     assert len(chapters) == 2
     assert sum(type(call).__name__ == "Offer" for chapter in chapters for call in chapter.calls) <= 10
+
+
+def test_parameters_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a chapter keeps of a request, and what a snapshot of it costs."""
+    simulation = Recorded(make_limits(context_len=96), steps=10**6)
+    large = replace(
+        make_submit("large", [1, 2, 3], max_new=2), baggage=steplog.BYTES_KEPT // steplog.PARAMETER_BYTES
+    )
+    simulation.offer(large)
+    monkeypatch.setattr(steplog, "LONGEST", steplog.PARAMETER * large.baggage / 2)
+    simulation.core.rest()
+    assert len(simulation.log().chapters) == 1
+    simulation.run()
+    simulation.core.rest()
+    assert len(simulation.log().chapters) == 2
 
 
 def test_a_chapter_that_got_too_large_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +156,9 @@ def test_no_snapshot_is_made_of_too_many_requests(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(steplog, "BYTES_KEPT", 2000)
     monkeypatch.setattr(steplog, "MOST_KEPT", 8000)
     monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
-    monkeypatch.setattr(steplog, "MOST_OPEN", 4)
+    for cost in ("NODE", "PARAMETER", "PARAMETER_BYTES"):
+        monkeypatch.setattr(steplog, cost, 0)
+    monkeypatch.setattr(steplog, "LONGEST", 4.5 * steplog.REQUEST)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     kept = []
     for i in range(13):  # 800 bytes each

@@ -100,7 +100,7 @@ async def ask(
 ) -> Answer:
     """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come over connections."""
     server = app[SERVER]
-    share = Share(server.budget, client.name)
+    share = Share(server.budget, client.runs_as)
     writer = Kept(share)
     request = Inside(app, path, writer)
     request[CLIENT], request[ADDRESS], request[SHARE], request[BODY], request[YIELDS] = (

@@ -34,7 +34,6 @@ from sgla.http.batches.lines import (
     told,
 )
 from sgla.http.batches.store import Batch, BatchStore
-from sgla.http.clients import Client
 from sgla.http.openai import chat, text
 from sgla.http.pooling import embeddings, moderations, rerank, score
 from sgla.http.responses import routes as responses
@@ -52,7 +51,7 @@ ROUTES: dict[str, Handler] = {
     "/v1/rerank": rerank.rerank,
 }
 
-CLIENT = "batches"  # of all lines: together they share in what the server has as one client does
+GROUP = "batches"  # of all lines: together they share in what the server has as one client does
 LINE_BYTES = 32 << 20  # of lines that run, together; a line alone may be longer
 MOST_TOLD = 100  # errors that a batch lists
 LOOK = 0.2  # seconds between looks whether the model is loaded
@@ -352,7 +351,7 @@ class Runner:
         try:
             line = await self._checked(batch, found)
             uid, delay = line_id(), WAITS[0]
-            client = Client(CLIENT, batch.client.owner)
+            client = batch.client._replace(group=GROUP)
             while True:
                 handler = ROUTES[batch.seen["endpoint"]]
                 answer = await ask(self._app, handler, line.url, bytes(line.body), client, uid)

@@ -233,7 +233,7 @@ class Agent:
         self._left -= 1
         offer = self._offers[item["server_label"]]
         text = await offer.server.call(
-            item["name"], item["arguments"], self.work.client.name, self._seconds()
+            item["name"], item["arguments"], self.work.client.runs_as, self._seconds()
         )
         self._room -= len(text)
         if self._room < 0:
