@@ -576,6 +576,25 @@ async def test_a_batch_whose_answers_find_no_room_fails(serve: Serve) -> None:
     assert 0 < len(await lines_of(site.client, batch.output_file_id)) < 40
 
 
+async def test_a_long_line_is_read_in_parts(site: Site) -> None:
+    """A client that does not read makes the server hold no more than one of them."""
+    files: Files = site.app[SERVER].files
+    data = jsonl(*map(line, range(5000)))
+    uid = (await site.client.files.create(file=data, purpose="batch")).id
+    number = await files.database.run(lambda tx: files.shelf.number(tx, uid))
+    long = [bytes([i]) * size for i, size in enumerate((3 * PIECE + 5, 7, PIECE, 2 * PIECE))]
+
+    def replace(tx: Any) -> None:
+        tx.execute("DELETE FROM pieces WHERE number > 0")
+        for at, piece in enumerate(long, 3):
+            files.put(tx, number, at, piece, "", half=False)
+
+    await files.database.run(replace)
+    parts = [part async for part in files.content(number)]
+    assert b"".join(parts) == data[:PIECE] + b"".join(long)
+    assert max(map(len, parts)) <= PIECE
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
 def test_lines_are_found_however_the_file_is_cut(cut: int) -> None:
     data = b"one\r\n\n  two \n" + b"x" * 30 + b"\nthree\n\xef\xbb\xbffour\nfive"

@@ -20,8 +20,9 @@ from sgla.http.clients import Client
 from sgla.http.responses.items import ITEM, Kept
 from sgla.http.responses.store import Place, ResponseStore, Stored
 from sgla.http.server import SCHEMAS
+from sgla.http.state import shelf as shelf_module
 from sgla.http.state.database import Database
-from sgla.http.state.shelf import ENTRY, Bounds
+from sgla.http.state.shelf import ENTRY, PART, Bounds
 from sgla.messages import Event, Usage
 
 DAY = 86400.0
@@ -333,6 +334,36 @@ async def test_events_count_while_they_come(serve: Serve) -> None:
     assert json.loads(last)["response"]["status"] == "cancelled"
     assert (len(await names(stored(site))), await taken(stored(site))) == (0, 0)
     site.ingress.check()
+
+
+@pytest.mark.parametrize("part", [61, 1000, PART])
+async def test_large_events_are_read_in_parts(site: Site, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """A client that does not read makes the server hold no more than one of them."""
+    monkeypatch.setattr(shelf_module, "PART", part)
+    asked = {
+        **{"input": "x", "background": True, "stream": True, "max_output_tokens": 3},
+        "metadata": {"k": "v" * max(100, part)},
+    }
+    async with site.http.post("/v1/responses", json=asked) as response:
+        whole = await response.read()
+    store = stored(site)
+    (uid,) = await names(store)
+    while store.live(uid, "") is not None:
+        await asyncio.sleep(0.001)
+    found = await store.find(uid, "")
+    assert found is not None
+    events = whole.split(b"\n\n")
+    for number in range(len(events) + 1):
+        parts = [data async for data in store.events(found, number)]
+        assert b"".join(parts) == b"\n\n".join(events[number:])
+        assert sum(data.count(b"\n\n") for data in parts) == max(0, len(events) - 1 - number)
+        assert max(map(len, parts), default=0) <= part
+    path, budget = f"/v1/responses/{uid}?stream=true", site.app[SERVER].budget
+    async with site.http.get(path) as response:
+        assert await response.read() == whole
+    budget.limit = 100
+    assert (await site.get(path))[0] == 413
+    assert budget.used == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,7 +20,7 @@ from sgla.config import Config
 from sgla.errors import TooLarge
 from sgla.http.clients import Client
 from sgla.http.state.database import Database
-from sgla.http.state.shelf import ENTRY, Bounds, Row, Shelf, one
+from sgla.http.state.shelf import ENTRY, PART_PIECES, Bounds, Pieces, Row, Shelf, one
 from sgla.http.wire import encode
 
 SCHEMA = """
@@ -42,7 +42,7 @@ HIDDEN = "\0"  # an owner that no client is
 PINNED = 1e12  # a stamp that is never old
 PIECE = 64 << 10  # bytes of an upload that are stored at once
 COST = 64  # bytes that a piece counts for beside its data
-READ_PIECES, READ_BYTES = 256, 256 << 10  # that are read in one go
+PIECES = Pieces("pieces", "file", "number")
 SHED = 2  # pieces of removed files that go with each new one
 MOST_BYTES = 200 << 20  # of one file
 TTL = 30 * 86400  # seconds that a file is kept, at most
@@ -201,12 +201,13 @@ class Files:
         return await self.database.run(lambda tx: self.shelf.find(tx, uid, owner))
 
     async def content(self, number: int) -> AsyncIterator[bytes]:
-        """The pieces of a file."""
-        last = -1
-        while pieces := await self.database.run(partial(read, number, last)):
-            for _, data in pieces:
-                yield data
-            last = pieces[-1][0]
+        """The bytes of a file, a few at a time."""
+        piece = start = 0
+        while True:
+            data, piece, start = await self.database.run(partial(PIECES.read, number, piece, start))
+            if not data:
+                return
+            yield data
 
     def drop(self, number: int) -> None:
         """Remove a hidden file."""
@@ -214,22 +215,7 @@ class Files:
 
     def tidy(self) -> None:
         """Remove what is left of removed files, some pieces at a time, so that others get their turn."""
-        self.database.queue(lambda tx: shed(tx, READ_PIECES), then=lambda more: self.tidy() if more else None)
-
-
-def read(number: int, last: int, tx: sqlite3.Connection) -> list[tuple[int, bytes]]:
-    """Some pieces behind number ``last``; [] at the end."""
-    rows = tx.execute(
-        "SELECT number, data FROM pieces WHERE file = ? AND number > ? ORDER BY number LIMIT ?",
-        (number, last, READ_PIECES),
-    )
-    found, size = [], 0
-    for row in rows:
-        found.append(row)
-        size += len(row[1])
-        if size >= READ_BYTES:
-            break
-    return found
+        self.database.queue(lambda tx: shed(tx, PART_PIECES), then=lambda more: self.tidy() if more else None)
 
 
 def shed(tx: sqlite3.Connection, most: int) -> bool:

@@ -34,7 +34,7 @@ from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import MAX_REPEATED, ChatRequest
 from sgla.http.responses import mcp
 from sgla.http.responses.agent import Agent
-from sgla.http.responses.background import PIECE, Recorder
+from sgla.http.responses.background import Recorder
 from sgla.http.responses.conversation import (
     Context,
     Slices,
@@ -55,7 +55,7 @@ from sgla.http.responses.input import (
 )
 from sgla.http.responses.items import kept, listed
 from sgla.http.responses.output import OutputItems, new_id
-from sgla.http.responses.store import Found, Place, ResponseStore, Stored
+from sgla.http.responses.store import END, Found, Place, ResponseStore, Stored
 from sgla.http.server import PATH_ID, SERVER, Server, Work, check_logprobs
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
@@ -299,12 +299,12 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
 
 async def play_again(request: web.Request, entry: Found, start: int) -> web.StreamResponse:
     """Stream the events from number ``start`` on of a response that has ended. If it was lost, the last one says so."""
+    request[SHARE].take(len(entry.row.json))
     response = web.StreamResponse(headers=sse.HEADERS)
     await response.prepare(request)
-    while blocks := await request.app[SERVER].responses.events(entry, start):
-        start += len(blocks)
-        for at in range(0, len(blocks), PIECE):
-            await response.write(b"".join(blocks[at : at + PIECE]))
+    async for data in request.app[SERVER].responses.events(entry, start):
+        start += data.count(END)
+        await response.write(data)
     if entry.lost:
         failed = {"type": "response.failed", "response": msgspec.Raw(entry.row.json)}
         await response.write(event_block(failed, start))

@@ -7,7 +7,7 @@ Those in the making are in memory, those that have ended in the database (``stat
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from sgla.http.clients import Client
 from sgla.http.responses import items as rows
 from sgla.http.responses.items import ITEM, Item, Kept, Part, kept
 from sgla.http.state.database import Database
-from sgla.http.state.shelf import ENTRY, Bounds, Row, Shelf, one
+from sgla.http.state.shelf import ENTRY, Bounds, Pieces, Row, Shelf, one
 from sgla.http.wire import encode
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 KIND = "response"
 EVENTS = 16 << 10  # bytes of a stream that are stored together
+END = b"\n\n"  # of an event
+STREAMS = Pieces("events", "response", "first")
 LOST = "the server ended before the response did"
 
 # ``asked``: so many items of the part are the response's input. ``live``: it is in the making; ``streamed``: in the background, with its
@@ -272,16 +274,23 @@ class ResponseStore:
 
         return await self.shelf.database.run(work)
 
-    async def events(self, found: Found, number: int) -> list[bytes]:
-        """Some of a stream's events from this number on; none behind the last one."""
-        query = (
-            "SELECT first, data FROM events WHERE response = ?1 AND first <= ?2 ORDER BY first DESC LIMIT 1"
-        )
-        piece = await self.shelf.database.run(lambda tx: one(tx, query, found.row.number, number))
-        if piece is None:
-            return []
-        first, data = piece
-        return [block + b"\n\n" for block in data.split(b"\n\n")[number - first : -1]]
+    async def events(self, found: Found, number: int) -> AsyncIterator[bytes]:
+        """The bytes of a stream's events from this number on, a few at a time, the two of ``END`` together."""
+        database, response = self.shelf.database, found.row.number
+        query = "SELECT coalesce(max(first), 0) FROM events WHERE response = ? AND first <= ?"
+        (piece,) = await database.run(lambda tx: one(tx, query, response, number))
+        start, skip = 0, number - piece
+        while True:
+            data, piece, start = await database.run(partial(STREAMS.read, response, piece, start))
+            if not data:
+                return
+            if data.endswith(b"\n") and not data.endswith(END):
+                data, start = data[:-1], start - 1
+            if skip:
+                *skipped, data = data.split(END, skip)
+                skip -= len(skipped)
+            if data and not skip:
+                yield data
 
     # for work --------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,10 @@ T = TypeVar("T")
 
 BATCH = 64  # objects that make room in one transaction; more go in the next ones
 ENTRY = 4096  # bytes that an object counts for beside its JSON
+PART = (
+    64 << 10
+)  # bytes of what is stored in pieces that are read at once, so that a client that does not read is not given everything
+PART_PIECES = 256  # and pieces
 
 # ``stamp``: seconds since 1970 when the object was put or last changed. ``totals`` and ``shares`` are sums that triggers keep.
 SCHEMA = """
@@ -237,6 +241,39 @@ class Shelf:
     def _horizon(self) -> float:
         """What was last changed then is too old."""
         return clock.wall() - self.bounds.ttl
+
+
+class Pieces(NamedTuple):
+    """A table that has what belongs to an object in pieces, ``data``: the column that names the object, and the one that orders its pieces."""
+
+    table: str
+    object: str
+    order: str
+
+    def read(self, number: int, piece: int, start: int, tx: sqlite3.Connection) -> tuple[bytes, int, int]:
+        """Up to PART bytes of object ``number`` from byte ``start`` of piece ``piece`` on, however large that is, and the piece and the byte
+        where the next ones begin; b"" at the end."""
+        rows = tx.execute(
+            f"SELECT rowid, {self.order}, iif(length(data) <= ?, data, NULL) FROM {self.table} "
+            f"WHERE {self.object} = ? AND {self.order} >= ? ORDER BY {self.order} LIMIT ?",
+            (PART, number, piece, PART_PIECES),
+        )
+        found = bytearray()
+        for row, at, data in rows:
+            if at != piece:
+                piece, start = at, 0
+            left = PART - len(found)
+            if data is None:
+                with tx.blobopen(self.table, "data", row, readonly=True) as blob:
+                    blob.seek(start)
+                    data = blob.read(left)
+            else:
+                data = data[start : start + left]
+            start += len(data)
+            found += data
+            if len(found) == PART:
+                break
+        return bytes(found), piece, start
 
 
 def one(tx: sqlite3.Connection, query: str, *values: Any) -> Any:
