@@ -566,14 +566,16 @@ async def test_an_upload_that_is_cut_off_leaves_nothing(site: Site) -> None:
 
 
 async def test_a_batch_whose_answers_find_no_room_fails(serve: Serve) -> None:
-    site = await serve()
+    """Half of all is for others."""
+    site = await serve(api_key=["anna", "ben"], key="anna")
     files: Files = site.app[SERVER].files
     data = [line(i) for i in range(40)]
-    files.bounds = Bounds(100, stored(len(jsonl(*data))) + 2 * ENTRY + 3000, 1e6)
+    files.bounds = Bounds(100, 2 * (stored(len(jsonl(*data))) + 2 * ENTRY + 3000), 1e6)
     batch = await started(site.client, *data)
     batch = await ended(site.client, batch.id)
     assert (batch.status, batch.errors.data[0].code) == ("failed", "storage_full")
     assert 0 < len(await lines_of(site.client, batch.output_file_id)) < 40
+    assert await uploaded(site.client.with_options(api_key="ben"), *data)
 
 
 async def test_a_long_line_is_read_in_parts(site: Site) -> None:

@@ -80,21 +80,19 @@ class Files:
 
     # in transactions -------------------------------------------------------------------------------------------------
 
-    def begin(self, tx: sqlite3.Connection, client: Client, half: bool) -> int:
-        """A hidden file without pieces; returns its number. ``half``: see ``make_room``. Raises StorageFull."""
+    def begin(self, tx: sqlite3.Connection, client: Client) -> int:
+        """A hidden file without pieces; returns its number. Raises StorageFull."""
         uid = f"file-{secrets.token_hex(16)}"
         number = self.shelf.add(tx, uid, Client(client.name, HIDDEN), b"{}", ENTRY)
         self.pin(tx, number)
-        self.make_room(tx, client.name, half)
+        self.make_room(tx, client.name)
         return number
 
-    def put(
-        self, tx: sqlite3.Connection, number: int, piece: int, data: bytes, client: str, half: bool
-    ) -> None:
+    def put(self, tx: sqlite3.Connection, number: int, piece: int, data: bytes, client: str) -> None:
         """Add a piece to a hidden file. Raises StorageFull."""
         shed(tx, SHED)
         tx.execute("INSERT INTO pieces VALUES (?, ?, ?)", (number, piece, data))
-        self.grow(tx, number, len(data) + COST, client, half)
+        self.grow(tx, number, len(data) + COST, client)
 
     def put_all(self, tx: sqlite3.Connection, number: int, lines: list[tuple[int, str]], client: str) -> None:
         """Add pieces of text, in one statement."""
@@ -103,11 +101,11 @@ class Files:
             "INSERT INTO pieces SELECT ?, json_extract(value, '$[0]'), CAST(json_extract(value, '$[1]') AS BLOB) FROM json_each(?)",
             (number, encode(lines).decode()),
         )
-        self.grow(tx, number, sum(COST + len(text.encode()) for _, text in lines), client, half=False)
+        self.grow(tx, number, sum(COST + len(text.encode()) for _, text in lines), client)
 
-    def grow(self, tx: sqlite3.Connection, number: int, size: int, client: str, half: bool) -> None:
+    def grow(self, tx: sqlite3.Connection, number: int, size: int, client: str) -> None:
         tx.execute("UPDATE objects SET size = size + ? WHERE number = ?", (size, number))
-        self.make_room(tx, client, half)
+        self.make_room(tx, client)
 
     def show(self, tx: sqlite3.Connection, number: int, owner: str, file: dict[str, Any]) -> bytes:
         """Have a hidden file found, as ``file`` without its id; returns the JSON of the whole object."""
@@ -135,18 +133,15 @@ class Files:
         """With which a file is too old then."""
         return expires - self.bounds.ttl
 
-    def make_room(self, tx: sqlite3.Connection, client: str, half: bool) -> None:
-        """For what ``client`` has just stored. ``half``: it may have half of all at most. Raises StorageFull."""
+    def make_room(self, tx: sqlite3.Connection, client: str) -> None:
+        """For what ``client`` has just stored. Raises StorageFull."""
         bounds = self.bounds
-        if half:
-            count, size = one(
-                tx, "SELECT count, bytes FROM shares WHERE kind = ? AND client = ?", FILE, client
+        count, size = one(tx, "SELECT count, bytes FROM shares WHERE kind = ? AND client = ?", FILE, client)
+        if count > bounds.limit // 2 or size > bounds.bytes // 2:
+            raise StorageFull(
+                f"your files would be {count} with {size} bytes; you may have {bounds.limit // 2} with {bounds.bytes // 2}; delete "
+                "some, or start the server with a larger --files-bytes"
             )
-            if count > bounds.limit // 2 or size > bounds.bytes // 2:
-                raise StorageFull(
-                    f"your files would be {count} with {size} bytes; you may have {bounds.limit // 2} with {bounds.bytes // 2}; delete "
-                    "some, or start the server with a larger --files-bytes"
-                )
         while True:
             count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", FILE)
             if count <= bounds.limit and size <= bounds.bytes:

@@ -93,7 +93,7 @@ class BatchStore:
                     f"{unended} batches of yours have not ended, which is the limit; retry later",
                     retry_after=60.0,
                 )
-            made = [self.files.begin(tx, client, half=False) for _ in range(2)]
+            made = [self.files.begin(tx, client) for _ in range(2)]
             json = encode(seen)
             number = self.shelf.add(tx, seen["id"], client, json, ENTRY + len(json))
             tx.execute("UPDATE objects SET stamp = ? WHERE number = ?", (PINNED, number))
@@ -165,9 +165,7 @@ class BatchStore:
     async def keep(self, batch: Batch, line: int, data: bytes, failed: bool) -> None:
         """The answer to a line. Raises StorageFull."""
         file = batch.errors if failed else batch.output
-        await self.database.run(
-            lambda tx: self.files.put(tx, file, line, data, batch.client.name, half=False)
-        )
+        await self.database.run(lambda tx: self.files.put(tx, file, line, data, batch.client.name))
         if failed:
             batch.failed += 1
         else:

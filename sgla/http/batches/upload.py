@@ -97,7 +97,7 @@ class Upload:
             raise BadRequest("the form has more than one file; upload them one by one")
         files, client, name = self._files, self._client, self._client.name
         self._name = (part.filename or "upload")[:MAX_FILENAME]
-        number = self._number = await files.database.run(lambda tx: files.begin(tx, client, half=True))
+        number = self._number = await files.database.run(lambda tx: files.begin(tx, client))
         count, piece = 0, bytearray()
         while not part.at_eof():
             async with asyncio.timeout(SILENT):
@@ -108,7 +108,7 @@ class Upload:
                 self._size += len(piece)
                 check_size(self._size, files.longest)
                 await files.database.run(
-                    partial(files.put, number=number, piece=count, data=bytes(piece), client=name, half=True)
+                    partial(files.put, number=number, piece=count, data=bytes(piece), client=name)
                 )
                 count += 1
                 piece.clear()
