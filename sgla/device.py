@@ -4,7 +4,7 @@ loaded, by ``explain`` as by the workers. Loads no torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
 from sgla.config import Config
@@ -79,14 +79,45 @@ PLATFORMS = {
 
 def platform(kind: str) -> Platform:
     """That of ``--device kind``: ours, or one that a package registers as an entry point of the group ``sgla.devices``, whose name
-    is the kind and whose object is a Platform. Raises ConfigError if there is none."""
+    is the kind and whose object is a Platform. Raises ConfigError if there is none, or a broken one."""
     if kind not in PLATFORMS:
         found = next(iter(entry_points(group="sgla.devices", name=kind)), None)
         if found is None:
             what = f"{OTHERS[kind]} are not supported yet" if kind in OTHERS else "no package registers it"
             raise ConfigError(f"--device {kind[:99]}: {what}; {CPU}, cuda or auto", param="device")
-        PLATFORMS[kind] = found.load()
+        PLATFORMS[kind] = loaded(found)
     return PLATFORMS[kind]
+
+
+def loaded(entry: EntryPoint) -> Platform:
+    """Raises ConfigError."""
+    package = f"{entry.value} of the package {entry.dist.name}" if entry.dist else entry.value
+    try:
+        brought = entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"--device {entry.name}: {package} cannot be loaded: {type(error).__name__}: {error}; mend or remove it, or {CPU}",
+            param="device",
+        ) from error
+    if not isinstance(brought, Platform):
+        raise ConfigError(
+            f"--device {entry.name}: {package} is no sgla.device.Platform but of type {type(brought).__name__}; mend or remove "
+            f"it, or {CPU}",
+            param="device",
+        )
+    return brought
+
+
+def devices(kind: str) -> tuple[Device, ...]:
+    """Those of the kind that this machine has. Raises ConfigError."""
+    find = platform(kind).find
+    try:
+        return find()
+    except Exception as error:
+        raise ConfigError(
+            f"--device {kind}: its package failed to look for them: {type(error).__name__}: {error}; {CPU}",
+            param="device",
+        ) from error
 
 
 def check(

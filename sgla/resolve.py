@@ -12,7 +12,7 @@ import msgspec
 from sgla.config import Config
 from sgla.defaults import read_given
 from sgla.device import check as check_device
-from sgla.device import platform
+from sgla.device import devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
@@ -80,7 +80,7 @@ def resolve(
     device = settle("device", choose_device(machine, pooled or encoder))
     if device == "cuda":
         check_gpus(config, machine, pooled or encoder)
-    elif device != "cpu" and not platform(device).find():
+    elif device != "cpu" and not devices(device):
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
     if config.quantization == "fp8" and device != "cuda":
         raise ConfigError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PathDistribution
+from pathlib import Path
 
 import pytest
 from tiny import run, submit, tiny_config, tiny_source
@@ -49,6 +50,27 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
     assert caught.value.param == "device"
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("third_device:LOST", "cannot be loaded: AttributeError: .*LOST"),
+        ("lost_device:PLATFORM", "cannot be loaded: ModuleNotFoundError: .*lost_device"),
+        ("third_device:ThirdRunner", "is no sgla.device.Platform but of type type"),
+    ],
+)
+def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
+    package = PathDistribution(Path("acme_third-1.0.dist-info"))
+    monkeypatch.setattr(PathDistribution, "name", "acme-third")
+    entry = EntryPoint("broken", value, "sgla.devices")
+    vars(entry)["dist"] = package
+    monkeypatch.setattr(device, "entry_points", lambda group, name: [entry])
+    told = f"--device broken: {value} of the package acme-third {message}.*; mend or remove it, or give --device cpu"
+    with pytest.raises(ConfigError, match=told) as caught:
+        resolve(Config(device="broken"), Machine())
+    assert caught.value.param == "device"
+    assert "broken" not in device.PLATFORMS
+
+
 @pytest.fixture
 def third(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package has registered a third kind."""
@@ -75,4 +97,7 @@ def test_a_third_device_is_settled_and_looked_for(monkeypatch: pytest.MonkeyPatc
         resolve(Config(device="third", quantization="fp8"), Machine())
     monkeypatch.setitem(device.PLATFORMS, "third", device.PLATFORMS["third"]._replace(find=tuple))
     with pytest.raises(ConfigError, match="--device third: this machine shows none"):
+        resolve(Config(device="third"), Machine())
+    monkeypatch.setitem(device.PLATFORMS, "third", device.PLATFORMS["third"]._replace(find=lambda: (1 // 0,)))
+    with pytest.raises(ConfigError, match="--device third: .* failed .*: ZeroDivisionError"):
         resolve(Config(device="third"), Machine())
