@@ -179,6 +179,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
 
     Run it with ``connections.Runner``: its connections leave bodies compressed.
     """
+    upload.ignore_warnings()
     app = web.Application(client_max_size=config.max_body_bytes)
     server = app[SERVER] = Server(ingress, config, metrics)
     app[openapi.TABLE] = ROUTES

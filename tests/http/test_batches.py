@@ -168,6 +168,19 @@ async def test_bodies_that_are_no_form_are_refused(site: Site, headers: dict[str
     await nothing_is_kept(site)
 
 
+@pytest.mark.filterwarnings("default")
+async def test_nothing_is_kept_of_wrong_headers(serve: Serve) -> None:
+    site = await serve()
+    kept: dict[Any, Any] = vars(aiohttp.multipart).setdefault("__warningregistry__", {})
+    before = len(kept)
+    for wrong in ('a b{}; name="x"', 'form-data; name="x"; a b{}=y'):  # the header, and a parameter
+        for i in range(8):
+            part = f"--b\r\nContent-Disposition: {wrong.format(i)}\r\n\r\nx"
+            headers = {"Content-Type": "multipart/form-data; boundary=b"}
+            assert (await site.post("/v1/files", part.encode(), headers=headers))[0] == 400
+    assert len(kept) <= before + 1  # the version of the filters
+
+
 async def nothing_is_kept(site: Site) -> None:
     files: Files = site.app[SERVER].files
     await until_shed(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
 
 from sgla.errors import BadRequest, InvalidField, TooLarge, UnsupportedField
 from sgla.http.batches.files import PIECE, PURPOSE, TTL, Files, file_object
@@ -39,6 +41,12 @@ class FileForm(
     file: str
     anchor: Literal["created_at"] | None = None
     seconds: int | None = None
+
+
+def ignore_warnings() -> None:
+    """Of headers of parts that are wrong: their text is the client's, and Python keeps each one that it has shown."""
+    for category in (BadContentDispositionHeader, BadContentDispositionParam):
+        warnings.filterwarnings("ignore", category=category)
 
 
 async def create(request: web.Request) -> web.Response:
