@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -19,13 +20,15 @@ from http_fake import ScriptedIngress
 from http_site import Site
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, InvalidField
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
 from sgla.http.mcp import servers
 from sgla.http.mcp.address import addresses
 from sgla.http.mcp.servers import ToolServers
-from sgla.http.responses.input import chat_messages
+from sgla.http.responses.input import ResponsesRequest, chat_messages
+from sgla.http.responses.mcp import offers
+from sgla.http.responses.output import OutputItems
 from sgla.http.server import SERVER
 from sgla.messages import Job
 from sgla.observe.metrics import Metrics
@@ -327,6 +330,62 @@ async def test_calls_that_the_client_approves(start: Start) -> None:
         assert bad.value.param == param
 
 
+def approvals(count: int) -> list[dict[str, Any]]:
+    """A conversation that asked for so many calls, all of which the client approves."""
+    asked = {"type": "mcp_approval_request", "server_label": "local", "name": "add", "arguments": "{}"}
+    said = {"type": "mcp_approval_response", "approve": True}
+    return [{**asked, "id": f"mcpr_{i}"} for i in range(count)] + [
+        {**said, "approval_request_id": f"mcpr_{i}"} for i in range(count)
+    ]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_more_calls_are_approved_than_may_be_made(running: Site) -> None:
+    body = {"input": approvals(65), "tools": [mcp()]}
+    status, reply = await running.post("/v1/responses", body)
+    assert (status, reply["error"]["param"]) == (400, "input")
+    assert reply["error"]["message"] == "input approves 65 calls; 64 is the limit of one response"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_calls_that_may_not_be_made_leave_the_loop_to_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+    made, turn = OutputItems.made, 0
+
+    def noted(self: OutputItems, *args: Any) -> Any:
+        turns.append(turn)
+        return made(self, *args)
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    monkeypatch.setattr(OutputItems, "made", noted)
+    task = asyncio.ensure_future(others())
+    try:
+        response = await respond(start(), input=approvals(64), max_tool_calls=0)
+    finally:
+        task.cancel()
+    errors = [item.error.code for item in response.output if item.type == "mcp_call"]
+    assert errors == [429] * 64
+    assert len(set(turns)) == 64
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_tools_of_all_labels_are_bounded(running: Site, remote: str) -> None:
+    tools = [mcp(f"l{i}", server_url=remote) for i in range(1024)]
+    asked = [{**tool, "allowed_tools": []} for tool in tools]
+    fields = msgspec.convert({"input": "x", "tools": asked}, ResponsesRequest)
+    assert len(await offers(fields, running.app[SERVER].tools)) == 1024
+    fields.tools = tools
+    with pytest.raises(InvalidField, match="tools has 102[0-9] items; 1024 is the limit"):
+        await offers(fields, running.app[SERVER].tools)
+
+
 @pytest.mark.parametrize(
     ("required", "asked"),
     [
@@ -398,6 +457,12 @@ async def test_the_tokens_of_all_turns_are_bounded(start: Start) -> None:
         (mcp(authorization="x"), "tools[0].authorization: the operator"),
         (mcp(connector_id="connector_gmail"), "tools[0].connector_id"),
         (mcp(allowed_tools=[1]), "tools[0].allowed_tools must be"),
+        (mcp(allowed_tools=["a"] * 1025), "tools[0].allowed_tools has 1025 names; 1024 is the limit"),
+        (mcp(allowed_tools={"tool_names": ["a"] * 1025}), "tools[0].allowed_tools has 1025 names"),
+        (
+            mcp(require_approval={"never": {"tool_names": ["a"] * 1025}}),
+            "tools[0].require_approval.never has 1025 names; 1024 is the limit",
+        ),
         (mcp(require_approval="sometimes"), "tools[0].require_approval must be"),
         ({"type": "mcp"}, "tools[0].server_label must be a string"),
     ],

@@ -21,7 +21,7 @@ from sgla.http.openai.chat import chat_sampling
 from sgla.http.request.chat import checked_messages
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses.input import Item, ResponsesRequest, chat_messages
-from sgla.http.responses.mcp import Offer, error_object
+from sgla.http.responses.mcp import MAX_CALLS, Offer, error_object
 from sgla.http.server import Server, Work, sampled, unique
 from sgla.messages import Event, Rejected
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 64  # of one response
 MAX_OUTPUTS = 4 << 20  # characters that they bring in all
 
 
@@ -225,6 +224,7 @@ class Agent:
                 self._show(output.made(place, text, None))
             if self._seconds() == 0:
                 raise DeadlineExceeded("the request's timeout has passed", param="timeout")
+            await asyncio.sleep(0)  # a call that may not be made has not waited
 
     async def _call(self, item: Item) -> str:
         """Raises ToolError."""

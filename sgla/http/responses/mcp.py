@@ -3,15 +3,19 @@ approves first."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.mcp.protocol import TOOL, Failure, Tool
 from sgla.http.mcp.servers import ToolError, ToolServer, ToolServers
+from sgla.http.request.schema import MAX_TOOLS, check_count
 from sgla.http.responses.input import Item, ResponsesRequest, wanted
+
+MAX_CALLS = 64  # of one response
 
 # Keys of a tool of type mcp that cannot be honoured, and why.
 REFUSED = {
@@ -78,20 +82,20 @@ async def offers(fields: ResponsesRequest, servers: ToolServers) -> dict[str, Of
                     f"tools[{i}]: another MCP server is labeled {offer.label!r}, too", param="tools"
                 )
             asked[offer.label] = (tool, offer)
+    found: list[Tool] = []
     for tool, offer in asked.values():
+        await asyncio.sleep(0)  # a list that is known takes no waiting
         try:
             listed = await offer.server.tools()
         except ToolError as error:
             offer.error = f"MCP server {offer.label}: {error}"
             continue
         offer.error = listed.wrong
-        allowed = tool.get("allowed_tools")
-        if isinstance(allowed, list):
-            allowed = {"tool_names": allowed}
-        offer.tools = [each for each in listed.tools if allowed is None or fits(each, allowed)]
-        offer.approve = frozenset(
-            each.name for each in offer.tools if needs_approval(each, tool.get("require_approval"))
-        )
+        allowed = chosen(tool.get("allowed_tools"))
+        offer.tools = [each for each in listed.tools if allowed.fits(each)]
+        offer.approve = to_approve(offer.tools, tool.get("require_approval"))
+        found += offer.tools
+        check_count("tools", found, MAX_TOOLS)
     return {label: offer for label, (_, offer) in asked.items()}
 
 
@@ -117,6 +121,10 @@ def offered(tool: Item, path: str, servers: ToolServers) -> Offer:
 
 def check_filters(tool: Item, path: str) -> None:
     allowed, approval = tool.get("allowed_tools"), tool.get("require_approval")
+    check_names(allowed, f"{path}.allowed_tools")
+    if isinstance(approval, dict):
+        for name in ("always", "never"):
+            check_names(approval.get(name), f"{path}.require_approval.{name}")
     if not (allowed is None or is_filter(allowed) or is_filter({"tool_names": allowed})):
         raise InvalidField(
             f"{path}.allowed_tools must be a list of names or {{tool_names, read_only}}", param="tools"
@@ -134,6 +142,12 @@ def check_filters(tool: Item, path: str) -> None:
         )
 
 
+def check_names(value: Any, path: str) -> None:
+    names = value.get("tool_names") if isinstance(value, dict) else value
+    if isinstance(names, list) and len(names) > MAX_TOOLS:
+        raise InvalidField(f"{path} has {len(names)} names; {MAX_TOOLS} is the limit", param="tools")
+
+
 def is_filter(value: Any) -> bool:
     if not isinstance(value, dict) or not value.keys() <= {"tool_names", "read_only"}:
         return False
@@ -143,18 +157,32 @@ def is_filter(value: Any) -> bool:
     ) and read_only in (None, True, False)
 
 
-def fits(tool: Tool, wanted: Mapping[str, Any]) -> bool:
-    names, read_only = wanted.get("tool_names"), wanted.get("read_only")
-    return (names is None or tool.name in names) and (not read_only or tool.read_only)
+class Filter(NamedTuple):
+    """Tools with these names (None: any), and of them those that only read, if ``read_only``."""
+
+    names: frozenset[str] | None = None
+    read_only: bool = False
+
+    def fits(self, tool: Tool) -> bool:
+        return (self.names is None or tool.name in self.names) and (not self.read_only or tool.read_only)
 
 
-def needs_approval(tool: Tool, required: Any) -> bool:
-    """As OpenAI has it: every call, unless the request says otherwise."""
-    if not isinstance(required, dict):
-        return required != "never"
-    if "never" in required and fits(tool, required["never"]):
-        return False
-    return "always" not in required or fits(tool, required["always"])
+NOTHING = Filter(frozenset())
+
+
+def chosen(value: Any) -> Filter:
+    """What a checked filter of a request says: None, a list of names, or ``{tool_names, read_only}``."""
+    fields = value if isinstance(value, dict) else {"tool_names": value}
+    names = fields.get("tool_names")
+    return Filter(None if names is None else frozenset(names), bool(fields.get("read_only")))
+
+
+def to_approve(tools: Iterable[Tool], required: Any) -> frozenset[str]:
+    """The names of those whose calls the client approves: as OpenAI has it, of all, unless the request says otherwise."""
+    filters = {name: chosen(value) for name, value in required.items()} if isinstance(required, dict) else {}
+    always = NOTHING if required == "never" else filters.get("always", Filter())
+    never = filters.get("never", NOTHING)
+    return frozenset(tool.name for tool in tools if always.fits(tool) and not never.fits(tool))
 
 
 # calls ----------------------------------------------------------------------------------------------------------------
@@ -179,11 +207,16 @@ def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:
                 )
             if item.get("approve") is True:
                 found[name] = asked[name]
+    if len(found) > MAX_CALLS:
+        raise InvalidField(
+            f"input approves {len(found)} calls; {MAX_CALLS} is the limit of one response", param="input"
+        )
+    names = {label: {tool.name for tool in offer.tools} for label, offer in offers.items()}
     for item in found.values():
-        offer = offers.get(str(item.get("server_label")))
-        if offer is None or (not offer.error and item.get("name") not in {tool.name for tool in offer.tools}):
+        label = str(item.get("server_label"))
+        if label not in offers or (not offers[label].error and item.get("name") not in names[label]):
             raise InvalidField(
-                f"tools must have the MCP server {str(item.get('server_label'))[:64]!r} with the tool "
+                f"tools must have the MCP server {label[:64]!r} with the tool "
                 f"{str(item.get('name'))[:128]!r}, whose call was approved",
                 param="tools",
             )
