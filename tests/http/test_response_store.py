@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import sqlite3
+import threading
 from collections import Counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from sgla.http.responses.items import ITEM, Kept
 from sgla.http.responses.store import Place, ResponseStore, Stored
 from sgla.http.server import SCHEMAS
 from sgla.http.state import shelf as shelf_module
-from sgla.http.state.database import Database
+from sgla.http.state.database import BACKLOG_BYTES, Database
 from sgla.http.state.shelf import ENTRY, PART, Bounds
 from sgla.messages import Event, Usage
 
@@ -221,6 +222,22 @@ async def test_what_a_conversation_needs_is_kept_and_counted_once() -> None:
     assert await taken(store) == 0
     for table in ("parts", "items", "responses", "shares"):
         assert await rows(store, f"SELECT * FROM {table}") == []
+
+
+@pytest.mark.parametrize("put_first", [False, True])
+async def test_what_the_disk_cannot_follow_leaves_nothing(put_first: bool) -> None:
+    store = make(9)
+    put(store, entry("0", items=1))
+    new = entry("1", items=1, place=await behind(store, "0"))
+    store.open(new)
+    if put_first:
+        await store.put(new, wait=True)
+    disk = threading.Event()
+    store.shelf.database.queue(lambda tx: disk.wait(), BACKLOG_BYTES)
+    store.end(new, [])
+    disk.set()
+    assert await names(store) == ["0"]
+    assert len(await rows(store, "SELECT 1 FROM parts")) == 1
 
 
 async def test_a_long_chain_is_freed() -> None:

@@ -113,6 +113,7 @@ async def test_what_waits_for_the_disk_is_bounded() -> None:
         database.queue(lambda tx: None, 16 << 20)
     with pytest.raises(StorageFailed, match="does not keep up"):
         database.queue(lambda tx: None, 64 << 20)
+    database.queue(lambda tx: None)
     assert database.failures == 1
     await database.close()
 

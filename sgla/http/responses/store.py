@@ -140,14 +140,14 @@ class ResponseStore:
 
     async def put(self, entry: Stored, wait: bool) -> None:
         """Store a response that may be asked for before it has ended. Raises StorageFailed if it is to be waited for."""
-        entry.put = True
         json = encode(entry.live)
         entry.live_size = len(json)
         work = partial(self._insert, entry, entry.asked, json, entry.size, True)
         if wait:
+            entry.put = True
             await self.shelf.write(work)
         else:
-            self._queue(work, len(json))
+            entry.put = self._queue(work, len(json))
 
     def grown(self, entry: Stored) -> None:
         """More of its events have come; they are stored a few at a time."""
@@ -186,7 +186,8 @@ class ResponseStore:
             rows.append(tx, one(tx, "SELECT part FROM responses WHERE object = ?", number)[0], made)
 
         work = change if entry.put else partial(self._insert, entry, items, json, size, False)
-        self._queue(work, len(json) + sum(len(item.json) + ITEM for item in items))
+        if not self._queue(work, len(json) + sum(len(item.json) + ITEM for item in items)):
+            self.drop(entry)
 
     def release(self, place: Place) -> None:
         """No response comes there."""
@@ -348,12 +349,13 @@ class ResponseStore:
 
     # the loop's side -------------------------------------------------------------------------------------------------
 
-    def _queue(self, work: Callable[[sqlite3.Connection], Any], size: int) -> None:
-        """A failure costs what is stored, not the answer, which the client gets."""
+    def _queue(self, work: Callable[[sqlite3.Connection], Any], size: int) -> bool:
+        """Whether it is taken. A failure costs what is stored, not the answer, which the client gets."""
         try:
             self.shelf.queue(work, size)
         except StorageFailed:
-            pass
+            return False
+        return True
 
     def _gone(self, ids: list[str]) -> None:
         for uid in ids:

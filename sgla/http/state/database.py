@@ -95,7 +95,8 @@ class Database:
 
     def queue(self, work: Work[T], size: int = 0, then: Callable[[T], None] | None = None) -> None:
         """The same for a write of about ``size`` bytes that nobody waits for; ``then`` gets its result on the loop. A failure is logged and
-        counted. Raises StorageFailed, and counts that, too, where too much waits for the disk."""
+        counted. Raises StorageFailed, and counts that, too, where too much waits for the disk; a write of 0 bytes,
+        which cleans up, is always taken."""
         if self._taken - self._done + size > BACKLOG_BYTES:
             self._fail(f"more than {BACKLOG_BYTES >> 20} MiB wait for the disk")
             raise StorageFailed("the disk does not keep up with what is to be stored; retry later")

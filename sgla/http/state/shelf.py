@@ -19,9 +19,7 @@ T = TypeVar("T")
 
 BATCH = 64  # objects that make room in one transaction; more go in the next ones
 ENTRY = 4096  # bytes that an object counts for beside its JSON
-PART = (
-    64 << 10
-)  # bytes of what is stored in pieces that are read at once, so that a client that does not read is not given everything
+PART = 64 << 10  # bytes that are read at once, which is what a client that does not read can have held for it
 PART_PIECES = 256  # and pieces
 
 # ``stamp``: seconds since 1970 when the object was put or last changed. ``totals`` and ``shares`` are sums that triggers keep.
