@@ -602,7 +602,7 @@ async def test_a_long_line_is_read_in_parts(site: Site) -> None:
     def replace(tx: Any) -> None:
         tx.execute("DELETE FROM pieces WHERE number > 0")
         for at, piece in enumerate(long, 3):
-            files.put(tx, number, at, piece, "", half=False)
+            files.put(tx, number, at, piece, "127.0.0.1")
 
     await files.database.run(replace)
     parts = [part async for part in files.content(number)]
