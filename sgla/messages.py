@@ -322,7 +322,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     logprobs: list[LogprobBlock] = []
     seconds: float = 0.0  # duration of the step on the device
     gap: float = 0.0  # idle time of the worker before this step, waiting for a plan
-    error: str | None = None  # the step failed; fatal to the worker
+    error: str | None = None  # the step failed; the worker ends, and the executor tells of its death
     failed: list[Failed] = []
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
     # (i, int32[k]): tokens that the grammar forces behind the one of the i-th SAMPLE row; the token table has them. A row

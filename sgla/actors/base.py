@@ -62,6 +62,11 @@ class Actor(Generic[M]):
             self._scheduled = True
             self._loop.call_soon(self._turn)
 
+    def put_back(self, messages: deque[M]) -> None:
+        """Leave these, the first of the mailbox, to the loop's next turn."""
+        self._mailbox.extendleft(reversed(messages))
+        self.wake()
+
     def _turn(self) -> None:
         self._scheduled = False
         messages, self._mailbox = self._mailbox, deque()

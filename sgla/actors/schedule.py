@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sgla import clock
 from sgla.actors.base import Actor
-from sgla.errors import SglaError, WorkerDied
+from sgla.errors import SglaError
 from sgla.messages import Cancel, Delta, Deltas, StepResult, Submit
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class Schedule(Actor[Submit | Cancel]):
         detokenize: Detokenize,
         metrics: Metrics,
         watchdog: Watchdog,
-        on_death: Callable[[SglaError], None],
         on_crash: Callable[[str, BaseException], None],
     ) -> None:
         super().__init__(on_crash)
@@ -43,7 +42,6 @@ class Schedule(Actor[Submit | Cancel]):
         self._detokenize = detokenize
         self._metrics = metrics
         self._watchdog = watchdog
-        self._on_death = on_death
         self._paused = False
         self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
         self._tick: asyncio.TimerHandle | None = None
@@ -76,8 +74,7 @@ class Schedule(Actor[Submit | Cancel]):
             except SglaError as error:
                 deltas.append(Delta(rid=message.rid, finish="error", error=error.rejected(message.parent)))
         if messages:
-            self._mailbox.extendleft(reversed(messages))
-            self.wake()
+            self.put_back(messages)
         self._advance(now, woken=idle)
         self._publish(deltas)
         self._observe([])
@@ -87,9 +84,6 @@ class Schedule(Actor[Submit | Cancel]):
         now = clock.now()
         deltas: list[Delta] = []
         for result in results:
-            if result.error is not None:
-                self._on_death(WorkerDied(f"a model step failed: {result.error}"))
-                return
             deltas.extend(self.core.retire(result, now))
         self._watchdog.brought(len(results))
         self._advance(now)

@@ -120,7 +120,7 @@ class System:
             compiler.check if compiler else None,
         )
         watchdog = self._watchdog = Watchdog(config.watchdog_timeout, self._stuck)
-        schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._fail, self._crashed)
+        schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._crashed)
         detokenize.schedule = schedule
         preparer = Preparer(
             tokenizer, template, facts, ingress.random, compiler is not None, facts.processors

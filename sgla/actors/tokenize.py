@@ -82,8 +82,7 @@ class Tokenize(Actor[Job]):
         while messages:
             if spent > self._turn_bytes:
                 self._turn_bytes = TURN // 4
-                self._mailbox.extendleft(reversed(messages))
-                self.wake()
+                self.put_back(messages)
                 return
             job = messages.popleft()
             if self._pending.get(job.rid) is not job:

@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def drain(self) -> list[StepResult]:
-        """The results that wait; clears the descriptor."""
+        """The results that wait; clears the descriptor. A step that failed gives none: ``on_death`` tells it."""
         ...
 
     async def control(self, command: Control) -> dict[str, Any]:

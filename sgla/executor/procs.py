@@ -218,9 +218,7 @@ class ProcsExecutor:
                 rank.plans, rank.results = rings[0], rings[1] if payload > 1 else None
         except (EOFError, OSError):
             self._loop.remove_reader(rank.pipe.fileno())
-            if not self._gone:
-                self._gone = True
-                self._obituary = self._loop.create_task(self._lost(rank))
+            self._lose(rank)
             return
         if kind == "progress" and rank.number == 0:
             self._on_progress(payload)
@@ -247,14 +245,23 @@ class ProcsExecutor:
         if not rank.forward_stderr():
             self._loop.remove_reader(rank.stderr)
 
-    async def _lost(self, rank: Rank) -> None:
-        """A rank's end of the pipe is closed: find out why, end the others, tell."""
+    def _lose(self, rank: Rank, failed: str = "") -> None:
+        """A rank's end of the pipe is closed, or a step ``failed`` and the rank is about to leave."""
+        if not self._gone:
+            self._gone = True
+            self._obituary = self._loop.create_task(self._lost(rank, failed))
+
+    async def _lost(self, rank: Rank, failed: str) -> None:
+        """Find out why, end the others, tell. Where one rank is killed, the step of the others fails: the killed one is the cause."""
         assert self._ready is not None
         if not await rank.ended(1.0):
             rank.process.kill()
             await rank.ended(GRACE)
+        killed = [other for other in self._ranks if (other.process.poll() or 0) < 0]
+        if killed and rank not in killed:
+            rank, failed = killed[0], ""
         self._on_stderr(rank)
-        error = WorkerDied(rank.obituary())
+        error = WorkerDied(f"a model step failed: {failed}" if failed else rank.obituary())
         for other in self._ranks:
             if other.process.poll() is None:
                 other.process.kill()
@@ -292,7 +299,11 @@ class ProcsExecutor:
         ring.clear()
         results = []
         while (record := ring.pop()) is not None:
-            results.append(self._decode(record))
+            result = self._decode(record)
+            if result.error is not None:
+                self._lose(self._ranks[0], result.error)
+                break
+            results.append(result)
         return results
 
     async def control(self, command: Control) -> dict[str, Any]:

@@ -205,6 +205,25 @@ async def test_a_failed_step_is_told_and_final(make: Make, kind: Make, capfd: An
     await executor.close()
 
 
+async def test_a_killed_rank_is_the_cause_though_the_step_of_another_fails_first(
+    make: Make, capfd: Any
+) -> None:
+    executor = make(ProcsExecutor, {"at": 1, "step": "raise"}, tp=2)
+    died = asyncio.get_running_loop().create_future()
+    executor.on_death(died.set_result)
+    await executor.start(lambda p: None)
+    workers = psutil.Process().children()
+    workers[1].send_signal(signal.SIGKILL)
+    executor.submit(make_plan(1))
+    while any(worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
+        time.sleep(0.01)  # the loop stands still, so it hears of neither
+    assert executor.drain() == []
+    error = await asyncio.wait_for(died, 5)
+    assert "worker rank 1" in error.message
+    assert "SIGKILL" in error.message
+    await executor.close()
+
+
 @pytest.mark.parametrize("kind", [ProcsExecutor, InlineExecutor])
 async def test_a_failed_command_is_told_and_steps_go_on(make: Make, kind: Make, capfd: Any) -> None:
     executor = make(kind, {})
