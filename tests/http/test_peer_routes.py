@@ -48,6 +48,7 @@ async def test_rendered_completions_are_a_list(site: Site) -> None:
         ("completions", {"prompt": []}, "prompt"),
         ("completions", {"prompt": [600]}, "prompt"),
         ("completions", {"prompt": ["x" * 1000] * 1100}, "prompt"),
+        ("completions", {"prompt": ["x"] * 1024, "logit_bias": {str(i): 1.5 for i in range(4096)}}, "prompt"),
     ],
 )
 async def test_what_cannot_be_rendered_is_refused(site: Site, path: str, body: Any, param: str) -> None:

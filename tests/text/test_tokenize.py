@@ -11,7 +11,7 @@ import pytest
 
 from sgla.actors.ingress import job_bytes
 from sgla.actors.lanes import INLINE_SIZE, SMALL_SIZE, Lanes
-from sgla.actors.tokenize import TURN, Tokenize
+from sgla.actors.tokenize import TURN, Tokenize, cost
 from sgla.errors import SglaError
 from sgla.messages import Grammar, Job, Rejected, SamplingParams, Submit
 
@@ -237,6 +237,35 @@ async def test_many_short_prompts_take_several_turns() -> None:
         turns.append(len(prepared) - before)
     assert prepared == [str(i) for i in range(count)]
     assert max(turns) <= 1 + TURN // INLINE_SIZE
+    tokenize.close()
+
+
+async def test_what_is_left_of_many_prompts_takes_smaller_turns() -> None:
+    """A batch of ordinary size comes to the scheduler whole; behind a larger one others need not wait for several such turns."""
+    prepared: list[str] = []
+
+    def prepare(job: Job, grammar: str) -> list[Submit]:
+        prepared.append(job.rid)
+        return []
+
+    tokenize = actor(prepare, lambda rejected: None)
+    size = cost(job("a", 500))
+    first, later = TURN // size + 1, TURN // 4 // size + 1
+    count = first + 2 * later + 1
+    for batch in range(2):  # once nothing is left, who comes has a large turn again
+        prepared.clear()
+        expected = [f"{batch}-{i}" for i in range(count)]
+        for rid in expected:
+            tokenize.post(job(rid, 500))
+        turns = []
+        while tokenize._mailbox:
+            before = len(prepared)
+            await asyncio.sleep(0)
+            turns.append(len(prepared) - before)
+            if len(turns) == 1:
+                tokenize.post(job("new", 500))
+        assert turns == [first, later, later, 2]
+        assert prepared == [*expected, "new"]
     tokenize.close()
 
 

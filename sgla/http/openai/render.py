@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from sgla.errors import InvalidField
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
 from sgla.http.lanes import beside
@@ -20,8 +22,11 @@ from sgla.http.openai.text import text_work
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import OpenAIFields
 from sgla.http.server import SERVER, Server
+from sgla.http.wire import encode
 from sgla.messages import Job, Submit
 from sgla.text.prepare import Preparer
+
+MAX_REPEATED = 32 << 20  # bytes of an answer that repeat the same parameters
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -30,7 +35,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     fields.model = server.model(fields.model)
     as_tools(fields)
     (job,) = chat_work(request, server, fields, Reading(server, fields)).jobs
-    whole = rendered(job, await submitted(request, server, job), fields)
+    whole = rendered(job, await submitted(request, preparer(server), job), fields)
     return await answered(request, len(whole["token_ids"]), lambda: whole)
 
 
@@ -40,13 +45,25 @@ async def text(request: web.Request) -> web.StreamResponse:
     fields.model = server.model(fields.model)
     jobs = text_work(request, server, fields).jobs
     check_size("prompt", [job.text or job.token_ids or "" for job in jobs], MAX_CHARS, "characters and ids")
-    whole = [rendered(job, await submitted(request, server, job), fields) for job in jobs]
+    check_repeated(jobs)
+    prepare = preparer(server)
+    whole = [rendered(job, await submitted(request, prepare, job), fields) for job in jobs]
     return await answered(request, sum(len(each["token_ids"]) for each in whole), lambda: whole)
 
 
-async def submitted(request: web.Request, server: Server, job: Job) -> Submit:
+def check_repeated(jobs: Sequence[Job]) -> None:
+    """Raise InvalidField for sampling parameters that are too long to be shown with each of the prompts, for which they are the same."""
+    size = len(jobs) * len(encode(jobs[0].sampling))
+    if size > MAX_REPEATED:
+        raise InvalidField(
+            f"the sampling parameters, which the answer shows with each of {len(jobs)} prompts, would take {size} bytes of it; "
+            f"{MAX_REPEATED} is the limit; send fewer prompts",
+            param="prompt",
+        )
+
+
+async def submitted(request: web.Request, prepare: Preparer, job: Job) -> Submit:
     """What the scheduler would get for the job's first choice. Raises what would refuse the job."""
-    prepare = preparer(server)
     size = len(job.text or job.token_ids or ()) if job.messages is None else request.content_length or 0
     return (await beside(request, size, lambda: prepare(job), inline=-1))[0]
 

@@ -12,6 +12,7 @@ from sgla import census
 from sgla.http.bodies import SHARE, Share
 from sgla.http.request.schema import Schema
 from sgla.http.server import IGNORED_FIELDS, RID, SERVER
+from sgla.http.turns import pause, stepped
 
 BODY = web.RequestKey("body", bytes)  # of a request that somebody has read already
 
@@ -49,16 +50,8 @@ async def _counted(request: web.Request, schema: Schema[R], body: bytes, share: 
         await asyncio.sleep(0)
     share.take(counted.memory(body))
     await others(body)
-    fields = schema.strict(body)
+    fields = await stepped(schema.steps(body))
     await others(body)
-    if fields is None:
-        pieces = []
-        for piece in schema.rewritten(body):
-            pieces.append(piece)
-            await others(body)
-        fields = schema.strict(b"".join(pieces), last=True)
-        assert fields is not None
-        await others(body)
     request[IGNORED_FIELDS] = schema.ignored(body)
     await others(body)
     dump = request.app[SERVER].dump
@@ -69,6 +62,6 @@ async def _counted(request: web.Request, schema: Schema[R], body: bytes, share: 
 
 
 async def others(body: bytes) -> None:
-    """Let others run between two looks at a large body."""
+    """Let others be answered between two looks at a large body."""
     if len(body) > census.SMALL:
-        await asyncio.sleep(0)
+        await pause()

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from functools import partial
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from sgla.defaults import SAMPLING, TOKENS, Range
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
+from sgla.http.request import numbers
 from sgla.messages import MOST_PROFILED, Repetition
 from sgla.text.beams import MAX_WIDTH
 
@@ -372,6 +374,7 @@ class Schema(Generic[R]):
     """Decoder of one kind of body. ``nested``: names of declared fields whose objects are checked in the same way."""
 
     def __init__(self, kind: type[R], nested: Mapping[str, type[msgspec.Struct]] | None = None) -> None:
+        self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
         self._fields = frozenset(kind.__struct_fields__)
         self._nested = {name: frozenset(sub.__struct_fields__) for name, sub in (nested or {}).items()}
@@ -379,16 +382,32 @@ class Schema(Generic[R]):
     def typed(self, body: bytes) -> R:
         """The request. Raises BadRequest subclasses that name the field. Where an integer is wanted, 3.0 is one too: JSON knows
         no difference, and some clients write them so."""
-        request = self.strict(body) or self.strict(b"".join(self.rewritten(body)), last=True)
+        steps = self.steps(body)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                request: R = end.value
+                return request
+
+    def steps(self, body: bytes) -> Generator[None, None, R]:
+        """``typed``, with a pause wherever a large body has taken some milliseconds."""
+        request = yield from self._strict(body)
+        if request is None:
+            pieces = []
+            for piece in self.rewritten(body):
+                pieces.append(piece)
+                yield
+            request = yield from self._strict(b"".join(pieces), last=True)
         assert request is not None
         return request
 
-    def strict(self, body: bytes, last: bool = False) -> R | None:
-        """``typed``, but None for a float where an integer is wanted, unless this is the ``last`` try."""
+    def _strict(self, body: bytes, last: bool = False) -> Generator[None, None, R | None]:
+        """``steps``, but None for a float where an integer is wanted, unless this is the ``last`` try."""
         if not body or body.isspace():
             raise BadRequest("the request body is empty; a JSON object is expected")
         try:
-            request = _read(self._decoder.decode, body)
+            request = yield from self._decoded(body)
         except BadRequest as error:
             if "got float" not in error.message:
                 raise
@@ -403,6 +422,25 @@ class Schema(Generic[R]):
             check_count(name, items, MAX_CHOICES)
             for item in items:
                 check_ranges(item)
+        return request
+
+    def _decoded(self, body: bytes) -> Generator[None, None, R]:
+        """Long lists of numbers begin with their first pieces, and get the others one by one."""
+        lists = {}
+        if len(body) > numbers.PIECE:
+            raw = _read(_RAW.decode, body)
+            long = [name for name, value in raw.items() if name in self._fields and numbers.is_long(value)]
+            lists = {name: numbers.pieces(bytes(raw[name])) for name in long}
+            yield
+            raw.update((name, msgspec.Raw(next(lists[name])[0])) for name in long)
+            body = msgspec.json.encode(raw) if long else body
+        request = _read(self._decoder.decode, body)
+        for name, pieces in lists.items():
+            decode = msgspec.json.Decoder(get_type_hints(self._kind)[name]).decode
+            items = getattr(request, name)
+            for piece, inside in pieces:
+                yield
+                _read(partial(numbers.read, decode, name, items, inside), piece)
         return request
 
     def rewritten(self, body: bytes) -> Iterator[bytes]:

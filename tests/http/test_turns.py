@@ -1,0 +1,187 @@
+"""Large requests leave turns of the loop to others, and say the same as small ones."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from http_site import Site
+
+from sgla.errors import BadRequest, InvalidField
+from sgla.http import turns
+from sgla.http.openai.text import SCHEMA
+from sgla.http.request import numbers
+from sgla.http.request.schema import CompletionRequest, Schema
+from sgla.http.turns import TURNS, paced, pause, stepped
+
+
+async def turns_of_another(running: list[bool]) -> int:
+    count = 0
+    while running:
+        count += 1
+        await asyncio.sleep(0)
+    return count
+
+
+async def test_a_pause_is_several_turns() -> None:
+    running = [True]
+    other = asyncio.ensure_future(turns_of_another(running))
+    await asyncio.sleep(0)
+    for _ in range(5):
+        await pause()
+    running.clear()
+    assert await other >= 5 * TURNS
+
+
+async def test_many_items_are_made_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = []
+
+    async def told() -> None:
+        paused.append(len(made))
+
+    monkeypatch.setattr(turns, "pause", told)
+    monkeypatch.setattr(turns, "SLICE", -1.0)  # each item takes too long
+    made: list[int] = []
+
+    def items() -> Iterator[int]:
+        for i in range(4):
+            made.append(i)
+            yield i
+
+    assert await paced(items()) == [0, 1, 2, 3]
+    assert paused == [1, 2, 3, 4]
+    monkeypatch.setattr(turns, "SLICE", 1e9)
+    assert await paced(iter(range(10_000))) == list(range(10_000))
+    assert len(paused) == 4
+
+
+async def test_steps_end_with_their_result() -> None:
+    def work() -> Any:
+        yield
+        yield
+        return "done"
+
+    assert await stepped(work()) == "done"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_numbers_are_the_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(numbers, "PIECE", rng.randrange(4, 40))
+    value: list[Any] = [
+        rng.choice([[], [7] * rng.randrange(30), rng.randrange(10**9), None, -1.5]) for _ in range(60)
+    ]
+    text = json.dumps(
+        value, indent=rng.choice([None, 0, 2]), separators=rng.choice([None, (",", ":")])
+    ).encode()
+    items: list[Any] = []
+    longest = 0
+    for piece, inside in numbers.pieces(text):
+        numbers.read(msgspec.json.decode, "prompt", items, inside, piece)
+        longest = max(longest, len(piece))
+    assert items == value
+    assert longest < numbers.PIECE + 70
+
+
+def test_a_list_that_is_nested_deeper_is_one_piece() -> None:
+    text = b"[[1],[[" + b"2," * numbers.PIECE + b"3]]]"
+    items: list[Any] = []
+    for piece, inside in numbers.pieces(text):
+        numbers.read(msgspec.json.decode, "prompt", items, inside, piece)
+    assert items == json.loads(text)
+
+
+LONG = 100_000  # ids, which are several pieces
+
+
+@pytest.mark.parametrize("prompt", [[49_000] * LONG, [[1, 2, 3], [49_000] * LONG, [], [5] * LONG]])
+def test_a_long_list_is_read_in_steps(prompt: list[Any]) -> None:
+    steps = 0
+
+    def counted() -> CompletionRequest:
+        nonlocal steps
+        work = SCHEMA.steps(json.dumps({"prompt": prompt, "n": 2, "stop": ["a"]}).encode())
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value
+            steps += 1
+
+    request = counted()
+    assert (request.prompt, request.n, request.stop) == (prompt, 2, ["a"])
+    assert steps >= LONG * 5 // numbers.PIECE
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ([5] * LONG + [None], f"prompt[{LONG}]: expected int | str | array, got null"),
+        ([[5] * LONG, [5] * LONG, [1.5]], "prompt[2][0]: expected int, got float"),
+        ([[5] * LONG, [5] * LONG + [None]], "prompt[1]"),
+        ([5] * LONG + [[[5]]], f"prompt[{LONG}][0]: expected int, got array"),
+    ],
+)
+def test_an_error_in_a_long_list_has_its_place(wrong: list[Any], told: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        SCHEMA.typed(json.dumps({"prompt": wrong}).encode())
+    assert caught.value.message.startswith(told)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("end", [b",]", b"", b",,5]", b",01]", b"]]", b"] 5", b",-]", b",5}"])
+def test_a_long_list_that_is_no_json_is_refused(end: bytes) -> None:
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        SCHEMA.typed(b'{"prompt":[' + b"5," * LONG + b"5" + end + b"}")
+
+
+class Numbered(msgspec.Struct):
+    """A request with a bound on a list."""
+
+    logprob_start_len: list[int]
+
+
+def test_a_long_list_is_checked_as_a_whole() -> None:
+    with pytest.raises(InvalidField, match=f"has {LONG} items"):
+        Schema(Numbered).typed(json.dumps({"logprob_start_len": [5] * LONG}).encode())
+
+
+async def test_whoever_comes_is_answered_between_two_looks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of reading a large body leaves as many turns as a small request takes."""
+    seen: list[int] = []
+    running = [True]
+    turn = 0
+
+    async def counting() -> None:
+        nonlocal turn
+        while running:
+            turn += 1
+            await asyncio.sleep(0)
+
+    read, ignored = numbers.read, Schema.ignored
+
+    def reads(*args: Any) -> None:
+        seen.append(turn)
+        read(*args)
+
+    def ignores(self: Schema[Any], body: bytes) -> list[str]:
+        seen.append(turn)
+        return ignored(self, body)
+
+    monkeypatch.setattr(numbers, "read", reads)
+    monkeypatch.setattr(Schema, "ignored", ignores)
+    other = asyncio.ensure_future(counting())
+    status, reply = await site.post("/v1/completions", {"prompt": [7] * LONG})
+    running.clear()
+    await other
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(seen) > 2
+    assert min(later - earlier for earlier, later in itertools.pairwise(seen)) >= TURNS
