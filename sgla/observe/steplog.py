@@ -25,16 +25,16 @@ from sgla.sched.snapshot import freeze, thaw
 
 T = TypeVar("T")
 
-# A snapshot takes a few ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more memory than this. It
+# A snapshot takes some ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more memory than this. It
 # waits, and if need be steps are forgotten, as long as there is so much to write that it would take longer than ``LONGEST``.
 BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
-LONGEST = 0.04  # seconds
+LONGEST = 0.03  # seconds
 NODE, REQUEST, PARAMETER = (
-    5e-6,
-    35e-6,
-    3.5e-9,
+    4e-6,
+    1e-5,
+    4e-9,
 )  # seconds for a node of the cache, a request, a byte of its ``baggage``
 OFFER_BYTES = 4096  # of a request without its tokens and parameters
 PARAMETER_BYTES = 8  # of each byte of ``Submit.baggage``, as objects of Python
