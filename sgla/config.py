@@ -101,6 +101,13 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             description="classes MODULE:CLASS on PYTHONPATH that requests may name in logits_processors, to change their logits (CPU)"
         ),
     ] = []
+    enable_return_hidden_states: Annotated[
+        bool,
+        Doc(
+            description="let requests to /generate ask for hidden states by return_hidden_states: those of the last layer behind the norm "
+            "(CPU)"
+        ),
+    ] = False
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
     deterministic: Annotated[
         bool, Doc(description="a request's results are the same bits in any batch; slower on a GPU")

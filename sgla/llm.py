@@ -36,6 +36,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    hidden_states: list[bytes] | None = None  # see engine.Output
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -266,6 +267,7 @@ class LLM:
             logprobs=None if chosen is None else self._logprobs(chosen),
             finish_reason=choice.finish,
             stop_reason=choice.matched,
+            hidden_states=choice.hidden_states,
         )
 
     def _beam(self, beam: Output, with_end: bool) -> BeamSearchSequence:

@@ -98,7 +98,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     there are any. ``max_tokens=None`` means: up to the context length.
     ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see ``text.regex``.
     ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed. ``allowed_token_ids``: the only
-    tokens an output may have, those that end it included.
+    tokens an output may have, those that end it included. ``hidden_states``: the answer has the model's last hidden state of every
+    token that was computed.
     """
 
     temperature: float = 1.0
@@ -129,6 +130,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     grammar: Grammar | None = None
     processors: list[Processor] = []
     repetition_detection: Repetition | None = None
+    hidden_states: bool = False
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -243,6 +245,9 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     # of the hidden states; ids: log-probabilities of these tokens as the next one (of a model that generates).
     pool: list[int] | None = None
     processors: list[Processor] = []
+    hidden: bool = (
+        False  # every row of the request brings its tokens' hidden states; it reads no cached prefix
+    )
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -328,6 +333,8 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     # (i, int32[k]): tokens that the grammar forces behind the one of the i-th SAMPLE row; the token table has them. A row
     # that was planned to sample one of them returns it.
     forced: list[tuple[int, bytes]] = []
+    # float32[q_len, width]: the hidden states behind the last norm, of each row of a request with ``hidden``, in row order
+    hidden: list[bytes] = []
 
 
 class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -374,6 +381,9 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     cached_tokens: int = 0
     error: Rejected | None = None  # with finish == "error"
     vector: bytes | None = None  # float32[*], with finish == "stop": the answer to a request with ``pool``
+    hidden: list[bytes] | None = (
+        None  # float32[*, width]: hidden states of the tokens before the last one of ``tokens``
+    )
 
 
 class Deltas(msgspec.Struct):
@@ -405,6 +415,7 @@ class Event(msgspec.Struct, kw_only=True, gc=False):
     matched: str | int | None = None
     usage: Usage
     vector: bytes | None = None  # float32[*], see Delta
+    hidden: list[bytes] | None = None  # float32[*, width], see Delta; an increment
 
     def merge(self, later: Event) -> None:
         """Append a later event of the same choice."""
@@ -416,6 +427,8 @@ class Event(msgspec.Struct, kw_only=True, gc=False):
             self.prompt_tokens = later.prompt_tokens
         if self.prompt_logprobs is None:
             self.prompt_logprobs = later.prompt_logprobs
+        if later.hidden is not None:
+            self.hidden = (self.hidden or []) + later.hidden
         self.finish, self.matched, self.usage = later.finish, later.matched, later.usage
 
 
@@ -501,6 +514,7 @@ class Facts(msgspec.Struct, kw_only=True):
     processors: list[str] = []  # names that RowSampling.processors may have
     pooling: Pooling | None = None  # the model answers with vectors alone
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
+    hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
 
 
 class Progress(msgspec.Struct, kw_only=True):

@@ -114,6 +114,12 @@ def resolve(
         raise ConfigError(
             f"--logits-processors cannot be honoured {where}; leave it out", param="logits_processors"
         )
+    if config.enable_return_hidden_states and (device != "cpu" or pooled or encoder):
+        where = "by a model that answers with vectors" if pooled or encoder else f"by --device {device}"
+        raise ConfigError(
+            f"--enable-return-hidden-states cannot be honoured {where}; leave it out",
+            param="enable_return_hidden_states",
+        )
     if config.deterministic:
         check_deterministic(config, device)
     dtype = settle("dtype", choose_dtype(encoder))

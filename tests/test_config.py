@@ -89,6 +89,16 @@ def test_a_cpu_refuses_what_only_a_gpu_has(name: str, value: str) -> None:
     assert caught.value.param == name
 
 
+def test_hidden_states_are_of_models_that_generate_on_a_cpu() -> None:
+    config = Config(enable_return_hidden_states=True)
+    assert resolve(config, LAPTOP, SMOLLM2).config.enable_return_hidden_states
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0")
+    for machine, pooled in ((gpu, False), (LAPTOP, True)):
+        with pytest.raises(ConfigError, match="--enable-return-hidden-states cannot be") as caught:
+            resolve(config, machine, pooled=pooled)
+        assert caught.value.param == "enable_return_hidden_states"
+
+
 def test_a_part_of_the_memory_is_a_gpus() -> None:
     gpu = Machine(gpus=(H200,), torch_cuda="13.0")
     assert resolve(Config(memory_fraction=0.5), gpu).config.memory_fraction == 0.5

@@ -28,6 +28,7 @@ class _Child:
         "completion",
         "ended",
         "grammar",
+        "hidden",
         "index",
         "last",
         "output",
@@ -45,6 +46,7 @@ class _Child:
         self.cached = 0
         self.last: float | None = None  # when its latest tokens came
         self.grammar = opened.sampling.grammar
+        self.hidden: list[bytes] | None = None  # hidden states that no Event had yet
         self.texts: list[str] = []  # the output so far, if it has a grammar
         self.ended = False  # a stop string matched; what still comes from the scheduler is not shown
 
@@ -128,6 +130,8 @@ class Detokenize(Actor[Deltas]):
         piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)
         child.completion += piece.consumed
         child.cached = max(child.cached, delta.cached_tokens)
+        if delta.hidden is not None:
+            child.hidden = (child.hidden or []) + delta.hidden
         finish = delta.finish
         if child.grammar is not None and self._check is not None:
             child.texts.append(piece.text)
@@ -142,6 +146,7 @@ class Detokenize(Actor[Deltas]):
                 self.schedule.post(Cancel(delta.rid, "stop"))
         if not (piece.text or piece.tokens or finish or first):
             return
+        hidden, child.hidden = child.hidden, None
         self._deliver(
             Event(
                 rid=child.parent,
@@ -154,5 +159,6 @@ class Detokenize(Actor[Deltas]):
                 finish=finish,
                 matched=matched,
                 usage=Usage(len(child.prompt), child.completion, child.cached),
+                hidden=hidden,
             )
         )

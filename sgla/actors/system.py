@@ -337,6 +337,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         # Only the last token's hidden state can be had without those before it.
         prefix_cache=config.prefix_cache and (facts.pooling is None or facts.pooling.kind == "last"),
         encoder=facts.pooling is not None and facts.pooling.encoder,
+        hidden=facts.hidden,
     )
 
 

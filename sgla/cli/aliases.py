@@ -306,8 +306,8 @@ REFUSED: list[tuple[str, str]] = [
         "HTTP/1.1 on --host and --port is what there is; a proxy can do the rest",
     ),
     (
-        "enable-return-hidden-states return-hidden-states-mode",
-        "workers hand out no hidden states; --task embed serves the last one of a prompt",
+        "return-hidden-states-mode",
+        "--enable-return-hidden-states lets requests ask for those of all their tokens, behind the last layer",
     ),
     (
         "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids return-input-ids return-output-ids "

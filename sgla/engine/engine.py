@@ -49,6 +49,9 @@ class Output(msgspec.Struct, kw_only=True):
     matched: str | int | None = None
     usage: Usage = msgspec.field(default_factory=Usage)
     vector: bytes | None = None  # float32[*], of a job with ``pool``
+    hidden_states: list[bytes] | None = (
+        None  # float32[*, width], of all tokens but the last, if they were asked for
+    )
 
     def add(self, event: Event) -> None:
         """Append an event of this choice."""
@@ -60,6 +63,8 @@ class Output(msgspec.Struct, kw_only=True):
             self.logprobs = (self.logprobs or []) + event.logprobs
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
+        if event.hidden is not None:
+            self.hidden_states = (self.hidden_states or []) + event.hidden
         self.finish, self.matched, self.usage = event.finish, event.matched, event.usage
         self.vector = event.vector
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MASK = (1 << 64) - 1
 POOL_TOKENS = 1 << 20
 BYTES_PER_TOKEN = 1024  # what a token is said to take of --kv-cache-bytes
+FAKE_WIDTH = 4  # of hidden states
 
 
 def mix(state: int, token: int) -> int:
@@ -115,8 +116,11 @@ class FakeModel:
         blocks: list[LogprobBlock] = []
         vectors: list[bytes] = []
         forced: list[tuple[int, bytes]] = []
+        hidden: list[bytes] = []
         for r, (slot, start, end, flags) in enumerate(rows):
             slot.computed = end
+            if slot.sampling.hidden:
+                hidden.append(self.states(slot.tokens[:end], start))
             if flags & PROMPT_LOGPROBS:
                 blocks.append(self._prompt_block(r, slot, start, end))
             if flags & POOL and end == slot.prompt_len:
@@ -126,7 +130,7 @@ class FakeModel:
                     token = self._next(slot)
                     if slot.sampling.logprobs >= 0:
                         blocks.append(self._block(r, slot, False, end, [token], slot.sampling.logprobs))
-                    elif run := self._run(slot):
+                    elif not slot.sampling.hidden and (run := self._run(slot)):
                         forced.append((len(tokens), array("i", run).tobytes()))
                 tokens.append(slot.tokens[end])
         count = sum(end - start for _, start, end, _ in rows)
@@ -143,7 +147,18 @@ class FakeModel:
             seconds=seconds,
             vectors=vectors,
             forced=forced,
+            hidden=hidden,
         )
+
+    def states(self, tokens: list[int], start: int = 0) -> bytes:
+        """float32[*, facts.hidden] of the tokens from ``start`` on."""
+        values = array("f")
+        state = 0
+        for position, token in enumerate(tokens):
+            state = mix(state, token)
+            if position >= start:
+                values.extend((state >> 8 * i & 0xFF) / 0x100 for i in range(self.facts.hidden))
+        return values.tobytes()
 
     def vector(self, tokens: list[int]) -> bytes:
         """float32[4] of a prompt."""
@@ -276,6 +291,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
         step_tokens=config.step_tokens or 8192,
         dtype="none",
         device="fake",
+        hidden=FAKE_WIDTH if config.enable_return_hidden_states else 0,
         notes=["no model: the next token is a hash of those before it"],
     )
 

@@ -278,6 +278,7 @@ def make_work(
         for i, (prompt, params) in enumerate(zip(prompts, each))
     ]
     check_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
+    check_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     grammars = dict.fromkeys(params.grammar for params in each if params.grammar is not None)
     room = MAX_GRAMMAR  # characters that are looked through in one turn of the loop
     for grammar in grammars:
@@ -324,6 +325,24 @@ def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int, outputs
             f"the answer may have {most} logprobs, {limit} is the limit of one request; send fewer prompts, or ask "
             "for fewer choices, alternatives or tokens",
             param="logprobs",
+        )
+
+
+def check_hidden_states(jobs: Iterable[Job], facts: Facts | None, limit: int) -> None:
+    """Raise InvalidField for hidden states of more numbers than an answer may have, counted as in ``check_logprobs``."""
+    if facts is None:
+        return
+    most = 0
+    for job in jobs:
+        if job.sampling.hidden_states:
+            prompt, outputs = job.token_ids or job.text or "", job.sampling.max_tokens
+            tokens = len(prompt) + (facts.context_len if outputs is None else outputs)
+            most += job.sampling.n * min(tokens, facts.context_len) * facts.hidden
+    if most > limit:
+        raise InvalidField(
+            f"the hidden states of the answer may have {most} numbers, {limit} is the limit of one request; send fewer or shorter "
+            "prompts, or ask for fewer choices or tokens",
+            param="return_hidden_states",
         )
 
 

@@ -83,7 +83,7 @@ class Sampler:
         if sampling.temperature >= COLD:
             distribution = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._known[slot] = 0
-        jumps = self._jumps and sampling.logprobs < 0 and not forbids(sampling)
+        jumps = self._jumps and sampling.logprobs < 0 and not sampling.hidden and not forbids(sampling)
         self._choices[slot] = Choice(
             distribution, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids, jumps
         )
@@ -176,8 +176,8 @@ class Sampler:
         return token
 
     def _jump(self, slot: int, position: int, token: int) -> bytes:
-        """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None where logprobs are
-        wanted, which are those of samples, or rules may forbid them."""
+        """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None where logprobs or hidden
+        states are wanted, which are those of samples, or rules may forbid them."""
         choice = self._choices[slot]
         assert choice is not None
         if not choice.jumps or choice.constraint is None:

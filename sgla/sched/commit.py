@@ -27,6 +27,8 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     """Append what was sampled to the requests of the step. Tokens of requests that have ended are dropped."""
     if result.logprobs:
         collect_prompt(step.rows, result.logprobs)
+    if result.hidden:
+        _collect_states(step, result.hidden)
     deltas: list[Delta] = []
     ended: list[Request] = []
     broken, faults = _fail(step, result, ended) if result.failed else ([], 0)
@@ -63,7 +65,24 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
             _first(request, delta, now)
             deltas.append(delta)
             ended.append(request)
+    if result.hidden:
+        _attach_states(step, deltas)
     return Outcome(deltas, ended, sampled + jumped, jumped, faults)
+
+
+def _collect_states(step: Step, hidden: list[bytes]) -> None:
+    """Hidden states go to the requests of their rows, which keep them until their next Delta."""
+    rows = [request.states for request in step.rows if request.states is not None]
+    assert len(rows) == len(hidden), "hidden states for each row that wants some"
+    for states, data in zip(rows, hidden):
+        states.add(data)
+
+
+def _attach_states(step: Step, deltas: list[Delta]) -> None:
+    by_rid = {delta.rid: delta for delta in deltas}
+    for request in step.rows:
+        if request.states is not None and (delta := by_rid.get(request.rid)) is not None:
+            delta.hidden = request.states.take()
 
 
 def _jump(step: Step, result: StepResult, deltas: list[Delta], ended: list[Request]) -> int:

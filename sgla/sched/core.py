@@ -15,7 +15,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import Delta, StepPlan, StepResult, Submit
+from sgla.messages import LONGEST, Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
 from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, wide_tokens
@@ -304,10 +304,12 @@ class Core:
                 count = aligned
         return count
 
-    @staticmethod
-    def _wide(request: Request) -> int | None:
-        """``wide_tokens`` as long as the request owes logprobs of its prompt."""
-        return None if request.prompt_logprobs is None else wide_tokens(request.submit.sampling)
+    def _wide(self, request: Request) -> int | None:
+        """``wide_tokens`` as long as the request owes logprobs of its prompt; ``stated_tokens`` if it wants hidden states."""
+        wide = None if request.prompt_logprobs is None else wide_tokens(request.submit.sampling)
+        if request.states is None:
+            return wide
+        return min(wide or LONGEST, self.limits.stated_tokens)
 
     def _fit(self, request: Request, count: int) -> int:
         """Get pages for ``count`` more tokens; returns for how many there are."""

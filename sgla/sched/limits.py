@@ -15,6 +15,7 @@ BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
 WIDE = 256  # logprobs of a prompt token from which on a step has few such tokens, of one request
 ALTERNATIVES = 1 << 17  # of these tokens together; one token may have more
+STATES = 1 << 18  # bytes of the hidden states of one request's prompt in a step
 ID, BIAS = 5, 15  # most bytes of an id and of an (id, bias) in a plan
 LONGEST_SEED = (1 << 63) - 1
 _encode = msgspec.msgpack.Encoder().encode
@@ -40,6 +41,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     reserve: float = 0.5  # part of its possible outputs for which a request gets pages reserved, at first
     encoder: bool = False  # prompts are computed in one step, longer ones alone in it, and need no pages
     patience: float = 10.0  # seconds in the waiting list after which arrival order beats the policy
+    hidden: int = 0  # values of a hidden state
 
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
@@ -83,7 +85,13 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         tokens = self.step_tokens if 0 <= sampling.prompt_logprobs < WIDE else self.rows
         prompt = sampling.prompt_logprobs if sampling.prompt_logprobs < WIDE else 0
         named = max(sampling.logprobs, prompt) + len(sampling.logprob_ids)
-        return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ()))
+        states = self.rows * 4 * self.hidden if sampling.hidden else 0
+        return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ())) + states
+
+    @property
+    def stated_tokens(self) -> int:
+        """How many tokens of a request that wants hidden states a step may read."""
+        return max(1, STATES // (4 * self.hidden))
 
 
 def wide_tokens(sampling: RowSampling) -> int | None:

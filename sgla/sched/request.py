@@ -23,6 +23,32 @@ class Prompt:
         self.array = array("i", self.data)
 
 
+class States:
+    """Hidden states of a request on their way to its Deltas, each once: after a retraction its tokens are computed again."""
+
+    __slots__ = ("_have", "_seen", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: list[bytes] = []
+        self._have = 0  # bytes that came
+        self._seen = 0  # of them since the request last began
+
+    def add(self, data: bytes) -> None:
+        """Those of the tokens behind the ones that were added before."""
+        fresh = data[self._have - self._seen :]
+        self._seen += len(data)
+        if fresh:
+            self._have = self._seen
+            self._waiting.append(fresh)
+
+    def take(self) -> list[bytes]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def restart(self) -> None:
+        self._seen = 0
+
+
 class State(Enum):
     """``WAITING -> RUNNING -> DRAINING -> DONE``; a retracted request goes from DRAINING back to WAITING."""
 
@@ -70,6 +96,7 @@ class Request:
         "spoiled",
         "stale",
         "state",
+        "states",
         "stop_ids",
         "submit",
         "tokens",
@@ -119,6 +146,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob | None] | None = (
             [None] if submit.sampling.prompt_logprobs >= 0 else None
         )
+        self.states = States() if submit.sampling.hidden else None
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.probed: tuple[int, Node | None, int] = (-1, None, 0)  # cache version, node, length
@@ -135,8 +163,8 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Prompt logprobs need the prompt computed, so a request that still owes them reads no cached prefix."""
-        return self.prompt_logprobs is None
+        """Prompt logprobs and hidden states need the tokens computed, so a request that owes them reads no cached prefix."""
+        return self.prompt_logprobs is None and self.states is None
 
     @property
     def outputs(self) -> int:
@@ -188,6 +216,8 @@ class Request:
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+        if self.states is not None:
+            self.states.restart()
 
     def done(self) -> None:
         """Ended, and nothing is held."""

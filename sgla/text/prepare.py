@@ -69,6 +69,7 @@ class Limits(Protocol):
 
     context_len: int
     vocab_size: int
+    hidden: int
 
 
 class Preparer:
@@ -141,6 +142,11 @@ class Preparer:
             self._check_known(name, getattr(job.sampling, name) or ())
         check_stops(job.sampling)
         self._check_processors(job.sampling.processors)
+        if job.sampling.hidden_states and not self.limits.hidden:
+            raise UnsupportedField(
+                "return_hidden_states needs a server that runs with --enable-return-hidden-states; leave it out",
+                param="return_hidden_states",
+            )
         source = self._grammar(job.sampling.grammar, grammar)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
         row = row_sampling(job.sampling, stop_ids, source, words)
@@ -437,6 +443,7 @@ def row_sampling(
         logprob_ids=sampling.logprob_token_ids,
         grammar=grammar,
         processors=sampling.processors,
+        hidden=sampling.hidden_states,
     )
 
 

@@ -41,6 +41,13 @@ class PooledRow(NamedTuple):
     slot: int
 
 
+class Stated(NamedTuple):
+    """The tokens ``first:end`` of a step, those of a row that brings their hidden states."""
+
+    first: int
+    end: int
+
+
 class Wanted(NamedTuple):
     """What is to become of the logits. Arrays are int32[S] of the S SAMPLE rows."""
 
@@ -50,6 +57,12 @@ class Wanted(NamedTuple):
     tokens: Int32s  # last token of the row: its logits say the next
     prompt_spans: list[PromptSpan]
     pooled: list[PooledRow]
+    stated: list[Stated]
+
+    @property
+    def plain(self) -> bool:
+        """Logits are wanted to sample from them, and nothing else."""
+        return not (self.prompt_spans or self.pooled or self.stated)
 
 
 def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
@@ -68,12 +81,16 @@ def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
         for row in np.flatnonzero(flags & POOL).tolist()
         if starts[row] + q_lens[row] == tables.prompt_len[slots[row]]
     ]
+    stated = [
+        Stated(int(ends[row] - q_lens[row]), int(ends[row])) for row in np.flatnonzero(tables.hidden[slots])
+    ]
+    wanted = Wanted(sampled, slots[sampled], (starts + q_lens)[sampled], last, spans, pooled, stated)
     logits = last
-    if spans or pooled:
+    if not wanted.plain:
         tails = np.array([row.token for row in pooled], np.int32)
-        inner = (np.arange(s.first, s.end, dtype=np.int32) for s in spans)
-        logits = np.sort(np.concatenate([last, tails, *inner]))
-    wanted = Wanted(sampled, slots[sampled], (starts + q_lens)[sampled], last, spans, pooled)
+        bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in stated]
+        inner = (np.arange(first, end, dtype=np.int32) for first, end in bounds)
+        logits = np.unique(np.concatenate([last, tails, *inner]))
     return Columns(slots, starts, q_lens, logits), wanted
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sgla.kernels import native
+from sgla.kernels import native, ops
 from sgla.kernels.build import BuildError
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.program import Limits, Program
@@ -19,13 +19,29 @@ Forward = Callable[
 ]  # -> logits float32 [S, V] of ``sample_rows``, valid until the next call
 
 
+class Kept:
+    """The final hidden states ``[S, d]`` of the latest call of a Forward, in ``states``."""
+
+    states: Tensor
+
+    def keep(self, hidden: Tensor) -> None:
+        self.states = hidden.clone()  # a program's memory has something else after that
+
+
 def make_forward(
-    model: CausalLM, kv: list[KVLayer], limits: Limits, threads: int, use_native: bool
+    model: CausalLM,
+    kv: list[KVLayer],
+    limits: Limits,
+    threads: int,
+    use_native: bool,
+    kept: Kept | None = None,
 ) -> Forward:
-    """``use_native``: record a program, or fall back to torch where that is impossible (``native.note`` says why)."""
+    """``use_native``: record a program, or fall back to torch where that is impossible (``native.note`` says why). ``kept`` is told the
+    hidden states."""
 
     def forward(batch: ForwardBatch) -> Tensor:
-        return model.logits(model.forward(batch, kv, batch.sample_rows))
+        hidden = model.forward(batch, kv, batch.sample_rows)
+        return model.logits(hidden if kept is None else ops.inplace(kept.keep, hidden))
 
     return compiled(forward, limits, threads, use_native)
 

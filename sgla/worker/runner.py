@@ -42,7 +42,7 @@ from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.batch import Columns, Wanted, build, cut, read
-from sgla.worker.forward import Forward, describe, make_forward
+from sgla.worker.forward import Forward, Kept, describe, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv
 from sgla.worker.profile import Profiler
@@ -50,6 +50,9 @@ from sgla.worker.state import SlotTables, column
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
+STATE_BYTES = (
+    3 << 18
+)  # of hidden states that a step with a token of each request brings, so that several fit in the ring of results
 
 
 class Runner:
@@ -81,6 +84,8 @@ class Runner:
         processors = load_processors(config.logits_processors)
         slots, step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
         spec = ModelSpec.from_config(source.config)
+        if config.enable_return_hidden_states:
+            slots = min(slots, max(1, STATE_BYTES // (4 * spec.hidden)))
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
         check_weights(weights, available_bytes())
         kv_spec = kv_of(spec, self.shard)
@@ -97,6 +102,7 @@ class Runner:
         self.kv = allocate_kv(kv_spec, size.pages, config.page_size, dtype)
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = Limits(step_tokens, self._most_logits)
+        self._kept = Kept() if config.enable_return_hidden_states else None
         self._forward = self._make_forward(limits, config.native_kernels)
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
         self.tables = SlotTables(slots, size.context_len, config.page_size)
@@ -118,6 +124,7 @@ class Runner:
             grammars=True,
             processors=list(processors),
             scores=True,
+            hidden=0 if self._kept is None else spec.hidden,
         )
 
     def _load_model(
@@ -133,7 +140,7 @@ class Runner:
         )
 
     def _make_forward(self, limits: Limits, native: bool) -> Forward:
-        return make_forward(self.model, self.kv, limits, self._threads, native)
+        return make_forward(self.model, self.kv, limits, self._threads, native, self._kept)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -148,13 +155,14 @@ class Runner:
         columns, wanted = read(plan, self.tables)
         parts = cut(columns, self._most_logits)
         vectors: list[bytes] = []
-        if len(parts) == 1 and not wanted.prompt_spans and not wanted.pooled:
+        hidden: list[bytes] = []
+        if len(parts) == 1 and wanted.plain:
             batch = build(columns, self.tables)
             if self.shard.rank == 0:
                 batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
             samples = self._sample(self._forward(batch), wanted, batch.draws)
         else:
-            samples = self._score_and_sample(parts, wanted, vectors)
+            samples = self._score_and_sample(parts, wanted, vectors, hidden)
         self._profiler.step()
         return StepResult(
             step=plan.step,
@@ -163,6 +171,7 @@ class Runner:
             failed=samples.failed,
             vectors=vectors,
             forced=samples.forced,
+            hidden=hidden,
         )
 
     def _sample(self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None) -> Samples:
@@ -175,10 +184,13 @@ class Runner:
             self.tables.tokens[wanted.slots, wanted.positions] = samples.tokens
         return samples
 
-    def _score_and_sample(self, parts: list[Columns], wanted: Wanted, vectors: list[bytes]) -> Samples:
-        """A step with prompt logprobs or scores of labels, which go to ``vectors``; in parts, so that few rows of logits
-        exist at a time."""
+    def _score_and_sample(
+        self, parts: list[Columns], wanted: Wanted, vectors: list[bytes], hidden: list[bytes]
+    ) -> Samples:
+        """A step with prompt logprobs, scores of labels, which go to ``vectors``, or states that go to ``hidden``; in parts, so that
+        few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
+        states: list[list[bytes]] = [[] for _ in wanted.stated]
         rows: list[torch.Tensor] = []
         failed: list[Failed] = []
         at = 0
@@ -202,6 +214,11 @@ class Runner:
                     k = int(self.tables.prompt_logprobs[span.slot])
                     part_logits = logits.numpy()[inside[0] : inside[-1] + 1]
                     found.append(score(part_logits, targets, k, self.sampler.logprob_ids(span.slot)))
+            for stated, pieces in zip(wanted.stated, states):
+                assert self._kept is not None
+                own = (tokens >= stated.first) & (tokens < stated.end)
+                pieces.append(self._kept.states.numpy()[own].tobytes())
+        hidden += map(b"".join, states)
         samples = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = []
         for span, found in zip(wanted.prompt_spans, scores):

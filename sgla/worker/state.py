@@ -28,6 +28,7 @@ class SlotTables:
         self.page_count: Int32s = np.zeros(slots, np.int32)
         self.prompt_len: Int32s = np.zeros(slots, np.int32)
         self.prompt_logprobs: Int32s = np.zeros(slots, np.int32)
+        self.hidden: NDArray[np.bool_] = np.zeros(slots, bool)  # hidden states are wanted
 
     def apply(self, plan: StepPlan) -> None:
         """Take in the new rows, then the appended pages."""
@@ -48,3 +49,4 @@ class SlotTables:
         self.page_count[new.slot] = len(pages)
         self.prompt_len[new.slot] = new.prompt_len
         self.prompt_logprobs[new.slot] = new.sampling.prompt_logprobs
+        self.hidden[new.slot] = new.sampling.hidden

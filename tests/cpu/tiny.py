@@ -56,6 +56,7 @@ def make_core(facts: Facts, **changes: Any) -> Core:
         "page_size": facts.page_size,
         "context_len": facts.context_len,
         "step_tokens": facts.step_tokens,
+        "hidden": facts.hidden,
     }
     return Core(Limits(**limits | changes))
 

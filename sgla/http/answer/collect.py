@@ -16,7 +16,12 @@ TOKEN, LOGPROB, PAIR = 100, 160, 8  # bytes of a token and its text, of its logp
 
 def weight(event: Event) -> int:
     """About the bytes that an event's content takes where it is kept."""
-    size = TOKEN * len(event.tokens) + len(event.text) + len(event.vector or b"")
+    size = (
+        TOKEN * len(event.tokens)
+        + len(event.text)
+        + len(event.vector or b"")
+        + sum(map(len, event.hidden or ()))
+    )
     for entries in (event.logprobs, event.prompt_logprobs):
         if entries and (last := entries[-1]) is not None:
             size += len(entries) * (LOGPROB + PAIR * (len(last.top) + len(last.asked)))
@@ -28,6 +33,7 @@ class Choice:
 
     __slots__ = (
         "finish",
+        "hidden",
         "index",
         "logprobs",
         "matched",
@@ -54,6 +60,7 @@ class Choice:
         self.matched: str | int | None = None
         self.usage = Usage()
         self.vector: bytes | None = None
+        self.hidden: list[bytes] = []  # of Event.hidden
 
     def add(self, event: Event) -> None:
         if event.text:
@@ -66,6 +73,8 @@ class Choice:
             self.prompt_tokens = event.prompt_tokens
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
+        if event.hidden is not None:
+            self.hidden += event.hidden
         self.rid, self.finish, self.matched, self.usage = event.rid, event.finish, event.matched, event.usage
         self.vector = event.vector
 
@@ -86,6 +95,7 @@ class Choice:
             finish=self.finish,
             matched=self.matched,
             usage=self.usage,
+            hidden=self.hidden or None,
         )
 
 

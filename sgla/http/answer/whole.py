@@ -23,9 +23,9 @@ _threads = ThreadPoolExecutor(2, thread_name_prefix="answers")
 
 
 class Long:
-    """A list, as the JSON of a few of its items after the other, without brackets."""
+    """A list, as the JSON of a few of its items after the other, without brackets; an item may be a ``Long`` itself."""
 
-    def __init__(self, parts: Iterable[bytes]) -> None:
+    def __init__(self, parts: Iterable[bytes | Long]) -> None:
         self.parts = parts
 
 
@@ -33,7 +33,7 @@ def joined(value: Any) -> msgspec.Raw:
     """A ``Long`` within what is encoded at once."""
     if not isinstance(value, Long):
         raise NotImplementedError
-    return msgspec.Raw(b"[%b]" % b",".join(value.parts))
+    return msgspec.Raw(b"".join(written(value)))
 
 
 encode_all = msgspec.json.Encoder(enc_hook=joined).encode
@@ -104,13 +104,16 @@ def pieces(make: Callable[[], Any], choices: Iterable[Choice] = ()) -> Iterator[
         for entries in (choice.prompt_logprobs, choice.logprobs):
             while entries:
                 del entries[-PART:]
+        choice.hidden.clear()
     yield bytes(buffer)
 
 
 def written(value: Any) -> Iterator[bytes]:
     """The JSON of ``value``, bit by bit."""
     if isinstance(value, Long):
-        yield from enclosed(b"[]", ([part] for part in value.parts))
+        yield from enclosed(
+            b"[]", (written(part) if isinstance(part, Long) else [part] for part in value.parts)
+        )
     elif isinstance(value, dict):
         yield from enclosed(b"{}", (named(name, item) for name, item in value.items()))
     elif isinstance(value, list) and value and isinstance(value[0], dict):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from sgla import clock
@@ -14,7 +16,7 @@ from sgla.errors import InvalidField, SglaError
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.reading import server_dialect, thinking_of
-from sgla.http.answer.whole import answered
+from sgla.http.answer.whole import Long, answered, encode_all, few, slices
 from sgla.http.errors import error_body
 from sgla.http.lanes import beside
 from sgla.http.native.session_store import Turn
@@ -32,7 +34,15 @@ from sgla.http.request.schema import (
     SessionParams,
     check_count,
 )
-from sgla.http.server import ABORTED, SERVER, Server, Work, check_logprobs, make_work
+from sgla.http.server import (
+    ABORTED,
+    SERVER,
+    Server,
+    Work,
+    check_hidden_states,
+    check_logprobs,
+    make_work,
+)
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import finite, token_text
@@ -64,6 +74,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     work = make_work(request, fields, prompts, sampling, rids[0])
     if fields.stream:
         check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
+        check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED)
     shown = [rid or job.rid for rid, job in zip(rids, work.jobs)]
     shapes = Shapes(fields, work, shown, server)
     if fields.session_params is None:
@@ -163,7 +174,11 @@ def native_sampling(
         prompt_logprobs=top if start >= 0 else None,
         logprob_token_ids=ids,
     )
-    return msgspec.structs.replace(sampling, thinking=thinking_of(params, server_dialect(server)))
+    return msgspec.structs.replace(
+        sampling,
+        thinking=thinking_of(params, server_dialect(server)),
+        hidden_states=bool(spread("return_hidden_states", fields.return_hidden_states, count)[i]),
+    )
 
 
 def own_params(fields: GenerateRequest, i: int, count: int) -> NativeSampling:
@@ -189,6 +204,7 @@ class Shapes:
         self._tokenizer = server.ingress.tokenizer
         self._texts = bool(fields.return_text_in_logprobs)
         self._starts = spread("logprob_start_len", fields.logprob_start_len, len(work.jobs))
+        self._width = server.ingress.facts.hidden if server.ingress.facts is not None else 0
         self._since = clock.now()
         self._shown: dict[int, dict[str, list[msgspec.Raw]]] = {}  # logprobs by choice and name
 
@@ -203,13 +219,15 @@ class Shapes:
             "cached_tokens": choice.usage.cached_tokens,
             "weight_version": "default",
         }
+        sampling = self._work.jobs[prompt].sampling
         if choice.finish is not None:
             meta["e2e_latency"] = clock.now() - self._since
+            if sampling.hidden_states:
+                meta["hidden_states"] = self._hidden_states(choice)
         return {
             "text": choice.text,
             "output_ids": choice.tokens,
-            "meta_info": meta
-            | self._logprobs(choice, self._work.jobs[prompt].sampling, self._starts[prompt]),
+            "meta_info": meta | self._logprobs(choice, sampling, self._starts[prompt]),
         }
 
     def _finish(self, choice: Choice) -> dict[str, Any] | None:
@@ -218,6 +236,20 @@ class Shapes:
         if choice.finish in ("length", "repetition"):
             return {"type": choice.finish, "length": choice.usage.completion_tokens}
         return None if choice.finish is None else {"type": "abort", "message": ABORTED}
+
+    def _hidden_states(self, choice: Choice) -> Long:
+        """As SGLang's: a list of those of the prompt's tokens, then that of each output token but the last, which nothing came after."""
+        usage, width = choice.usage, self._width
+        rows = np.frombuffer(b"".join(choice.hidden), np.float32).reshape(-1, width)
+
+        def parts(start: int, end: int) -> Iterator[bytes]:
+            part = rows[start:end]
+            return (encode(part[items].tolist())[1:-1] for items in slices(len(part), few(width)))
+
+        prompt = usage.prompt_tokens
+        return Long(
+            chain([Long(parts(0, prompt))], parts(prompt, prompt + max(0, usage.completion_tokens - 1)))
+        )
 
     def _logprobs(self, choice: Choice, sampling: SamplingParams, start: int | None) -> dict[str, Any]:
         """All so far. What an earlier result of the choice had is not made again: a stream shows it with each event."""
@@ -287,7 +319,7 @@ class NativeStream(sse.Encoder):
         if not (event.tokens or event.text or event.finish):
             return b""
         result = self._shapes.result(choice)
-        return b"data: %b\n\n" % encode({"index": event.index, **result} if self._indexed else result)
+        return b"data: %b\n\n" % encode_all({"index": event.index, **result} if self._indexed else result)
 
     def end(self, usage: Usage) -> bytes:
         return b""

@@ -98,7 +98,8 @@ def answer_size(choices: Iterable[Choice], sampling: SamplingParams) -> int:
     """About how many values an answer has: tokens, logprobs, and what it takes to read the text."""
     shown = width(sampling)
     return sum(
-        (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown + sum(map(len, choice.texts)) // 2
+        (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown
+        + (sum(map(len, choice.texts)) + sum(map(len, choice.hidden))) // 2
         for choice in choices
     )
 

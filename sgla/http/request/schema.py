@@ -96,8 +96,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # What to do instead of some of them.
 INSTEAD = {
-    "return_hidden_states": ": workers hand out tokens, log-probabilities and vectors. A server with --task embed answers "
-    "/v1/embeddings with the last hidden state of a prompt",
+    "return_hidden_states": " on this route; /generate of a server with --enable-return-hidden-states answers with them, and "
+    "/v1/embeddings of one with --task embed with the last one of a prompt",
 }
 
 # Fields of the APIs that cannot change the output here.
@@ -317,6 +317,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     top_logprobs_num: int | list[int] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | list[bool] | None = None
     session_params: SessionParams | None = None
 
 

@@ -1,0 +1,130 @@
+"""``return_hidden_states`` of /generate, against transformers with the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_server import local_server
+from server_process import ServerProcess, serving
+
+from sgla import LLM, SamplingParams
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+FLAGS = ("--dtype", "float32", "--context-length", "512", "--enable-return-hidden-states")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    with serving("--model", str(tiny_model), *FLAGS) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def hf(tiny_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def generate(server: ServerProcess, text: Any = TEXT, **fields: Any) -> Any:
+    params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True} | fields.pop("sampling_params", {})
+    body = {"text": text, "return_hidden_states": True, "sampling_params": params}
+    status, reply = server.request("POST", "/generate", body | fields)
+    assert status == 200, reply
+    return reply
+
+
+def check(hf: Any, result: Any, prompt: list[int]) -> None:
+    """The prompt's states in one list, then one for each output token but the last."""
+    found, outputs = result["meta_info"]["hidden_states"], result["output_ids"]
+    tokens = prompt + outputs[: max(0, result["meta_info"]["completion_tokens"] - 1)]
+    assert result["meta_info"]["cached_tokens"] == 0
+    assert len(found[0]) == len(prompt)
+    with torch.inference_mode():
+        expected = hf.model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    np.testing.assert_allclose(np.array(found[0] + found[1:]), expected, atol=2e-4, rtol=1e-3)
+
+
+def ids_of(server: ServerProcess, text: str) -> list[int]:
+    ids: list[int] = server.request("POST", "/tokenize", {"prompt": text})[1]["tokens"]
+    return ids
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 0},
+        {"temperature": 1, "sampling_seed": 3},
+        {"regex": "(ab|cd) is the answer"},
+        {"json_schema": '{"const": "all of this is forced"}', "max_new_tokens": 40, "ignore_eos": False},
+        {"max_new_tokens": 300},
+    ],
+)
+def test_one(server: ServerProcess, hf: Any, params: dict[str, Any]) -> None:
+    for _ in range(2):  # the second time the prompt is in the cache
+        check(hf, generate(server, sampling_params=params), ids_of(server, TEXT))
+
+
+def test_a_stop_string(server: ServerProcess, hf: Any) -> None:
+    text = generate(server)["text"]
+    result = generate(server, sampling_params={"stop": text[3:5]})
+    assert result["meta_info"]["finish_reason"]["matched"] == text[3:5]
+    check(hf, result, ids_of(server, TEXT))
+
+
+def test_several_prompts_and_choices(server: ServerProcess, hf: Any) -> None:
+    texts = [TEXT, TEXT[:20], "x" * 200]
+    results = generate(server, texts, return_hidden_states=[True, False, True], sampling_params={"n": 2})
+    assert len(results) == 6
+    for i, result in enumerate(results):
+        if i // 2 == 1:
+            assert "hidden_states" not in result["meta_info"]
+        else:
+            check(hf, result, ids_of(server, texts[i // 2]))
+
+
+def test_the_last_event_of_a_stream_has_all(server: ServerProcess, hf: Any) -> None:
+    raw = generate(server, stream=True)
+    events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+    assert len(events) > 3
+    assert not any("hidden_states" in event["meta_info"] for event in events[:-1])
+    check(hf, events[-1], ids_of(server, TEXT))
+
+
+def test_more_than_an_answer_may_have_is_refused(server: ServerProcess) -> None:
+    body: dict[str, Any] = {"text": ["x"] * 300, "return_hidden_states": True}
+    body["sampling_params"] = {"max_new_tokens": 500}
+    status, reply = server.request("POST", "/generate", body)
+    assert (status, reply["error"]["param"]) == (400, "return_hidden_states")
+    body = {"text": "x" * 100, "stream": True, "sampling_params": {"n": 10}, "return_hidden_states": True}
+    status, reply = server.request("POST", "/generate", body)
+    assert (status, reply["error"]["param"]) == (400, "return_hidden_states")
+
+
+async def test_a_server_without_the_flag_names_it(tiny_model: Path) -> None:
+    async with local_server(model=str(tiny_model)) as local:
+        status, text = await local.post("/generate", {"text": "hi", "return_hidden_states": True})
+    assert status == 400
+    assert "--enable-return-hidden-states" in text
+
+
+def test_offline(tiny_model: Path, hf: Any) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, hidden_states=True)
+    config = {"executor": "inline", "dtype": "float32", "native_kernels": False}
+    with LLM(str(tiny_model), enable_return_hidden_states=True, **config) as llm:
+        (request,) = llm.generate([TEXT], params)
+    (output,) = request.outputs
+    assert output.hidden_states is not None
+    found = np.frombuffer(b"".join(output.hidden_states), np.float32).reshape(-1, 64)
+    with torch.inference_mode():
+        tokens = request.prompt_token_ids + output.token_ids[:-1]
+        expected = hf.model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-4, rtol=1e-3)
