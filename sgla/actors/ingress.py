@@ -11,7 +11,7 @@ from sgla import clock
 from sgla.actors.lanes import Lanes
 from sgla.config import Config
 from sgla.defaults import Defaults
-from sgla.errors import BadRequest, Draining, Loading, Overloaded, SglaError, UnsupportedTask
+from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
     Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that are open, wherever
-    they are. Requests that yield have places of their own, as many as there are slots. Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
+    they are. Requests that yield have places of their own, as many as there are slots, of which the last one may bring more. Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
     or one Rejected; then it is forgotten.
     """
 
@@ -187,7 +187,7 @@ class Ingress:
 
     async def room(self, job: Job) -> None:
         """Wait until ``open`` would refuse ``job`` no longer for want of room."""
-        while self._full(job.sampling.n, job_bytes(job)):
+        while self._yielding_full() if job.yields else self._full(job.sampling.n, job_bytes(job)):
             self._freed.clear()
             await self._freed.wait()
 
@@ -202,12 +202,22 @@ class Ingress:
         return ""
 
     def _check_yielding(self, n: int) -> None:
-        """Raise Overloaded for ``n`` more choices that yield. Alone, a request always has room."""
+        """Raise the error that refuses ``n`` more choices that yield: Overloaded while as many as there are slots are open."""
         assert self.facts is not None
-        if self._yielding and self._yielding + n > self.facts.slots:
+        if n > self.facts.slots:
+            raise InvalidField(
+                f"a line of a batch may have {self.facts.slots} choices, n for each prompt, not {n}; split it into several lines, or "
+                "start the server with a larger --max-running-requests",
+                param="n",
+            )
+        if self._yielding_full():
             raise Overloaded(
                 f"{self._yielding} requests of batches are open, which is the limit", retry_after=1.0
             )
+
+    def _yielding_full(self) -> bool:
+        assert self.facts is not None
+        return self._yielding >= self.facts.slots
 
     def cancel(self, rid: str, reason: str) -> bool:
         """Forget the request and free what it holds; False if it is not open. Nothing more reaches its sink."""

@@ -228,7 +228,8 @@ SERVER = web.AppKey("server", Server)
 IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
 RID = web.RequestKey("rid", str)  # the id that the client sees
 UID = web.RequestKey("uid", str)  # its unique form
-YIELDS = web.RequestKey("yields", bool)  # it is a line of a batch (messages.Job.yields)
+# Of a line of a batch (messages.Job.yields): it is told how many choices are opened at once.
+YIELDS: web.RequestKey[Callable[[int], None]] = web.RequestKey("yields", Callable)  # type: ignore[arg-type]
 TRACE: web.RequestKey[Any] = web.RequestKey("trace", object)  # observe.tracing.Trace, if there are traces
 PATH_ID = web.RequestKey("path_id", str)  # what stands for {id} in the route
 ABORTED = "the request was aborted"
@@ -287,6 +288,8 @@ def make_work(
             break
         request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
     trace(request, rid or request[RID], jobs)
+    if YIELDS in request:
+        request[YIELDS](len(jobs) * n)
     tally = request[TALLY] = Tally(n) if request.app[SERVER].config.log_requests else None
     return Work(
         rid=rid or request[RID],

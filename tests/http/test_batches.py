@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,10 +17,13 @@ from http_site import Serve, Site
 from sgla import clock
 from sgla.errors import Overloaded
 from sgla.http.batches import asking as asking_module
+from sgla.http.batches import reading as reading_module
 from sgla.http.batches import runner as runner_module
+from sgla.http.batches import turns, usage
 from sgla.http.batches.files import COST, PIECE, Files
-from sgla.http.batches.lines import BOM, Splitter
-from sgla.http.batches.runner import RUNNER
+from sgla.http.batches.reading import BOM, Lines
+from sgla.http.batches.runner import RUNNER, Runner
+from sgla.http.clients import Client
 from sgla.http.openai import chat as chat_module
 from sgla.http.server import SERVER
 from sgla.http.state.shelf import ENTRY, Bounds, one
@@ -298,7 +302,7 @@ async def test_a_batch_without_a_good_line_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch, lines: list[Any], code: str
 ) -> None:
     monkeypatch.setattr(runner_module, "MAX_LINES", 8)
-    monkeypatch.setattr(runner_module, "MAX_NUMBER", 20)
+    monkeypatch.setattr(reading_module, "MAX_NUMBER", 20)
     batch = await ended(site.client, (await started(site.client, *lines)).id)
     assert batch.status == "failed"
     assert batch.failed_at is not None
@@ -611,16 +615,238 @@ async def test_a_long_line_is_read_in_parts(site: Site) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
-def test_lines_are_found_however_the_file_is_cut(cut: int) -> None:
-    data = b"one\r\n\n  two \n" + b"x" * 30 + b"\nthree\n\xef\xbb\xbffour\nfive"
-    splitter = Splitter(20)
-    found = [found for at in range(0, len(data), cut) for found in splitter.feed(data[at : at + cut])]
-    found += splitter.end()
-    assert found == [
+async def test_lines_are_found_however_the_file_is_cut(site: Site, cut: int) -> None:
+    data = b"one\r\n\n  two \n" + b"x" * 30 + b"\nthree is longer\n\xef\xbb\xbffour\n" + b" " * 40 + b"\nfive"
+    files: Files = site.app[SERVER].files
+
+    def store(tx: Any) -> int:
+        number = files.begin(tx, Client("127.0.0.1"))
+        for i, at in enumerate(range(0, len(data), cut)):
+            files.put(tx, number, i, data[at : at + cut], "127.0.0.1")
+        return number
+
+    lines = Lines(files, await files.database.run(store), 20, kept=10)
+    found = []
+    while (line := await lines.next()) is not None:
+        found.append(line)
+    assert [(line.number, line.text) for line in found] == [
         (1, b"one"),
         (3, b"two"),
         (4, None),
-        (5, b"three"),
+        (5, None),
         (6, b"\xef\xbb\xbffour"),
-        (7, b"five"),
+        (8, b"five"),
     ]
+    texts = [await lines.text(line) for line in found]
+    assert texts == [b"one", b"two", None, b"three is longer", b"\xef\xbb\xbffour", b"five"]
+
+
+async def test_a_batch_tells_its_usage(serve: Serve, tmp_path: Path) -> None:
+    """Also of what was done before a restart."""
+    ingress = FakeIngress(manual=True)
+    site = await serve(ingress, state_path=str(tmp_path), api_key=["anna"], key="anna")
+    batch = await started(site.client, *map(line, range(4)), b"bad")
+    assert batch.usage.total_tokens == 0
+    while len(ingress.open_jobs) < 4:
+        await asyncio.sleep(0.001)
+    for job in list(ingress.jobs)[:2]:
+        await ingress._run(job)
+    while (await site.client.batches.retrieve(batch.id)).request_counts.completed < 2:
+        await asyncio.sleep(0.001)
+    prompts = [len(ingress.prompt(job)) for job in ingress.jobs]
+    await site.stop()
+    site = await serve(FakeIngress(), state_path=str(tmp_path), api_key=["anna"], key="anna")
+    batch = await ended(site.client, batch.id)
+    assert batch.usage.input_tokens == sum(prompts)
+    assert batch.usage.output_tokens == 4 * 3
+    assert batch.usage.total_tokens == sum(prompts) + 4 * 3
+    answers = await lines_of(site.client, batch.output_file_id)
+    told = [answer["response"]["body"]["usage"] for answer in answers.values()]
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in told)
+    assert batch.usage.input_tokens_details.cached_tokens == cached
+    assert batch.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_the_usage_of_a_long_answer_is_found() -> None:
+    """Whatever its text says of usage."""
+    told = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+    for size in (10, 2 << 20):
+        text = '"usage":{"prompt_tokens":1}' + "x" * size
+        body = json.dumps(
+            {"choices": [{"usage": {"prompt_tokens": 9}, "text": text}], "usage": told, "last": None},
+            separators=(",", ":"),
+        )
+        total = usage.no_usage()
+        usage.add(total, body.encode())
+        assert (total["input_tokens"], total["output_tokens"], total["total_tokens"]) == (7, 3, 10)
+        assert total["input_tokens_details"]["cached_tokens"] == 2
+
+
+def two_clients(site: Site) -> tuple[openai.AsyncOpenAI, openai.AsyncOpenAI]:
+    return site.client, site.client.with_options(api_key="ben")
+
+
+async def test_a_large_batch_is_checked_in_turns_with_others(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = await serve(api_key=["anna", "ben"], key="anna")
+    anna, ben = two_clients(site)
+    checked, held = Runner._checked, asyncio.Event()
+
+    async def slowly(self: Runner, batch: Any, text: bytes | None) -> Any:
+        if batch.seen["metadata"]:
+            held.set()
+            await asyncio.sleep(0.01)
+        return await checked(self, batch, text)
+
+    monkeypatch.setattr(Runner, "_checked", slowly)
+    large = await started(anna, *map(line, range(2000)), metadata={"is": "large"})
+    await held.wait()
+    batch = await ended(ben, (await started(ben, line(0))).id)
+    assert batch.status == "completed"
+    assert (await anna.batches.retrieve(large.id)).status == "validating"
+    await anna.batches.cancel(large.id)
+    await ended(anna, large.id)
+
+
+async def test_a_line_that_waits_for_bytes_keeps_no_place(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "LINE_BYTES", 250_000)
+    ingress = FakeIngress(manual=True, context=1 << 20)
+    assert ingress.facts is not None
+    ingress.facts.slots = 4
+    site = await serve(ingress, api_key=["anna", "ben"], key="anna")
+    anna, ben = two_clients(site)
+
+    def long(i: int, size: int) -> dict[str, Any]:
+        return line(i, body={"messages": [{"role": "user", "content": f"{i}" * size}], "max_tokens": 1})
+
+    large = await started(anna, *(long(i, 150_000) for i in range(3)))
+    while len(ingress.open_jobs) < 1:
+        await asyncio.sleep(0.001)
+    small = await started(ben, long(1, 1000), long(2, 70_000))
+    while len(ingress.open_jobs) < 3:
+        await asyncio.sleep(0.001)
+    assert [len(job.messages[0]["content"]) for job in ingress.jobs if job.messages] == [
+        150_000,
+        1000,
+        70_000,
+    ]
+    ingress.manual = False
+    for job in list(ingress.jobs):
+        await ingress._run(job)
+    for client, batch, count in ((anna, large, 3), (ben, small, 2)):
+        assert (await ended(client, batch.id)).request_counts.completed == count
+
+
+def seats(turns_: turns.Turns, batch: Any, *sizes: int) -> list[tuple[turns.Seat, asyncio.Task[None]]]:
+    found = [turns.Seat(batch, i, size) for i, size in enumerate(sizes)]
+    return [(seat, asyncio.ensure_future(turns_.take(seat))) for seat in found]
+
+
+async def test_a_large_line_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LINE_BYTES", 3 << 20)
+    monkeypatch.setattr(turns, "PASSES", 5)
+    anna, ben = (SimpleNamespace(client=Client(name), running=0, number=i) for i, name in enumerate("ab"))
+    served = turns.Turns()
+    served.open(8)
+    (first, _), *_ = seats(served, ben, 1 << 20)
+    ((waiting, task),) = seats(served, anna, 3 << 20)
+    passing = seats(served, ben, *[1 << 20] * 20)
+    await asyncio.sleep(0)
+    order = []
+    while not task.done():
+        held = [seat for seat, turn in passing if turn.done() and seat.held]
+        order += held
+        served.give(first)
+        for seat in held:
+            served.give(seat)
+        await asyncio.sleep(0)
+    assert waiting.held
+    assert len(order) == 5
+    for _, turn in passing:
+        turn.cancel()
+
+
+async def test_choices_take_places() -> None:
+    batch: Any = SimpleNamespace(client=Client("a"), running=0, number=0)
+    served = turns.Turns()
+    served.open(4)
+    (first, _), (second, _) = seats(served, batch, 1, 1)
+    await asyncio.sleep(0)
+    served.resize(first, 4)  # one more than there are places
+    ((third, _),) = seats(served, batch, 1)
+    served.give(second)
+    await asyncio.sleep(0)
+    assert not third.held
+    served.resize(first, 3)
+    assert third.held
+    served.resize(first, 4000)
+    served.give(third)
+    served.give(first)
+    held = seats(served, batch, *[1] * 5)
+    await asyncio.sleep(0)
+    assert [seat.held for seat, _ in held] == [True] * 4 + [False]
+    held[-1][1].cancel()
+
+
+async def test_a_line_that_is_tried_again_keeps_no_place(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Picky(FakeIngress):
+        def open_all(self, jobs: Any, extra: bool = False) -> None:
+            if "99" in jobs[0][0].messages[0]["content"]:
+                raise Overloaded("full", retry_after=1.0)
+            super().open_all(jobs, extra)
+
+    monkeypatch.setattr(runner_module, "WAITS", (0.01, 0.02))
+    ingress = Picky()
+    assert ingress.facts is not None
+    ingress.facts.slots = 1
+    site = await serve(ingress, api_key=["anna", "ben"], key="anna")
+    anna, ben = two_clients(site)
+    stuck = await started(anna, line(99), *map(line, range(3)))
+    batch = await ended(ben, (await started(ben, line(0), line(1))).id)
+    assert batch.request_counts.completed == 2
+    while (await anna.batches.retrieve(stuck.id)).request_counts.completed < 3:
+        await asyncio.sleep(0.001)
+    await anna.batches.cancel(stuck.id)
+    assert (await ended(anna, stuck.id)).status == "cancelled"
+
+
+async def test_lines_of_one_conversation_wait_for_each_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "WAITS", (0.001, 0.01))
+    url = "/v1/responses"
+    talk = await site.client.conversations.create()
+    body = {"input": "and?", "conversation": talk.id, "max_output_tokens": 3}
+    lines = [line(i, url, body=body) for i in range(5)]
+    batch = await ended(site.client, (await started(site.client, *lines, endpoint=url)).id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (5, 0)
+    items = [item async for item in site.client.conversations.items.list(talk.id, order="asc")]
+    assert [getattr(item, "role", None) for item in items] == ["user", "assistant"] * 5
+    lengths = sorted(len(job.messages) for job in site.ingress.jobs if job.messages)
+    assert lengths == [1, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"previous_response_id": "resp_none"}, 404, "previous_response_not_found"),
+        ({"conversation": "conv_none"}, 404, "conversation_not_found"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, 400, None),
+    ],
+)
+async def test_what_a_response_goes_on_from_must_be_there(
+    site: Site, body: dict[str, Any], status: int, code: str | None
+) -> None:
+    url = "/v1/responses"
+    lines = [line(0, url, body={"input": "x", **body}), line(1, url)]
+    batch = await ended(site.client, (await started(site.client, *lines, endpoint=url)).id)
+    (answer,) = (await lines_of(site.client, batch.error_file_id)).values()
+    expected = await site.post(url, {"input": "x", **body})
+    assert (answer["response"]["status_code"], answer["response"]["body"]) == expected
+    assert expected[0] == status
+    assert code is None or expected[1]["error"]["code"] == code

@@ -96,3 +96,25 @@ def test_requests_do_not_wait_behind_a_batch(tiny_model: Path) -> None:
         assert statuses == [200] * 4
         assert client.batches.retrieve(uid).request_counts.completed <= 2, "two may have been about to end"
         assert client.batches.cancel(uid).status == "cancelling"
+
+
+def test_choices_count_as_places_and_what_never_fits_is_refused(tiny_model: Path) -> None:
+    """Lines with few choices and with many run beside each other; one with more than there are slots is an error at once."""
+    flags = ("--model", str(tiny_model), "--executor", "fake", "--fake-step-ms", "5")
+    with serving(*flags, "--max-running-requests", "4") as server:
+        client = client_of(server)
+        few = [line(i, max_tokens=8) for i in range(12)]
+        many = [line(i, max_tokens=8, n=n) for i, n in enumerate((2, 3, 4, 2), start=20)]
+        prompts = [line(30, max_tokens=8, prompt=["a", "b"], n=2)]
+        never = [line(40, n=5), line(41, prompt=["a"] * 5), line(42, n=2, prompt=["a"] * 3)]
+        batch = wait(client, begun(client, never + few + many + prompts))
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (17, 3)
+        errors = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+        for each in errors:
+            told = each["response"]
+            assert (told["status_code"], told["body"]["error"]["param"]) == (400, "n")
+            assert "a line of a batch may have 4 choices" in told["body"]["error"]["message"]
+        answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+        used = [each["response"]["body"]["usage"] for each in answers]
+        assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in used)
+        assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in used) > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from local_server import local_server
 
-from sgla.errors import Overloaded
+from sgla.errors import InvalidField, Overloaded
 from sgla.http.answer.collect import Collector
 from sgla.messages import Event, Job, Rejected, SamplingParams
 
@@ -56,10 +56,11 @@ async def test_those_that_yield_have_places_of_their_own_and_go_last(tiny_model:
         await asyncio.gather(*(sinks[rid].done for rid in ("batch0", "batch1", "user0", "user1", "user2")))
         assert sorted(order[:3]) == ["user0", "user1", "user2"]
         assert sorted(order[3:]) == ["batch0", "batch1"]
-        ingress.open(
-            asked("many", True, n=5), sink := Collector(5)
-        )  # alone, it has a place whatever it asks for
-        await sink.done
+        with pytest.raises(InvalidField, match="may have 2 choices"):
+            ingress.open(asked("never", True, n=3), Collector(3))
+        ask("last", True)
+        ingress.open(asked("many", True, n=2), sink := Collector(2))  # while there is a place
+        await asyncio.gather(sinks["last"].done, sink.done)
         assert ingress.open_requests == ingress._yielding == 0
 
 

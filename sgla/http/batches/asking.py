@@ -14,10 +14,10 @@ from aiohttp.streams import EMPTY_PAYLOAD
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from sgla.errors import SglaError, TooLarge
+from sgla.errors import NotReady, Overloaded, SglaError, TooLarge
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT, Client
-from sgla.http.errors import error_response
+from sgla.http.errors import Busy, error_response
 from sgla.http.request.intake import BODY
 from sgla.http.server import IGNORED_FIELDS, RID, SERVER, TRACE, UID, YIELDS
 
@@ -30,11 +30,12 @@ HEADERS = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json"}))
 
 
 class Answer(NamedTuple):
-    """``body``: JSON. ``ignored``: the fields that the route ignored."""
+    """``body``: JSON. ``ignored``: the fields that the route ignored. ``later``: the server may have room for the request later."""
 
     status: int
     body: bytes
     ignored: list[str]
+    later: bool = False
 
 
 class Nowhere:
@@ -96,9 +97,16 @@ class Inside(web.Request):
 
 
 async def ask(
-    app: web.Application, handler: Handler, path: str, body: bytes, client: Client, rid: str
+    app: web.Application,
+    handler: Handler,
+    path: str,
+    body: bytes,
+    client: Client,
+    rid: str,
+    choices: Callable[[int], None],
 ) -> Answer:
-    """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come over connections."""
+    """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come over connections. ``choices`` is
+    told how many it opens at once."""
     server = app[SERVER]
     share = Share(server.budget, client.runs_as)
     writer = Kept(share)
@@ -108,35 +116,37 @@ async def ask(
         "",
         share,
         body,
-        True,
+        choices,
     )
     request[RID] = request[UID] = rid
     share.body = len(body)
     try:
-        status, answer = await answered(handler, request, writer)
+        status, answer, later = await answered(handler, request, writer)
         if server.metrics.tracing is not None and TRACE in request:
             server.metrics.tracing.end(request[TRACE], status)
-        return Answer(status, answer, list(dict.fromkeys(request.get(IGNORED_FIELDS, []))))
+        return Answer(status, answer, list(dict.fromkeys(request.get(IGNORED_FIELDS, []))), later)
     finally:
         share.close()
 
 
-async def answered(handler: Handler, request: web.Request, writer: Kept) -> tuple[int, bytes]:
-    """Status and body."""
+async def answered(handler: Handler, request: web.Request, writer: Kept) -> tuple[int, bytes, bool]:
+    """Status, body, and whether a later try may fare better: what can never be admitted is another kind of error."""
+    later = False
     try:
         request[SHARE].take(request[SHARE].body)
         response = await handler(request)
         if not isinstance(response, web.Response):
-            return response.status, b"".join(writer.pieces)
+            return response.status, b"".join(writer.pieces), later
         assert isinstance(response.body, bytes)
         check_length(len(response.body))
     except SglaError as error:
+        later = isinstance(error, Busy) or error.status in (Overloaded.status, NotReady.status)
         response = error_response(error)
     except Exception:
         log.exception("a line of a batch failed (%s)", request[RID])
         response = error_response(SglaError("internal error; the server's log has the details"))
     assert isinstance(response.body, bytes)
-    return response.status, response.body
+    return response.status, response.body, later
 
 
 def check_length(size: int) -> None:

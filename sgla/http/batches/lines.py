@@ -1,10 +1,10 @@
-"""The lines of a batch's input: found in pieces of a file, checked, and answered with lines in OpenAI's shape."""
+"""The lines of a batch's input: checked, and answered with lines in OpenAI's shape."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 import msgspec
 
@@ -13,9 +13,7 @@ from sgla.http.request.schema import invalid
 from sgla.http.wire import encode
 
 MAX_LINES = 50_000  # requests of one batch
-MAX_NUMBER = 1_000_000  # lines of its file, empty ones included
 MAX_ID = 512  # characters of a custom_id
-BOM = b"\xef\xbb\xbf"
 
 Value = msgspec.Raw | msgspec.UnsetType
 YES = msgspec.Raw(b"true")
@@ -53,58 +51,11 @@ class Body(msgspec.Struct, kw_only=True):
     background: Value = msgspec.UNSET
 
 
-class Numbered(NamedTuple):
-    """A line and its number, from 1. ``text`` is None for one that is too long."""
-
-    number: int
-    text: bytes | None
-
-
 _LINE, _NAMED, _BODY = msgspec.json.Decoder(Line), msgspec.json.Decoder(Named), msgspec.json.Decoder(Body)
 
 
-class Splitter:
-    """Finds the lines that are not empty in pieces of a file. Of a line longer than ``longest`` bytes nothing is kept."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self.number = 0  # lines, empty ones included
-        self._rest = bytearray()
-        self._long = False
-
-    def feed(self, piece: bytes) -> Iterator[Numbered]:
-        *ended, rest = piece.split(b"\n")
-        for line in ended:
-            if line or self._rest or self._long:
-                self._add(line)
-                yield from self._end()
-            else:
-                self.number += 1
-        self._add(rest)
-
-    def end(self) -> Iterator[Numbered]:
-        """The last line, which no line end follows."""
-        yield from self._end()
-
-    def _add(self, data: bytes) -> None:
-        if len(self._rest) + len(data) > self._longest:
-            self._long = True
-            self._rest.clear()
-        elif not self._long:
-            self._rest += data
-
-    def _end(self) -> Iterator[Numbered]:
-        self.number += 1
-        if self._long:
-            yield Numbered(self.number, None)
-        elif self._rest and (line := bytes(self._rest).strip()):
-            yield Numbered(self.number, line.removeprefix(BOM) if self.number == 1 else line)
-        self._rest.clear()
-        self._long = False
-
-
-def checked(text: bytes | None, longest: int, url: str, model: Callable[[str | None], str]) -> Line:
-    """The request of a line for the route ``url``. ``model`` raises for a name that is not served. Raises BadLine."""
+def parsed(text: bytes | None, longest: int) -> Line:
+    """Raises BadLine, without a custom_id. ``text`` is None for a line of more than ``longest`` bytes."""
     if text is None:
         raise BadLine(
             "line_too_long",
@@ -115,24 +66,30 @@ def checked(text: bytes | None, longest: int, url: str, model: Callable[[str | N
     except msgspec.ValidationError as error:
         found = invalid(str(error))
         raise BadLine(
-            found.code, found.message.replace("the request body", "the line"), found.param, name_of(text)
+            found.code, found.message.replace("the request body", "the line"), found.param
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadLine("invalid_json_line", f"the line is not valid JSON: {error}") from error
     if not 1 <= len(line.custom_id) <= MAX_ID:
         raise BadLine("invalid_value", f"custom_id must have 1 to {MAX_ID} characters", "custom_id")
-    try:
-        check_request(line, url, model)
-    except SglaError as error:
-        raise BadLine(error.code, error.message, error.param, line.custom_id) from error
     return line
 
 
-def check_request(line: Line, url: str, model: Callable[[str | None], str]) -> None:
+def check_request(line: Line, urls: Collection[str], model: Callable[[str | None], str]) -> None:
+    """Whether it is for one of the routes ``urls``. ``model`` raises for a name that is not served. Raises BadLine."""
+    try:
+        check_fields(line, urls, model)
+    except SglaError as error:
+        raise BadLine(error.code, error.message, error.param, line.custom_id) from error
+
+
+def check_fields(line: Line, urls: Collection[str], model: Callable[[str | None], str]) -> None:
     if line.method != "POST":
         raise BadLine("invalid_method", f"method is {line.method[:40]!r}; it must be POST", "method")
-    if line.url != url:
-        raise BadLine("invalid_url", f"url is {line.url[:100]!r}; the batch is for {url}", "url")
+    if line.url not in urls:
+        raise BadLine(
+            "invalid_url", f"url is {line.url[:100]!r}; the batch is for {' or '.join(urls)}", "url"
+        )
     try:
         body = _BODY.decode(line.body)
     except msgspec.ValidationError as error:
@@ -152,9 +109,9 @@ def name_of(text: bytes) -> str | None:
     """The custom_id of a line that is no request, if it has one."""
     try:
         name = _NAMED.decode(text).custom_id
-    except msgspec.ValidationError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return None if name is None else name[:MAX_ID]
+    return name if name and len(name) <= MAX_ID else None
 
 
 # what is written ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from sgla.http.batches.files import Files
 from sgla.http.batches.runner import ROUTES, RUNNER
 from sgla.http.batches.store import FileNotFound
 from sgla.http.batches.upload import expiry
+from sgla.http.batches.usage import no_usage
 from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT
 from sgla.http.conversations.routes import check_metadata
@@ -221,5 +222,6 @@ def batch_object(fields: BatchRequest, model: str, created: int, expires: int) -
         "cancelling_at": None,
         "cancelled_at": None,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "usage": no_usage(),
         "metadata": fields.metadata,
     }

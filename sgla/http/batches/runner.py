@@ -1,7 +1,7 @@
 """Runs batches: line by line through the handlers of the routes that they are for, at the lowest priority.
 
-A line counts as done once its answer is stored, so a batch goes on after a restart where it was. As many lines run as the model has slots; who
-has the fewest running gets the next place, first among clients, then among the batches of one.
+A line counts as done once its answer is stored, so a batch goes on after a restart where it was. ``turns`` says which line is next. Clients
+take turns at the work on the loop, too: reading and checking go on for a few milliseconds, then another client's do.
 """
 
 from __future__ import annotations
@@ -10,30 +10,33 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
 from sgla import census, clock
 from sgla.errors import SglaError
+from sgla.http.batches import usage
 from sgla.http.batches.asking import Handler, ask
 from sgla.http.batches.files import StorageFull
 from sgla.http.batches.lines import (
     MAX_LINES,
-    MAX_NUMBER,
     BadLine,
     Line,
-    Numbered,
-    Splitter,
     answer_line,
-    checked,
+    check_request,
     error_line,
     line_id,
+    name_of,
+    parsed,
     told,
 )
+from sgla.http.batches.reading import MAX_NUMBER, Lines, Numbered, TooManyLines
 from sgla.http.batches.store import Batch, BatchStore
+from sgla.http.batches.turns import Seat, Turns
 from sgla.http.openai import chat, text
 from sgla.http.pooling import embeddings, moderations, rerank, score
 from sgla.http.responses import routes as responses
@@ -52,15 +55,16 @@ ROUTES: dict[str, Handler] = {
 }
 
 GROUP = "batches"  # of all lines: together they share in what the server has as one client does
-LINE_BYTES = 32 << 20  # of lines that run, together; a line alone may be longer
 MOST_TOLD = 100  # errors that a batch lists
 LOOK = 0.2  # seconds between looks whether the model is loaded
 WAITS = (
     0.05,
     5.0,
 )  # seconds before a line is tried again for which the server had no room: at first, and at most
+AGAIN = 16  # lines of a batch that wait for that while it begins with others
 SLICE = 200  # errors that are stored at once
-SPLIT = 8 << 10  # bytes that are split into lines in one turn of the loop: all may be line ends
+TURN = 0.005  # seconds of reading or checking for one client, if others wait; a long line may take longer
+CHECKED = 16  # batches that are checked at once, of as many clients
 
 
 class Refused(Exception):
@@ -69,45 +73,6 @@ class Refused(Exception):
     def __init__(self, *errors: dict[str, Any]) -> None:
         super().__init__()
         self.errors = errors
-
-
-class Turns:
-    """Places for lines."""
-
-    def __init__(self) -> None:
-        self.free = 0
-        self._running: Counter[str] = Counter()  # by client
-        self._waiting: dict[Batch, asyncio.Future[None]] = {}
-
-    async def take(self, batch: Batch) -> None:
-        """Wait for a place. A batch waits for one at a time."""
-        turn = self._waiting[batch] = asyncio.get_running_loop().create_future()
-        self._hand_out()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if self._waiting.pop(batch, None) is None:
-                self.give(batch)
-            raise
-
-    def give(self, batch: Batch) -> None:
-        self.free += 1
-        batch.running -= 1
-        self._running[batch.client.name] -= 1
-        if not self._running[batch.client.name]:
-            del self._running[batch.client.name]
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        while self.free > 0 and self._waiting:
-            batch = min(
-                self._waiting,
-                key=lambda batch: (self._running[batch.client.name], batch.running, batch.number),
-            )
-            self.free -= 1
-            batch.running += 1
-            self._running[batch.client.name] += 1
-            self._waiting.pop(batch).set_result(None)
 
 
 class Runner:
@@ -122,10 +87,11 @@ class Runner:
         self._turns = Turns()
         self._tasks: dict[Batch, asyncio.Task[None]] = {}  # that run
         self._works: dict[Batch, asyncio.Task[None]] = {}  # that an early end cancels
-        self._checking = asyncio.Lock()  # the lines of one batch at a time
-        self._reading = asyncio.Lock()  # one line at a time is put together
-        self._bytes = 0  # of lines that run
-        self._shrunk = asyncio.Event()  # set when they get fewer
+        # One client at a time reads or checks, one batch of it at a time.
+        self._working = asyncio.Lock()
+        self._working_for: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._checking = asyncio.Semaphore(CHECKED)
+        self._checking_for: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._start: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -157,8 +123,7 @@ class Runner:
         ingress = self._server.ingress
         while ingress.facts is None:
             await asyncio.sleep(LOOK)
-        self._turns.free = ingress.facts.slots
-        self._turns._hand_out()
+        self._turns.open(ingress.facts.slots)
 
     # one batch -------------------------------------------------------------------------------------------------------
 
@@ -169,7 +134,7 @@ class Runner:
         try:
             status = await self._worked(batch)
             if status == "expired":
-                with contextlib.suppress(StorageFull):
+                with contextlib.suppress(StorageFull, TooManyLines):
                     await self._expire(batch)
             elif status == "completed":
                 batch.become("finalizing")
@@ -214,7 +179,7 @@ class Runner:
     async def _work(self, batch: Batch) -> None:
         await self._until_loaded()
         if batch.seen["status"] == "validating":
-            async with self._checking:
+            async with self._checking_for.setdefault(batch.client.name, asyncio.Lock()), self._checking:
                 await self._validate(batch)
         try:
             async with asyncio.TaskGroup() as group:
@@ -223,23 +188,27 @@ class Runner:
             raise errors.exceptions[0] from errors
 
     async def _answer_all(self, batch: Batch, group: asyncio.TaskGroup) -> None:
-        """Begin with one line after the other, each when it has a place."""
-        done, lines = await self.store.done(batch), self._lines(batch)
-        while True:
-            await self._turns.take(batch)
-            found = None
-            try:
-                found = await self._next(lines, done)
-            finally:
-                if found is None:
-                    self._turns.give(batch)
-            if found is None:
-                return
-            group.create_task(self._answer(batch, found))
+        """Begin with one line after the other, each when it has its seat."""
+        done, lines = await self.store.done(batch), self._lines(batch, census.SMALL)
+        again = Again()
+        while (found := await self._next(batch, lines, done)) is not None:
+            await again.few()
+            seat = Seat(batch, found.number, found.size)
+            await self._turns.take(seat)
+            group.create_task(self._answer(seat, lines, found, again))
 
     async def _until_loaded(self) -> None:
         assert self._start is not None
         await asyncio.shield(self._start)
+
+    async def _in_turns(self, batch: Batch, step: Callable[[], Awaitable[bool]]) -> None:
+        """Call ``step`` until it returns False, in turns with other clients."""
+        more, client = True, self._working_for.setdefault(batch.client.name, asyncio.Lock())
+        while more:
+            async with client, self._working:
+                end = clock.now() + TURN
+                while more and clock.now() < end:
+                    more = await step()
 
     async def _validate(self, batch: Batch) -> None:
         """Count the lines, and answer those with errors that are no requests. Raises Refused."""
@@ -248,27 +217,31 @@ class Runner:
         seen: set[bytes] = set()
         errors: list[dict[str, Any]] = []
         bad: list[tuple[int, str]] = []
-        async for line in self._lines(batch):
+        lines = self._lines(batch, self._longest)
+
+        async def check() -> bool:
+            if (found := await lines.next()) is None:
+                return False
             batch.total += 1
             if batch.total > MAX_LINES:
                 message = f"the file has more than {MAX_LINES} requests; send several batches"
                 raise Refused(whole("too_many_lines", message))
             try:
-                self._check_new(await self._checked(batch, line), seen)
+                self._check_new(await self._checked(batch, await lines.text(found)), seen)
             except BadLine as error:
-                bad.append(
-                    (
-                        line.number,
-                        error_line(line.number, error.custom_id, error.code, error.message, error.param),
-                    )
-                )
+                bad.append((found.number, failure(found.number, error)))
                 if len(errors) < MOST_TOLD:
-                    errors.append(told(line.number, error))
+                    errors.append(told(found.number, error))
             if len(bad) == SLICE:
-                await self.store.keep_errors(batch, bad)
-                bad = []
-        if bad:
-            await self.store.keep_errors(batch, bad)
+                await self._keep_errors(batch, bad)
+            return True
+
+        try:
+            await self._in_turns(batch, check)
+        except TooManyLines as error:
+            message = f"the file has more than {MAX_NUMBER} lines, empty ones included; leave these out"
+            raise Refused(whole("too_many_lines", message)) from error
+        await self._keep_errors(batch, bad)
         if not batch.total:
             raise Refused(whole("empty_file", "the file has no lines; each line is a request as JSON"))
         if batch.failed == batch.total:
@@ -277,17 +250,36 @@ class Runner:
         batch.become("in_progress")
         await self.store.save(batch)
 
-    async def _checked(self, batch: Batch, line: Numbered) -> Line:
-        """Raises BadLine. A long line is counted before it is decoded, as bodies are."""
-        if size(line) > census.SMALL:
-            facts = self._server.ingress.facts
-            counted = census.Census(facts.context_len if facts is not None else 0)
+    async def _keep_errors(self, batch: Batch, lines: list[tuple[int, str]]) -> None:
+        if lines:
+            await self.store.keep_errors(batch, lines)
+            lines.clear()
+
+    async def _checked(self, batch: Batch, text: bytes | None) -> Line:
+        """Raises BadLine. A long line is counted before it is decoded, as bodies are, and others run in between."""
+        if text is None or len(text) <= census.SMALL:
+            return await self._decoded(batch, text)
+        facts = self._server.ingress.facts
+        counted = census.Census(facts.context_len if facts is not None else 0)
+        async with self._server.budget.decoding:
             try:
-                for _ in census.counting(line.text or b"", counted):
+                for _ in census.counting(text, counted):
                     await asyncio.sleep(0)
             except SglaError as error:
                 raise BadLine(error.code, error.message) from error
-        return checked(line.text, self._longest, batch.seen["endpoint"], self._server.model)
+            return await self._decoded(batch, text)
+
+    async def _decoded(self, batch: Batch, text: bytes | None) -> Line:
+        try:
+            line = parsed(text, self._longest)
+        except BadLine as error:
+            await others(text)
+            error.custom_id = None if text is None else name_of(text)
+            raise
+        await others(text)
+        check_request(line, (batch.seen["endpoint"],), self._server.model)
+        await others(text)
+        return line
 
     @staticmethod
     def _check_new(line: Line, seen: set[bytes]) -> None:
@@ -303,77 +295,112 @@ class Runner:
 
     async def _expire(self, batch: Batch) -> None:
         """Answer what is left, as far as there is room."""
-        done, late = await self.store.done(batch), []
+        done, lines = await self.store.done(batch), self._lines(batch, self._longest)
+        late: list[tuple[int, str]] = []
         message = f"the request was not run within the completion window of {batch.seen['completion_window']}"
-        async for line in self._lines(batch):
-            if line.number in done:
-                continue
+
+        async def answer() -> bool:
+            if (found := await lines.next()) is None:
+                return False
+            if is_done(done, found):
+                return True
             try:
-                name: str | None = (await self._checked(batch, line)).custom_id
+                name: str | None = (await self._checked(batch, await lines.text(found))).custom_id
             except BadLine as error:
                 name = error.custom_id
-            late.append((line.number, error_line(line.number, name, "batch_expired", message)))
+            late.append((found.number, error_line(found.number, name, "batch_expired", message)))
             if len(late) == SLICE:
-                await self.store.keep_errors(batch, late)
-                late = []
-        if late:
-            await self.store.keep_errors(batch, late)
+                await self._keep_errors(batch, late)
+            return True
+
+        await self._in_turns(batch, answer)
+        await self._keep_errors(batch, late)
 
     # lines -----------------------------------------------------------------------------------------------------------
 
-    async def _lines(self, batch: Batch) -> AsyncIterator[Numbered]:
-        splitter = Splitter(self._longest)
-        async for piece in self.store.files.content(batch.input):
-            for at in range(0, len(piece), SPLIT):
-                for line in splitter.feed(piece[at : at + SPLIT]):
-                    yield line
-                await asyncio.sleep(0)
-            if splitter.number > MAX_NUMBER:
-                message = f"the file has more than {MAX_NUMBER} lines, empty ones included; leave these out"
-                raise Refused(whole("too_many_lines", message))
-        for line in splitter.end():
-            yield line
+    def _lines(self, batch: Batch, kept: int) -> Lines:
+        return Lines(self.store.files, batch.input, self._longest, kept)
 
-    async def _next(self, lines: AsyncIterator[Numbered], done: set[int]) -> Numbered | None:
-        """The next line that is not done, when there is room for its bytes."""
-        async with self._reading:
-            async for line in lines:
-                if line.number not in done:
-                    while self._bytes and self._bytes + size(line) > LINE_BYTES:
-                        self._shrunk.clear()
-                        await self._shrunk.wait()
-                    self._bytes += size(line)
-                    return line
-        return None
+    async def _next(self, batch: Batch, lines: Lines, done: bytearray) -> Numbered | None:
+        """The next line that is not done."""
+        found: Numbered | None = None
 
-    async def _answer(self, batch: Batch, found: Numbered) -> None:
-        """Run a line, and keep its answer."""
+        async def look() -> bool:
+            nonlocal found
+            found = await lines.next()
+            return found is not None and is_done(done, found)
+
+        await self._in_turns(batch, look)
+        return found
+
+    async def _answer(self, seat: Seat, lines: Lines, found: Numbered, again: Again) -> None:
+        """Run a line, and keep its answer. Where the server has no room for it, others have its seat for a while."""
+        batch, uid, delay = seat.batch, line_id(), WAITS[0]
         try:
-            line = await self._checked(batch, found)
-            uid, delay = line_id(), WAITS[0]
-            client = batch.client._replace(group=GROUP)
-            while True:
-                handler = ROUTES[batch.seen["endpoint"]]
-                answer = await ask(self._app, handler, line.url, bytes(line.body), client, uid)
-                if answer.status not in (429, 503):
-                    break
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, WAITS[1])
-            failed = answer.status >= 400
-            data = answer_line(uid, line.custom_id, answer.status, answer.body, answer.ignored)
+            while (kept := await self._asked(seat, lines, found, uid)) is None:
+                async with again:
+                    self._turns.give(seat)
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, WAITS[1])
+                    await self._turns.take(seat)
+            data, failed = kept
             await self.store.keep(batch, found.number, data, failed)
             self._server.metrics.batch_line(failed)
-        except BadLine as error:  # it was right once: the server has other names now
-            data = error_line(found.number, error.custom_id, error.code, error.message, error.param).encode()
-            await self.store.keep(batch, found.number, data, True)
         finally:
-            self._bytes -= size(found)
-            self._shrunk.set()
-            self._turns.give(batch)
+            self._turns.give(seat)
+
+    async def _asked(self, seat: Seat, lines: Lines, found: Numbered, uid: str) -> tuple[bytes, bool] | None:
+        """The answer to a line, and whether it failed; None if it is to be tried again."""
+        batch = seat.batch
+        try:
+            line = await self._checked(batch, await lines.text(found))
+        except BadLine as error:  # it was right once: the server has other names now
+            return failure(found.number, error).encode(), True
+        url, name, body = line.url, line.custom_id, bytes(line.body)
+        del line
+        client = batch.client._replace(group=GROUP)
+        answer = await ask(self._app, ROUTES[url], url, body, client, uid, partial(self._turns.resize, seat))
+        if answer.later:
+            return None
+        await others(answer.body)
+        usage.add(batch.usage, answer.body)
+        await others(answer.body)
+        return answer_line(uid, name, answer.status, answer.body, answer.ignored), answer.status >= 400
 
 
-def size(line: Numbered) -> int:
-    return len(line.text or b"")
+class Again:
+    """Lines of one batch for which the server had no room: ``async with`` while one waits."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._fewer = asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        self._count += 1
+
+    async def __aexit__(self, *error: object) -> None:
+        self._count -= 1
+        self._fewer.set()
+
+    async def few(self) -> None:
+        """Wait while there are ``AGAIN``."""
+        while self._count >= AGAIN:
+            self._fewer.clear()
+            await self._fewer.wait()
+
+
+async def others(text: bytes | None) -> None:
+    """Let others run between two looks at a long text."""
+    if text is not None and len(text) > census.SMALL:
+        await asyncio.sleep(0)
+
+
+def is_done(done: bytearray, line: Numbered) -> bool:
+    return line.number < len(done) and bool(done[line.number])
+
+
+def failure(number: int, error: BadLine) -> str:
+    return error_line(number, error.custom_id, error.code, error.message, error.param)
 
 
 def listed(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 
 from sgla.errors import InvalidField, NotFound, Overloaded
 from sgla.http.batches.files import HIDDEN, MADE, PINNED, PURPOSE, UNBOUNDED, Files, file_object
+from sgla.http.batches.usage import no_usage
 from sgla.http.clients import Client
 from sgla.http.state.database import Database
 from sgla.http.state.shelf import ENTRY, ROW, Bounds, Row, Shelf, one
@@ -48,7 +49,8 @@ class Batch:
         self.kept = kept  # seconds that the files it makes are kept
         self.total: int = seen["request_counts"]["total"]
         self.completed = self.failed = 0
-        self.running = 0  # lines
+        self.usage: dict[str, Any] = seen.setdefault("usage", no_usage())
+        self.running = 0  # choices
         self.wanted = ""  # how it is to end, if somebody wants it to
 
     @property
@@ -143,15 +145,21 @@ class BatchStore:
 
         return await self.database.run(work)
 
-    async def done(self, batch: Batch) -> set[int]:
-        """The numbers of the lines that have been answered; counts them, too."""
+    async def done(self, batch: Batch) -> bytearray:
+        """For each line by its number whether it has been answered, up to the last one that has been; counts them, too."""
 
-        def work(tx: sqlite3.Connection) -> list[tuple[int, str | None]]:
+        def work(tx: sqlite3.Connection) -> tuple[int, list[tuple[int, str | None]]]:
+            files = (batch.output, batch.errors)
+            last = one(tx, "SELECT max(number) FROM pieces WHERE file IN (?, ?)", *files)[0]
             query = "SELECT count(*), group_concat(number) FROM pieces WHERE file = ?"
-            return [one(tx, query, number) for number in (batch.output, batch.errors)]
+            return last or 0, [one(tx, query, number) for number in files]
 
-        (batch.completed, completed), (batch.failed, failed) = await self.database.run(work)
-        return {int(number) for numbers in (completed, failed) if numbers for number in numbers.split(",")}
+        last, ((batch.completed, completed), (batch.failed, failed)) = await self.database.run(work)
+        done = bytearray(last + 1)
+        for numbers in filter(None, (completed, failed)):
+            for number in numbers.split(","):
+                done[int(number)] = True
+        return done
 
     async def clear(self, batch: Batch) -> None:
         """Forget what an earlier check of its lines has found."""
@@ -163,9 +171,14 @@ class BatchStore:
         await self.database.run(work)
 
     async def keep(self, batch: Batch, line: int, data: bytes, failed: bool) -> None:
-        """The answer to a line. Raises StorageFull."""
-        file = batch.errors if failed else batch.output
-        await self.database.run(lambda tx: self.files.put(tx, file, line, data, batch.client.name))
+        """The answer to a line, and the usage with it. Raises StorageFull."""
+        file, json = batch.errors if failed else batch.output, encode(batch.shown())
+
+        def work(tx: sqlite3.Connection) -> None:
+            self.files.put(tx, file, line, data, batch.client.name)
+            tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
+
+        await self.database.run(work)
         if failed:
             batch.failed += 1
         else:

@@ -14,7 +14,7 @@ from sgla.http.answer.collect import Choice
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.sampling import first
 from sgla.http.request.schema import MAX_CHOICES, RequestFields, check_count
-from sgla.http.server import Server, make_work, raise_aborted
+from sgla.http.server import YIELDS, Server, make_work, raise_aborted
 from sgla.messages import Pooling, SamplingParams
 
 ENTRY = 16  # values that an entry of an answer costs beside its own
@@ -85,7 +85,7 @@ async def run(
         raise InvalidField(f"{len(prompts)} inputs are more than {MAX_CHOICES} in one request", param="input")
     deadline = None if fields.timeout is None else clock.now() + fields.timeout
     choices: list[Choice] = []
-    open_at_once = window(server)
+    open_at_once = window(server, YIELDS in request)
     for start in range(0, len(prompts), open_at_once):
         work = make_work(
             request,
@@ -104,11 +104,14 @@ async def run(
     return choices
 
 
-def window(server: Server) -> int:
-    """How many inputs of one request to open: never more than half of what the server admits at all."""
+def window(server: Server, yields: bool = False) -> int:
+    """How many inputs of one request to open: never more than half of what the server admits at all, of one that yields no more than
+    there are slots."""
     facts = server.ingress.facts
-    admitted = server.config.max_queued_requests + (facts.slots if facts is not None else 1)
-    return max(1, min(WINDOW, admitted // 2))
+    slots = facts.slots if facts is not None else 1
+    if yields:
+        return min(WINDOW, slots)
+    return max(1, min(WINDOW, (server.config.max_queued_requests + slots) // 2))
 
 
 def vector(choice: Choice) -> bytes:
