@@ -34,7 +34,7 @@ from sgla.http.request.grammar import ignored_formats
 from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields
 from sgla.http.responses import items, store
 from sgla.http.responses.store import ResponseStore
-from sgla.http.state import shelf
+from sgla.http.state import leftovers, shelf
 from sgla.http.state.database import Database
 from sgla.http.state.shelf import bounds
 from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
@@ -43,6 +43,7 @@ from sgla.observe.requests import RequestDump
 
 SCHEMAS = (
     shelf.SCHEMA,
+    leftovers.SCHEMA,
     items.SCHEMA,
     store.SCHEMA,
     conversations.SCHEMA,

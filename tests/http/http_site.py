@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from aiohttp import web
 from http_fake import FakeIngress
 from openai import AsyncOpenAI
 
+from sgla.http.state.database import Database
 from sgla.observe.metrics import Metrics
 
 
@@ -72,6 +74,14 @@ def sse_payloads(raw: bytes) -> list[str]:
     blocks = raw.decode().removesuffix("\n\n").split("\n\n")
     assert all(block.startswith(("data: ", ": ")) and "\n" not in block for block in blocks), blocks
     return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
+
+
+async def at_rest(database: Database) -> None:
+    """Return when all that was begun is done, clean-ups that follow included."""
+    idle = 0
+    while idle < 3:
+        await asyncio.sleep(0)
+        idle = 0 if database.begun else idle + 1
 
 
 Serve = Callable[..., Awaitable[Site]]

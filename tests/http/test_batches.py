@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,12 +100,12 @@ async def test_files_come_are_listed_and_go(site: Site) -> None:
         await client.files.content(first.id)
     files: Files = site.app[SERVER].files
     await until_shed(files)
-    left = await files.database.run(lambda tx: one(tx, "SELECT count(*) FROM pieces")[0])
+    left = await files.database.run(None, lambda tx: one(tx, "SELECT count(*) FROM pieces")[0])
     assert left == 1, "the pieces of a deleted file go, too"
 
 
 async def until_shed(files: Files) -> None:
-    while await files.database.run(lambda tx: one(tx, "SELECT 1 FROM removed_files")):
+    while await files.database.run(None, lambda tx: one(tx, "SELECT 1 FROM leftovers")):
         await asyncio.sleep(0.005)
 
 
@@ -189,7 +190,7 @@ async def nothing_is_kept(site: Site) -> None:
     files: Files = site.app[SERVER].files
     await until_shed(files)
     count = "SELECT (SELECT count(*) FROM pieces) + (SELECT count(*) FROM objects)"
-    assert await files.database.run(lambda tx: one(tx, count)[0]) == 0
+    assert await files.database.run(None, lambda tx: one(tx, count)[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -569,7 +570,7 @@ async def test_uploads_are_bounded_and_shared(serve: Serve, monkeypatch: pytest.
 async def test_an_upload_that_is_cut_off_leaves_nothing(site: Site) -> None:
     async def cut() -> Any:
         yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 5 * PIECE
-        while not await files.database.run(lambda tx: one(tx, "SELECT count(*) > 1 FROM pieces")[0]):
+        while not await files.database.run(None, lambda tx: one(tx, "SELECT count(*) > 1 FROM pieces")[0]):
             await asyncio.sleep(0.001)
         raise ConnectionError
 
@@ -577,7 +578,7 @@ async def test_an_upload_that_is_cut_off_leaves_nothing(site: Site) -> None:
     headers = {"Content-Type": "multipart/form-data; boundary=b"}
     with pytest.raises((aiohttp.ClientError, ConnectionError)):
         await site.http.post("/v1/files", data=cut(), headers=headers)
-    while await files.database.run(lambda tx: one(tx, "SELECT 1 FROM objects")):
+    while await files.database.run(None, lambda tx: one(tx, "SELECT 1 FROM objects")):
         await asyncio.sleep(0.005)
     await nothing_is_kept(site)
 
@@ -600,16 +601,16 @@ async def test_a_long_line_is_read_in_parts(site: Site) -> None:
     files: Files = site.app[SERVER].files
     data = jsonl(*map(line, range(5000)))
     uid = (await site.client.files.create(file=data, purpose="batch")).id
-    number = await files.database.run(lambda tx: files.shelf.number(tx, uid))
+    number = await files.database.run(None, lambda tx: files.shelf.number(tx, uid))
     long = [bytes([i]) * size for i, size in enumerate((3 * PIECE + 5, 7, PIECE, 2 * PIECE))]
 
     def replace(tx: Any) -> None:
         tx.execute("DELETE FROM pieces WHERE number > 0")
         for at, piece in enumerate(long, 3):
-            files.put(tx, number, at, piece, "127.0.0.1")
+            yield from files.put(tx, number, at, piece, "127.0.0.1")
 
-    await files.database.run(replace)
-    parts = [part async for part in files.content(number)]
+    await files.database.run(None, replace)
+    parts = [part async for part in files.content(Client("127.0.0.1"), number)]
     assert b"".join(parts) == data[:PIECE] + b"".join(long)
     assert max(map(len, parts)) <= PIECE
 
@@ -619,13 +620,15 @@ async def test_lines_are_found_however_the_file_is_cut(site: Site, cut: int) -> 
     data = b"one\r\n\n  two \n" + b"x" * 30 + b"\nthree is longer\n\xef\xbb\xbffour\n" + b" " * 40 + b"\nfive"
     files: Files = site.app[SERVER].files
 
-    def store(tx: Any) -> int:
-        number = files.begin(tx, Client("127.0.0.1"))
+    anna = Client("127.0.0.1")
+
+    def store(tx: Any) -> Generator[None, None, int]:
+        number = files.begin(tx, anna)
         for i, at in enumerate(range(0, len(data), cut)):
-            files.put(tx, number, i, data[at : at + cut], "127.0.0.1")
+            yield from files.put(tx, number, i, data[at : at + cut], anna.name)
         return number
 
-    lines = Lines(files, await files.database.run(store), 20, kept=10)
+    lines = Lines(files, anna, await files.database.run(anna, store), 20, kept=10)
     found = []
     while (line := await lines.next()) is not None:
         found.append(line)

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from http_fake import FakeIngress
-from http_site import Serve, Site
+from http_site import Serve, Site, at_rest
 
 from sgla.errors import WorkerDied
 from sgla.http.app import SERVER
@@ -54,9 +54,13 @@ async def test_the_life_of_a_conversation(site: Site) -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             await call
         assert missing.value.code == "conversation_not_found"
-    for table in ("items", "parts", "objects", "shares"):
+    await at_rest(site.app[SERVER].database)
+    for table in ("items", "parts", "objects", "shares", "leftovers"):
         query = f"SELECT * FROM {table}"
-        assert await site.app[SERVER].database.run(lambda tx, query=query: tx.execute(query).fetchall()) == []  # type: ignore[misc]
+        assert (
+            await site.app[SERVER].database.run(None, lambda tx, query=query: tx.execute(query).fetchall())
+            == []
+        )  # type: ignore[misc]
 
 
 async def test_items_come_in_pages(site: Site) -> None:

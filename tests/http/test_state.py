@@ -7,18 +7,25 @@ import json
 import os
 import re
 import sqlite3
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from http_fake import FakeIngress
-from http_site import Serve, Site
+from http_site import Serve, Site, at_rest
 
-from sgla.errors import ConfigError, StorageFailed
+from sgla.errors import ConfigError, Overloaded, StorageFailed
 from sgla.http.app import SERVER
+from sgla.http.clients import Client
+from sgla.http.errors import error_headers
 from sgla.http.server import SCHEMAS
-from sgla.http.state.database import NAME, VERSION, Database
+from sgla.http.state import shelf
+from sgla.http.state.database import BACKLOG_BYTES, NAME, VERSION, WAITING, Database
 from sgla.messages import Event, Usage
+
+ANNA, BEN = Client("anna", "anna"), Client("ben", "ben")
 
 
 @pytest.fixture
@@ -93,28 +100,134 @@ async def test_transactions_are_all_or_nothing_and_in_order() -> None:
         return work
 
     for n in range(3):
-        database.queue(add(n))
+        database.queue(ANNA, add(n))
     with pytest.raises(ValueError, match="3"):
-        await database.run(add(3, fail=True))
-    database.queue(add(4, fail=True))
-    asyncio.ensure_future(database.run(add(5))).cancel()
+        await database.run(ANNA, add(3, fail=True))
+    database.queue(ANNA, add(4, fail=True))
+    asyncio.ensure_future(database.run(ANNA, add(5))).cancel()
     await asyncio.sleep(0)
-    assert await database.run(lambda tx: tx.execute("SELECT n FROM numbers").fetchall()) == [(0,), (1,), (2,)]
+    assert await database.run(ANNA, lambda tx: tx.execute("SELECT n FROM numbers").fetchall()) == [
+        (0,),
+        (1,),
+        (2,),
+    ]
     assert database.failures == 1
     for _ in range(2):
         await database.close()
     with pytest.raises(StorageFailed, match="is ending"):
-        await database.run(add(6))
+        await database.run(ANNA, add(6))
 
 
 async def test_what_waits_for_the_disk_is_bounded() -> None:
     database = Database(None, [])
     for _ in range(4):
-        database.queue(lambda tx: None, 16 << 20)
+        database.queue(None, lambda tx: None, 16 << 20)
     with pytest.raises(StorageFailed, match="does not keep up"):
-        database.queue(lambda tx: None, 64 << 20)
-    database.queue(lambda tx: None)
+        database.queue(None, lambda tx: None, 64 << 20)
+    database.queue(None, lambda tx: None)
     assert database.failures == 1
+    await database.close()
+
+
+async def test_clients_take_turns() -> None:
+    """One with much to do has a step, then everybody else; what a client asks for is done in its order."""
+    database, done = Database(None, []), list[str]()
+    disk = threading.Event()
+    database.queue(Client("disk"), lambda tx: disk.wait())
+
+    def work(name: str) -> Any:
+        return lambda tx: done.append(name)
+
+    def parts(name: str) -> Any:
+        def steps(tx: sqlite3.Connection) -> Iterator[None]:
+            for i in range(3):
+                done.append(f"{name}.{i}")
+                yield
+
+        return steps
+
+    for name in ("a0", "a1"):
+        database.queue(ANNA, work(name))
+    asking = [asyncio.ensure_future(database.run(ANNA, parts("a2")))]
+    await asyncio.sleep(0)
+    database.queue(ANNA, work("a3"))
+    database.clean(None, parts("server"))
+    asking += [asyncio.ensure_future(database.run(BEN, parts("b0")))]
+    await asyncio.sleep(0)
+    database.queue(BEN, work("b1"))
+    disk.set()
+    await asyncio.gather(*asking)
+    await at_rest(database)
+    assert " ".join(done) == "a0 server.0 b0.0 a1 server.1 b0.1 a2.0 server.2 b0.2 a2.1 a2.2 b1 a3"
+    await database.close()
+
+
+async def test_what_waits_for_a_client_is_bounded() -> None:
+    database = Database(None, [])
+    disk = threading.Event()
+    database.queue(None, lambda tx: disk.wait())
+    asking = [asyncio.ensure_future(database.run(ANNA, lambda tx: 1)) for _ in range(WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match=f"{WAITING} requests of yours") as refused:
+        await database.run(ANNA, lambda tx: 1)
+    assert error_headers(refused.value)["Retry-After"] == "1"
+    asking += [asyncio.ensure_future(database.run(ANNA, lambda tx: 1, always=True))]
+    asking += [asyncio.ensure_future(database.run(BEN, lambda tx: 1))]
+    half = BACKLOG_BYTES // 2
+    database.queue(ANNA, lambda tx: None, half)
+    with pytest.raises(StorageFailed, match="does not keep up"):
+        database.queue(ANNA, lambda tx: None, 1)
+    database.queue(BEN, lambda tx: None, half)
+    disk.set()
+    assert set(await asyncio.gather(*asking)) == {1}
+    await at_rest(database)
+    assert await database.run(ANNA, lambda tx: 2) == 2
+    await database.close()
+
+
+async def test_what_is_being_written_is_waited_for_in_its_writers_line() -> None:
+    """Without keys others know its id."""
+    site = shelf.Shelf(Database(None, SCHEMAS), "some", shelf.Bounds(9, 1 << 20, 1e9))
+    disk = threading.Event()
+    site.database.queue(None, lambda tx: disk.wait())
+    for name in "xyz":
+        site.queue(ANNA, name, lambda tx, name=name: site.add(tx, name, ANNA, b"1", 1), 1)  # type: ignore[misc]
+    find = site.run(BEN, "z", lambda tx: site.find(tx, "z", ANNA.owner))
+    asking = asyncio.ensure_future(find)
+    await asyncio.sleep(0)
+    disk.set()
+    assert await asking is not None
+    await site.database.close()
+
+
+async def test_a_clean_up_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sgla.http.state.database.PAUSES", (0.001, 0.004))
+    caplog.set_level("INFO")
+    database, done, tries = Database(None, []), list[str](), 0
+
+    def clean(name: str) -> Any:
+        def work(tx: sqlite3.Connection) -> str:
+            nonlocal tries
+            tries += 1
+            if tries < 9:
+                raise sqlite3.OperationalError("database or disk is full")
+            return name
+
+        return work
+
+    for name in "abc":
+        database.clean(ANNA, clean(name), done.append)
+    async with asyncio.timeout(5):
+        while len(done) < 3:
+            await asyncio.sleep(0.001)
+    assert sorted(done) == ["a", "b", "c"]
+    assert database.failures == 8
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+    database.clean(ANNA, clean("d"), done.append)
+    await at_rest(database)
+    assert done[-1] == "d"
     await database.close()
 
 
@@ -213,7 +326,7 @@ async def test_what_was_in_the_making_has_failed(serve: Serve, folder: Path) -> 
     await asyncio.sleep(0.01)
     copy = folder.parent / "copy"
     copy.mkdir()
-    await site.app[SERVER].database.run(lambda tx: None)
+    await at_rest(site.app[SERVER].database)
     with sqlite3.connect(folder / NAME) as one, sqlite3.connect(copy / NAME) as other:
         one.backup(other)
     site = await serve(state_path=str(copy))
@@ -246,8 +359,8 @@ async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
     kept = await site.client.responses.create(model="fake", input="x", max_output_tokens=1)
     talk = await site.client.conversations.create()
     database = site.app[SERVER].database
-    pages = await database.run(lambda tx: tx.execute("PRAGMA page_count").fetchone()[0])
-    await database.run(lambda tx: tx.execute(f"PRAGMA max_page_count = {pages}").fetchall())
+    pages = await database.run(None, lambda tx: tx.execute("PRAGMA page_count").fetchone()[0])
+    await database.run(None, lambda tx: tx.execute(f"PRAGMA max_page_count = {pages}").fetchall())
     asked = {"input": "x", "metadata": {"a": "b" * 100_000}, "max_output_tokens": 1}
     status, answer = await site.post("/v1/responses", asked)
     assert status == 200
@@ -265,7 +378,7 @@ async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
         assert (status, reply["error"]["code"]) == (507, "storage_failed")
     assert await site.client.conversations.retrieve(talk.id) == talk
     assert (await site.client.responses.retrieve(kept.id)).id == kept.id
-    await database.run(lambda tx: tx.execute("PRAGMA max_page_count = 100000").fetchall())
+    await database.run(None, lambda tx: tx.execute("PRAGMA max_page_count = 100000").fetchall())
     status, answer = await site.post("/v1/responses", {**asked, "previous_response_id": kept.id})
     assert (await site.get(f"/v1/responses/{answer['id']}"))[0] == 200
     async with site.http.get("/metrics") as response:
@@ -273,3 +386,32 @@ async def test_a_full_disk_is_no_end(serve: Serve, folder: Path) -> None:
     assert 'sgla:unstored_writes_total{model_name="fake"} 1.0' in text
     assert 'sgla:stored_objects{kind="response",model_name="fake"} 2.0' in text
     assert 'sgla:stored_objects{kind="conversation",model_name="fake"} 1.0' in text
+
+
+async def test_what_a_killed_server_has_not_freed_goes_at_the_next_start(serve: Serve, folder: Path) -> None:
+    site = await serve(state_path=str(folder))
+    talk = await site.client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "x" * 3000} for _ in range(9)]
+    )
+    body = {"input": "x", "background": True, "stream": True, "max_output_tokens": 3}
+    async with site.http.post("/v1/responses", json=body) as response:
+        await response.read()
+    await site.client.files.create(file=b"{}", purpose="batch")
+    server = site.app[SERVER]
+    await at_rest(server.database)
+    for each in server.shelves:
+
+        def remove(tx: sqlite3.Connection, each: shelf.Shelf = each) -> None:
+            for (number,) in tx.execute("SELECT number FROM objects WHERE kind = ?", (each.kind,)).fetchall():
+                each.remove(tx, number)
+
+        await server.database.run(None, remove)
+    left = "SELECT count(*) FROM (SELECT 1 FROM items UNION ALL SELECT 1 FROM events UNION ALL SELECT 1 FROM pieces)"
+    assert (await server.database.run(None, lambda tx: tx.execute(left).fetchone()))[0] > 10
+    site = await again(serve, site, state_path=str(folder))
+    assert (await site.get(f"/v1/conversations/{talk.id}"))[0] == 404
+    database = site.app[SERVER].database
+    await at_rest(database)
+    for table in ("items", "events", "pieces", "parts", "leftovers", "shares"):
+        query = f"SELECT count(*) FROM {table}"
+        assert await database.run(None, lambda tx, query=query: tx.execute(query).fetchone()) == (0,)  # type: ignore[misc]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ import msgspec
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import TooLarge
+from sgla.http.bodies import Share
 from sgla.http.clients import Client
 from sgla.http.state.database import Database
-from sgla.http.state.shelf import ENTRY, PART_PIECES, Bounds, Pieces, Row, Shelf, one
+from sgla.http.state.shelf import BATCH, ENTRY, Bounds, Pieces, Row, Shelf, one
 from sgla.http.wire import encode
 
 SCHEMA = """
@@ -30,9 +31,8 @@ CREATE TABLE pieces (
     data BLOB NOT NULL,
     PRIMARY KEY (file, number)
 );
-CREATE TABLE removed_files (number INTEGER PRIMARY KEY);
 CREATE TRIGGER file_removed AFTER DELETE ON objects WHEN old.kind = 'file' BEGIN
-    INSERT INTO removed_files VALUES (old.number);
+    INSERT INTO leftovers VALUES ('pieces', old.number);
 END;
 """
 
@@ -43,7 +43,7 @@ PINNED = 1e12  # a stamp that is never old
 PIECE = 64 << 10  # bytes of an upload that are stored at once
 COST = 64  # bytes that a piece counts for beside its data
 PIECES = Pieces("pieces", "file", "number")
-SHED = 2  # pieces of removed files that go with each new one
+LISTED = 256  # files that are looked at in one transaction for a list
 MOST_BYTES = 200 << 20  # of one file
 TTL = 30 * 86400  # seconds that a file is kept, at most
 UNBOUNDED = 1 << 62
@@ -71,7 +71,8 @@ class Files:
     def __init__(self, database: Database, bounds: Bounds) -> None:
         self.bounds = bounds
         self.database = database
-        self.shelf = Shelf(database, FILE, Bounds(UNBOUNDED, UNBOUNDED, bounds.ttl), lambda _: self.tidy())
+        self.shelf = Shelf(database, FILE, Bounds(UNBOUNDED, UNBOUNDED, bounds.ttl))
+        database.leftovers.ways[PIECES.table] = PIECES.free
 
     @property
     def longest(self) -> int:
@@ -81,31 +82,36 @@ class Files:
     # in transactions -------------------------------------------------------------------------------------------------
 
     def begin(self, tx: sqlite3.Connection, client: Client) -> int:
-        """A hidden file without pieces; returns its number. Raises StorageFull."""
+        """A hidden file without pieces, for which there is room; returns its number."""
         uid = f"file-{secrets.token_hex(16)}"
         number = self.shelf.add(tx, uid, Client(client.name, HIDDEN), b"{}", ENTRY)
         self.pin(tx, number)
-        self.make_room(tx, client.name)
         return number
 
-    def put(self, tx: sqlite3.Connection, number: int, piece: int, data: bytes, client: str) -> None:
+    def put(
+        self, tx: sqlite3.Connection, number: int, piece: int, data: bytes, client: str
+    ) -> Iterator[None]:
         """Add a piece to a hidden file. Raises StorageFull."""
-        shed(tx, SHED)
+        yield from self.make_room(tx, client, len(data) + COST)
         tx.execute("INSERT INTO pieces VALUES (?, ?, ?)", (number, piece, data))
-        self.grow(tx, number, len(data) + COST, client)
+        self.grow(tx, number, len(data) + COST)
+        yield from self.database.leftovers.free_for(tx, len(data))
 
-    def put_all(self, tx: sqlite3.Connection, number: int, lines: list[tuple[int, str]], client: str) -> None:
+    def put_all(
+        self, tx: sqlite3.Connection, number: int, lines: list[tuple[int, str]], client: str
+    ) -> Iterator[None]:
         """Add pieces of text, in one statement."""
-        shed(tx, SHED * len(lines))
+        size = sum(COST + len(text.encode()) for _, text in lines)
+        yield from self.make_room(tx, client, size)
         tx.execute(
             "INSERT INTO pieces SELECT ?, json_extract(value, '$[0]'), CAST(json_extract(value, '$[1]') AS BLOB) FROM json_each(?)",
             (number, encode(lines).decode()),
         )
-        self.grow(tx, number, sum(COST + len(text.encode()) for _, text in lines), client)
+        self.grow(tx, number, size)
+        yield from self.database.leftovers.free_for(tx, size)
 
-    def grow(self, tx: sqlite3.Connection, number: int, size: int, client: str) -> None:
+    def grow(self, tx: sqlite3.Connection, number: int, size: int) -> None:
         tx.execute("UPDATE objects SET size = size + ? WHERE number = ?", (size, number))
-        self.make_room(tx, client)
 
     def show(self, tx: sqlite3.Connection, number: int, owner: str, file: dict[str, Any]) -> bytes:
         """Have a hidden file found, as ``file`` without its id; returns the JSON of the whole object."""
@@ -133,17 +139,19 @@ class Files:
         """With which a file is too old then."""
         return expires - self.bounds.ttl
 
-    def make_room(self, tx: sqlite3.Connection, client: str) -> None:
-        """For what ``client`` has just stored. Raises StorageFull."""
-        bounds = self.bounds
-        count, size = one(tx, "SELECT count, bytes FROM shares WHERE kind = ? AND client = ?", FILE, client)
+    def make_room(self, tx: sqlite3.Connection, client: str, more: int, files: int = 0) -> Iterator[None]:
+        """For ``more`` bytes, or ``files``, that ``client`` stores next. Raises StorageFull."""
+        bounds, removed = self.bounds, 0
+        count, size = taken(tx, "shares WHERE kind = ? AND client = ?", FILE, client)
+        count, size = count + files, size + more
         if count > bounds.limit // 2 or size > bounds.bytes // 2:
             raise StorageFull(
                 f"your files would be {count} with {size} bytes; you may have {bounds.limit // 2} with {bounds.bytes // 2}; delete "
                 "some, or start the server with a larger --files-bytes"
             )
         while True:
-            count, size = one(tx, "SELECT count, bytes FROM totals WHERE kind = ?", FILE)
+            count, size = taken(tx, "totals WHERE kind = ?", FILE)
+            count, size = count + files, size + more
             if count <= bounds.limit and size <= bounds.bytes:
                 return
             most = "count" if count > bounds.limit else "bytes"
@@ -161,70 +169,89 @@ class Files:
                     "some, or start the server with a larger --files-bytes"
                 )
             self.shelf.remove(tx, oldest[0])
+            removed += 1
+            if removed % BATCH == 0:
+                yield
 
-    def page(
+    def listed(
+        self, tx: sqlite3.Connection, client: Client, purpose: str | None, after: int, newest_first: bool
+    ) -> tuple[list[str], list[bytes], int | None]:
+        """Ids and JSON of the client's files among the owner's next ``LISTED`` behind number ``after``, and the number of the last of these;
+        None if there are no more. Without keys all have one owner, and a list would tell each the ids of the others."""
+        order, side, last = ("DESC", "<", "min") if newest_first else ("ASC", ">", "max")
+        ids, text, count, at = one(
+            tx,
+            f"""
+            SELECT group_concat(iif(wanted, id, NULL)), cast(group_concat(iif(wanted, text, NULL), char(10)) AS BLOB), count(*), {last}(number)
+            FROM (
+                SELECT *, client = ?3 AND (?4 IS NULL OR json_extract(text, '$.purpose') = ?4) AS wanted FROM (
+                    SELECT number, id, client, CAST(json AS TEXT) AS text FROM objects
+                    WHERE kind = ?1 AND owner = ?2 AND number {side} ?5 AND stamp > ?6 ORDER BY number {order} LIMIT ?7
+                )
+            )
+            """,
+            *(FILE, client.owner, client.name, purpose, after, clock.wall() - self.bounds.ttl, LISTED),
+        )
+        found = (ids.split(","), text.split(b"\n")) if ids else ([], [])
+        return *found, at if count == LISTED else None
+
+    # on the loop -----------------------------------------------------------------------------------------------------
+
+    async def find(self, uid: str, client: Client) -> Row | None:
+        return await self.database.run(client, lambda tx: self.shelf.find(tx, uid, client.owner))
+
+    async def page(
         self,
-        tx: sqlite3.Connection,
         client: Client,
         purpose: str | None,
         limit: int,
         after: int | None,
         newest_first: bool,
-    ) -> tuple[list[str], str, bool]:
-        """Ids and JSON of up to ``limit`` files of the client behind number ``after``, the JSON joined by commas, and whether there are
-        more. Without keys all have one owner, and a list would tell each the ids of the others."""
-        order, side = ("DESC", "<") if newest_first else ("ASC", ">")
-        wanted = f"""
-            FROM objects WHERE kind = ? AND owner = ? AND client = ? AND stamp > ? AND number {side} ?
-            AND (?6 IS NULL OR json_extract(CAST(json AS TEXT), '$.purpose') = ?6) ORDER BY number {order} LIMIT ?7
-        """
-        start = (UNBOUNDED if newest_first else 0) if after is None else after
-        values = (FILE, client.owner, client.name, clock.wall() - self.bounds.ttl, start, purpose)
-        ids, text = one(
-            tx,
-            f"SELECT group_concat(id), group_concat(text) FROM (SELECT id, CAST(json AS TEXT) AS text {wanted})",
-            *values,
-            limit,
-        )
-        found = ids.split(",") if ids else []
-        more = one(tx, f"SELECT count(*) FROM (SELECT 1 {wanted})", *values, limit + 1)[0]
-        return found, text or "", more > limit
+        share: Share,
+    ) -> tuple[list[str], list[bytes], bool]:
+        """Ids and JSON, which is in ``share``, of up to ``limit`` of the client's files behind number ``after``, and whether there are more."""
+        ids: list[str] = []
+        found: list[bytes] = []
+        at: int | None = (UNBOUNDED if newest_first else 0) if after is None else after
+        while at is not None and len(ids) <= limit:
+            work = partial(self.listed, client=client, purpose=purpose, after=at, newest_first=newest_first)
+            more, json, at = await self.database.run(client, work)
+            share.take(sum(map(len, json)))
+            ids += more
+            found += json
+        return ids[:limit], found[:limit], len(ids) > limit
 
-    # on the loop -----------------------------------------------------------------------------------------------------
-
-    async def find(self, uid: str, owner: str) -> Row | None:
-        return await self.database.run(lambda tx: self.shelf.find(tx, uid, owner))
-
-    async def content(self, number: int) -> AsyncIterator[bytes]:
+    async def content(self, client: Client, number: int) -> AsyncIterator[bytes]:
         """The bytes of a file, a few at a time."""
         piece = start = 0
         while True:
-            data, piece, start = await self.database.run(partial(PIECES.read, number, piece, start))
+            work = partial(PIECES.read, number, piece, start)
+            data, piece, start = await self.database.run(client, work)
             if not data:
                 return
             yield data
 
-    def drop(self, number: int) -> None:
+    async def open(self, client: Client) -> int:
+        """A hidden file without pieces; returns its number. Raises StorageFull."""
+
+        def work(tx: sqlite3.Connection) -> Generator[None, None, int]:
+            yield from self.make_room(tx, client.name, ENTRY, 1)
+            return self.begin(tx, client)
+
+        return await self.database.run(client, work)
+
+    def drop(self, number: int, client: Client) -> None:
         """Remove a hidden file."""
-        self.database.queue(lambda tx: self.shelf.remove(tx, number), then=lambda _: self.tidy())
+        self.database.clean(client, lambda tx: self.shelf.remove(tx, number), lambda _: self.tidy())
 
     def tidy(self) -> None:
         """Remove what is left of removed files, some pieces at a time, so that others get their turn."""
-        self.database.queue(lambda tx: shed(tx, PART_PIECES), then=lambda more: self.tidy() if more else None)
+        self.database.leftovers.tidy(self.database)
 
 
-def shed(tx: sqlite3.Connection, most: int) -> bool:
-    """Remove up to ``most`` pieces of removed files; whether there may be more."""
-    found = one(tx, "SELECT number FROM removed_files LIMIT 1")
-    if found is None:
-        return False
-    gone = tx.execute(
-        "DELETE FROM pieces WHERE rowid IN (SELECT rowid FROM pieces WHERE file = ? LIMIT ?)",
-        (found[0], most),
-    )
-    if gone.rowcount < most:
-        tx.execute("DELETE FROM removed_files WHERE number = ?", (found[0],))
-    return True
+def taken(tx: sqlite3.Connection, place: str, *values: str) -> tuple[int, int]:
+    """Files and bytes, of all or of a client."""
+    return one(tx, f"SELECT count, bytes FROM {place}", *values) or (0, 0)
 
 
 def file_object(size: int, name: str, purpose: str, created: int, expires: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from sgla.http.batches.files import PIECES, Files
+from sgla.http.clients import Client
 
 MAX_NUMBER = 1_000_000  # lines of a file, empty ones included
 BLANK = 4096  # lines with nothing but spaces that are passed in one turn of the loop
@@ -40,8 +41,9 @@ class Lines:
     """The lines of file ``number`` that are not empty. Those of up to ``kept`` bytes come with their text; of those longer than ``longest``
     nobody gets it."""
 
-    def __init__(self, files: Files, number: int, longest: int, kept: int) -> None:
+    def __init__(self, files: Files, client: Client, number: int, longest: int, kept: int) -> None:
         self._files = files
+        self._client = client
         self._file = number
         self._longest = longest
         self._kept = min(kept, longest)
@@ -95,9 +97,7 @@ class Lines:
             return line.text
         (piece, start, skip), data = line.place, bytearray()
         while len(data) < skip + line.size:
-            part, piece, start = await self._files.database.run(
-                partial(PIECES.read, self._file, piece, start)
-            )
+            part, piece, start = await self._part_at(piece, start)
             if not part:
                 break
             data += part
@@ -111,9 +111,14 @@ class Lines:
     async def _read(self) -> bool:
         """The next part; False at the end of the file."""
         self._place = self._behind
-        self._part, *behind = await self._files.database.run(partial(PIECES.read, self._file, *self._behind))
+        self._part, *behind = await self._part_at(*self._behind)
         self._behind, self._at = (behind[0], behind[1]), 0
         return bool(self._part)
+
+    async def _part_at(self, piece: int, start: int) -> tuple[bytes, int, int]:
+        """See ``Pieces.read``."""
+        read = partial(PIECES.read, self._file, piece, start)
+        return await self._files.database.run(self._client, read, always=True)
 
     def _count(self, lines: int) -> None:
         self._number += lines

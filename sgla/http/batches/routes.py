@@ -65,23 +65,18 @@ CREATE = Schema(BatchRequest)
 
 async def file_list(request: web.Request) -> web.Response:
     """A page of the client's files, newest first, or oldest first with ``order=asc``; with ``purpose`` those alone."""
-    files, owner, query = request.app[SERVER].files, request[CLIENT].owner, request.query
+    files, client, query = request.app[SERVER].files, request[CLIENT], request.query
     limit, ascending = page_of(request, default=MAX_FILES, most=MAX_FILES)
     after = None
     if "after" in query:
-        row = await files.find(query["after"], owner)
+        row = await files.find(query["after"], client)
         if row is None:
             raise InvalidField("after must be the id of a file", param="after")
         after = row.number
-    ids, text, more = await files.database.run(
-        lambda tx: files.page(tx, request[CLIENT], query.get("purpose"), limit, after, not ascending)
+    ids, found, more = await files.page(
+        client, query.get("purpose"), limit, after, not ascending, request[SHARE]
     )
-    request[SHARE].take(len(text))
-    first, last = (ids[0], ids[-1]) if ids else (None, None)
-    data = msgspec.Raw(f"[{text}]".encode())
-    return json_response(
-        {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
-    )
+    return page(list(map(msgspec.Raw, found)), ids, more)
 
 
 async def file(request: web.Request) -> web.Response:
@@ -97,7 +92,7 @@ async def file_delete(request: web.Request) -> web.Response:
             raise FileInUse("a batch that has not ended reads the file; cancel the batch first")
         files.shelf.remove(tx, row.number)
 
-    await files.database.run(work)
+    await files.database.run(request[CLIENT], work)
     files.tidy()
     return json_response({"id": row.id, "object": "file", "deleted": True})
 
@@ -114,7 +109,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     if request.method != "HEAD":
-        async for piece in files.content(row.number):
+        async for piece in files.content(request[CLIENT], row.number):
             await response.write(piece)
             left -= len(piece)
         if (
@@ -127,7 +122,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 async def found(request: web.Request) -> tuple[Files, Row]:
     """The store, and the file in the path. Raises FileNotFound."""
     files, uid = request.app[SERVER].files, request[PATH_ID]
-    row = await files.find(uid, request[CLIENT].owner)
+    row = await files.find(uid, request[CLIENT])
     if row is None:
         raise FileNotFound(f"there is no file {uid[:100]!r}")
     return files, row
@@ -188,7 +183,7 @@ async def cancel(request: web.Request) -> web.Response:
 async def shown(request: web.Request) -> bytes:
     """The batch in the path. Raises BatchNotFound."""
     uid = request[PATH_ID]
-    row = await request.app[RUNNER].store.find(uid, request[CLIENT].owner)
+    row = await request.app[RUNNER].store.find(uid, request[CLIENT])
     if row is None:
         raise BatchNotFound(f"there is no batch {uid[:100]!r}")
     return now(request, uid) or row.json

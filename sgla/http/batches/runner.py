@@ -97,7 +97,6 @@ class Runner:
     async def start(self) -> None:
         for batch in await self.store.unended():
             self.add(batch)
-        self.store.files.tidy()
         self._start = asyncio.ensure_future(self._open())
 
     async def close(self) -> None:
@@ -319,7 +318,7 @@ class Runner:
     # lines -----------------------------------------------------------------------------------------------------------
 
     def _lines(self, batch: Batch, kept: int) -> Lines:
-        return Lines(self.store.files, batch.input, self._longest, kept)
+        return Lines(self.store.files, batch.client, batch.input, self._longest, kept)
 
     async def _next(self, batch: Batch, lines: Lines, done: bytearray) -> Numbered | None:
         """The next line that is not done."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
 from sgla.errors import InvalidField, NotFound, Overloaded
-from sgla.http.batches.files import HIDDEN, MADE, PINNED, PURPOSE, UNBOUNDED, Files, file_object
+from sgla.http.batches.files import COST, HIDDEN, MADE, PINNED, PURPOSE, UNBOUNDED, Files, file_object
 from sgla.http.batches.usage import no_usage
 from sgla.http.clients import Client
-from sgla.http.state.database import Database
-from sgla.http.state.shelf import ENTRY, ROW, Bounds, Row, Shelf, one
+from sgla.http.state.database import Database, Work
+from sgla.http.state.shelf import ENTRY, PART_PIECES, ROW, Bounds, Row, Shelf, one
 from sgla.http.wire import encode
+
+T = TypeVar("T")
 
 SCHEMA = """
 CREATE TABLE unended_batches (
@@ -75,7 +78,8 @@ class BatchStore:
     async def create(self, client: Client, seen: dict[str, Any], kept: int) -> Batch:
         """Raises FileNotFound, InvalidField for a file that is no input, Overloaded for too many batches, StorageFull."""
 
-        def work(tx: sqlite3.Connection) -> Batch:
+        def work(tx: sqlite3.Connection) -> Generator[None, None, Batch]:
+            yield from self.files.make_room(tx, client.name, 2 * ENTRY, 2)
             row = self.files.shelf.find(tx, seen["input_file_id"], client.owner)
             if row is None:
                 raise FileNotFound(f"there is no file {seen['input_file_id'][:100]!r}", param="input_file_id")
@@ -106,7 +110,7 @@ class BatchStore:
             self._make_room(tx)
             return Batch(number, client, seen, (row.number, made[0], made[1]), kept)
 
-        return await self.database.run(work)
+        return await self.database.run(client, work)
 
     def _make_room(self, tx: sqlite3.Connection) -> None:
         """Drop the oldest that have ended, first those of the client that has most."""
@@ -143,7 +147,7 @@ class BatchStore:
                 for number, owner, client, json, given, output, errors, kept in rows
             ]
 
-        return await self.database.run(work)
+        return await self.database.run(None, work)
 
     async def done(self, batch: Batch) -> bytearray:
         """For each line by its number whether it has been answered, up to the last one that has been; counts them, too."""
@@ -154,7 +158,7 @@ class BatchStore:
             query = "SELECT count(*), group_concat(number) FROM pieces WHERE file = ?"
             return last or 0, [one(tx, query, number) for number in files]
 
-        last, ((batch.completed, completed), (batch.failed, failed)) = await self.database.run(work)
+        last, ((batch.completed, completed), (batch.failed, failed)) = await self._run(batch, work)
         done = bytearray(last + 1)
         for numbers in filter(None, (completed, failed)):
             for number in numbers.split(","):
@@ -164,21 +168,23 @@ class BatchStore:
     async def clear(self, batch: Batch) -> None:
         """Forget what an earlier check of its lines has found."""
 
-        def work(tx: sqlite3.Connection) -> None:
-            tx.execute("DELETE FROM pieces WHERE file = ?", (batch.errors,))
+        def work(tx: sqlite3.Connection) -> Iterator[None]:
+            some = "DELETE FROM pieces WHERE rowid IN (SELECT rowid FROM pieces WHERE file = ? LIMIT ?)"
+            while tx.execute(some, (batch.errors, PART_PIECES)).rowcount:
+                yield
             tx.execute("UPDATE objects SET size = ? WHERE number = ?", (ENTRY, batch.errors))
 
-        await self.database.run(work)
+        await self._run(batch, work)
 
     async def keep(self, batch: Batch, line: int, data: bytes, failed: bool) -> None:
         """The answer to a line, and the usage with it. Raises StorageFull."""
         file, json = batch.errors if failed else batch.output, encode(batch.shown())
 
-        def work(tx: sqlite3.Connection) -> None:
-            self.files.put(tx, file, line, data, batch.client.name)
+        def work(tx: sqlite3.Connection) -> Iterator[None]:
+            yield from self.files.put(tx, file, line, data, batch.client.name)
             tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
 
-        await self.database.run(work)
+        await self._run(batch, work)
         if failed:
             batch.failed += 1
         else:
@@ -186,14 +192,18 @@ class BatchStore:
 
     async def keep_errors(self, batch: Batch, lines: list[tuple[int, str]]) -> None:
         """The same for lines that were not run."""
-        await self.database.run(lambda tx: self.files.put_all(tx, batch.errors, lines, batch.client.name))
+        await self._run(batch, lambda tx: self.files.put_all(tx, batch.errors, lines, batch.client.name))
         batch.failed += len(lines)
 
     async def save(self, batch: Batch) -> None:
         json = encode(batch.shown())
-        await self.database.run(
-            lambda tx: tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
+        await self._run(
+            batch, lambda tx: tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
         )
+
+    async def _run(self, batch: Batch, work: Work[T]) -> T:
+        """What the server does for a batch, however much waits for the client."""
+        return await self.database.run(batch.client, work, always=True)
 
     async def end(self, batch: Batch, status: str) -> None:
         """Show its files, and let go of what it holds."""
@@ -211,23 +221,26 @@ class BatchStore:
             json = encode(batch.shown())
             self.shelf.change(tx, batch.number, json, ENTRY + len(json))
 
-        await self.database.run(work)
+        await self._run(batch, work)
         self.files.tidy()
 
     def _publish(self, tx: sqlite3.Connection, batch: Batch, number: int, name: str) -> int:
         """Show a file of the batch, if it has lines; how many these are."""
-        lines, size = one(tx, "SELECT count(*), total(length(data)) FROM pieces WHERE file = ?", number)
+        (lines,) = one(tx, "SELECT count(*) FROM pieces WHERE file = ?", number)
         if not lines:
             self.files.shelf.remove(tx, number)
             return 0
+        (size,) = one(tx, "SELECT size FROM objects WHERE number = ?", number)
         now = int(time.time())
-        seen = file_object(int(size), f"{batch.id}_{name}.jsonl", MADE, now, now + batch.kept)
+        seen = file_object(
+            size - ENTRY - lines * COST, f"{batch.id}_{name}.jsonl", MADE, now, now + batch.kept
+        )
         json = self.files.show(tx, number, batch.client.owner, seen)
         batch.seen[f"{name}_file_id"] = msgspec.json.decode(json)["id"]
         return int(lines)
 
-    async def find(self, uid: str, owner: str) -> Row | None:
-        return await self.database.run(lambda tx: self.shelf.find(tx, uid, owner))
+    async def find(self, uid: str, client: Client) -> Row | None:
+        return await self.database.run(client, lambda tx: self.shelf.find(tx, uid, client.owner))
 
     async def page(self, client: Client, limit: int, after: str | None) -> list[Row]:
         """Up to ``limit`` of the client's batches, newest first. Raises InvalidField."""
@@ -242,4 +255,4 @@ class BatchStore:
             )
             return [Row(*row) for row in found]
 
-        return await self.database.run(work)
+        return await self.database.run(client, work)

@@ -105,7 +105,7 @@ class Upload:
             raise BadRequest("the form has more than one file; upload them one by one")
         files, client, name = self._files, self._client, self._client.name
         self._name = (part.filename or "upload")[:MAX_FILENAME]
-        number = self._number = await files.database.run(lambda tx: files.begin(tx, client))
+        number = self._number = await files.open(client)
         count, piece = 0, bytearray()
         while not part.at_eof():
             async with asyncio.timeout(SILENT):
@@ -116,7 +116,7 @@ class Upload:
                 self._size += len(piece)
                 check_size(self._size, files.longest)
                 await files.database.run(
-                    partial(files.put, number=number, piece=count, data=bytes(piece), client=name)
+                    client, partial(files.put, number=number, piece=count, data=bytes(piece), client=name)
                 )
                 count += 1
                 piece.clear()
@@ -136,7 +136,7 @@ class Upload:
         now, number = int(time.time()), self._number
         seen = file_object(self._size, self._name, PURPOSE, now, now + kept)
         json = await self._files.database.run(
-            lambda tx: self._files.show(tx, number, self._client.owner, seen)
+            self._client, lambda tx: self._files.show(tx, number, self._client.owner, seen)
         )
         self._number = None
         return json
@@ -144,7 +144,7 @@ class Upload:
     def close(self) -> None:
         """Remove what has come, unless it is found."""
         if self._number is not None:
-            self._files.drop(self._number)
+            self._files.drop(self._number, self._client)
 
 
 async def value_of(part: BodyPartReader) -> bytes:

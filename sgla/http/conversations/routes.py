@@ -12,7 +12,7 @@ from aiohttp import web
 
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.bodies import SHARE
-from sgla.http.clients import CLIENT
+from sgla.http.clients import CLIENT, Client
 from sgla.http.conversations.store import ConversationStore
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.paging import page, page_of
@@ -60,10 +60,10 @@ class ConversationItems(msgspec.Struct, kw_only=True):
 CREATE, UPDATE, ITEMS = Schema(ConversationCreate), Schema(ConversationUpdate), Schema(ConversationItems)
 
 
-def asked(request: web.Request) -> tuple[ConversationStore, str, str, str]:
-    """The store; the owner who asks; the ids of the conversation and of the item in the path."""
+def asked(request: web.Request) -> tuple[ConversationStore, Client, str, str]:
+    """The store; the client who asks; the ids of the conversation and of the item in the path."""
     uid, _, item = request[PATH_ID].partition("/")
-    return request.app[SERVER].conversations, request[CLIENT].owner, uid, item
+    return request.app[SERVER].conversations, request[CLIENT], uid, item
 
 
 async def create(request: web.Request) -> web.Response:
@@ -77,54 +77,54 @@ async def create(request: web.Request) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    store, owner, uid, _ = asked(request)
-    return shown(request, (await store.find(uid, owner)).json)
+    store, client, uid, _ = asked(request)
+    return shown(request, (await store.find(uid, client)).json)
 
 
 async def update(request: web.Request) -> web.Response:
     fields = await intake(request, UPDATE)
-    store, owner, uid, _ = asked(request)
-    created = msgspec.json.decode((await store.find(uid, owner)).json)["created_at"]
+    store, client, uid, _ = asked(request)
+    created = msgspec.json.decode((await store.find(uid, client)).json)["created_at"]
     body = conversation(uid, created, fields.metadata)
-    await store.update(uid, owner, body)
+    await store.update(uid, client, body)
     return shown(request, body)
 
 
 async def delete(request: web.Request) -> web.Response:
-    store, owner, uid, _ = asked(request)
-    await store.delete(uid, owner)
+    store, client, uid, _ = asked(request)
+    await store.delete(uid, client)
     return json_response({"id": uid, "object": "conversation.deleted", "deleted": True})
 
 
 async def add_items(request: web.Request) -> web.Response:
     fields = await intake(request, ITEMS)
     check_include(request)
-    store, owner, uid, _ = asked(request)
+    store, client, uid, _ = asked(request)
     items = await given_items(request, fields.items)
-    await store.add(uid, owner, await to_keep(items, request[SHARE]))
+    await store.add(uid, client, await to_keep(items, request[SHARE]))
     return page(items, [item["id"] for item in items], False)
 
 
 async def list_items(request: web.Request) -> web.Response:
     """A page of its items, newest first, or oldest first with ``order=asc``."""
     check_include(request)
-    store, owner, uid, _ = asked(request)
+    store, client, uid, _ = asked(request)
     limit, ascending = page_of(request, most=MAX_PAGE)
-    items, more = await store.page(uid, owner, limit, request.query.get("after"), ascending)
+    items, more = await store.page(uid, client, limit, request.query.get("after"), ascending)
     request[SHARE].take(sum(len(item.json) for item in items))
     return page([msgspec.Raw(item.json) for item in items], [item.id for item in items], more)
 
 
 async def retrieve_item(request: web.Request) -> web.Response:
     check_include(request)
-    store, owner, uid, item = asked(request)
-    return shown(request, await store.item(uid, owner, item))
+    store, client, uid, item = asked(request)
+    return shown(request, await store.item(uid, client, item))
 
 
 async def delete_item(request: web.Request) -> web.Response:
     """Answers with the conversation."""
-    store, owner, uid, item = asked(request)
-    return shown(request, await store.delete_item(uid, owner, item))
+    store, client, uid, item = asked(request)
+    return shown(request, await store.delete_item(uid, client, item))
 
 
 # bodies ---------------------------------------------------------------------------------------------------------------

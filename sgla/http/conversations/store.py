@@ -4,7 +4,7 @@ time since its last change."""
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from sgla.errors import BadRequest, InvalidField, NotFound, StorageFailed
@@ -47,21 +47,21 @@ class Turn:
     """A response's turn in a conversation: no other response, and no change of its items, comes in between. ``asked``: the response's
     input."""
 
-    def __init__(self, store: ConversationStore, uid: str, owner: str) -> None:
+    def __init__(self, store: ConversationStore, uid: str, client: Client) -> None:
         self.uid = uid
         self.asked: Sequence[Kept] = ()
-        self._owner = owner
+        self._client = client
         self._store: ConversationStore | None = store
 
     def end(self, said: Sequence[Kept] | None) -> None:
         """The response has ended with this output; None: with an error, which leaves the conversation as it was."""
         if self._store is not None and said is not None:
-            self._store.append(self.uid, [*self.asked, *said])
+            self._store.append(self.uid, self._client, [*self.asked, *said])
         self.close()
 
     def close(self) -> None:
         if self._store is not None:
-            self._store.busy.discard((self._owner, self.uid))
+            self._store.busy.discard((self._client.owner, self.uid))
             self._store = None
 
 
@@ -73,11 +73,11 @@ class ConversationStore:
         self.shelf = Shelf(database, KIND, bounds, forget=self._forget)
         self.busy: set[tuple[str, str]] = set()  # owners and ids, where a response is in the making
 
-    def turn(self, uid: str, owner: str) -> Turn:
+    def turn(self, uid: str, client: Client) -> Turn:
         """Raises ConversationLocked; whether there is such a conversation is not looked at."""
-        self._check_free(uid, owner)
-        self.busy.add((owner, uid))
-        return Turn(self, uid, owner)
+        self._check_free(uid, client.owner)
+        self.busy.add((client.owner, uid))
+        return Turn(self, uid, client)
 
     async def create(self, client: Client, uid: str, json: bytes, items: Sequence[Kept]) -> None:
         if not self.shelf.bounds.limit:
@@ -85,29 +85,33 @@ class ConversationStore:
                 "this server stores nothing; start it with --response-store to have conversations"
             )
 
-        def work(tx: sqlite3.Connection) -> None:
+        def work(tx: sqlite3.Connection) -> Iterator[None]:
             number = self.shelf.add(tx, uid, client, json, ENTRY + len(json))
-            part = rows.begin(tx, KIND, client.name, None, items)
+            part = rows.begin(tx, KIND, client.name)
             tx.execute("INSERT INTO conversations VALUES (?, ?)", (number, part.number))
+            yield from rows.append(tx, part.number, items)
 
-        await self.shelf.write(work)
+        await self.shelf.write(client, uid, work, len(json) + rows.taken(items))
 
-    async def find(self, uid: str, owner: str) -> Found:
-        return await self._with(uid, owner, lambda tx, found: found)
+    async def find(self, uid: str, client: Client) -> Found:
+        return await self._with(uid, client, lambda tx, found: found)
 
-    async def update(self, uid: str, owner: str, json: bytes) -> None:
+    async def update(self, uid: str, client: Client, json: bytes) -> None:
         await self._with(
-            uid, owner, lambda tx, found: self.shelf.change(tx, found.number, json, ENTRY + len(json))
+            *(uid, client),
+            lambda tx, found: self.shelf.change(tx, found.number, json, ENTRY + len(json)),
+            len(json),
         )
 
-    async def delete(self, uid: str, owner: str) -> None:
-        await self._with(uid, owner, lambda tx, found: self.shelf.remove(tx, found.number))
+    async def delete(self, uid: str, client: Client) -> None:
+        await self._with(uid, client, lambda tx, found: self.shelf.remove(tx, found.number))
+        self.shelf.database.leftovers.tidy(self.shelf.database)
 
-    async def add(self, uid: str, owner: str, items: Sequence[Kept]) -> None:
+    async def add(self, uid: str, client: Client, items: Sequence[Kept]) -> None:
         """Raises InvalidField for more items than there may be, and for ids that are there already."""
 
-        def work(tx: sqlite3.Connection, found: Found) -> None:
-            self._check_free(uid, owner)
+        def work(tx: sqlite3.Connection, found: Found) -> Iterator[None]:
+            self._check_free(uid, client.owner)
             if found.part.items + len(items) > MAX_ITEMS:
                 raise InvalidField(
                     f"items: the conversation would have {found.part.items + len(items)} items, the limit is {MAX_ITEMS}",
@@ -118,25 +122,25 @@ class ConversationStore:
                     raise InvalidField(
                         f"items: the conversation has an item {item.id[:200]!r} already", param="items"
                     )
-            self._append(tx, found.number, found.part.number, items)
+            yield from self._append(tx, found.number, found.part.number, items)
 
-        await self._with(uid, owner, work)
+        await self._with(uid, client, work, rows.taken(items))
 
-    def append(self, uid: str, items: Sequence[Kept]) -> None:
+    def append(self, uid: str, client: Client, items: Sequence[Kept]) -> None:
         """What a response has added. A conversation that has gone meanwhile stays so."""
 
-        def work(tx: sqlite3.Connection) -> None:
+        def work(tx: sqlite3.Connection) -> Iterator[None]:
             if (number := self.shelf.number(tx, uid)) is not None:
                 (part,) = one(tx, "SELECT part FROM conversations WHERE object = ?", number)
-                self._append(tx, number, part, items)
+                yield from self._append(tx, number, part, items)
 
         try:
-            self.shelf.queue(work, sum(len(item.json) + ITEM for item in items))
+            self.shelf.queue(client, uid, work, rows.taken(items))
         except StorageFailed:  # which is logged and counted; the client has its answer
             pass
 
     async def page(
-        self, uid: str, owner: str, limit: int, after: str | None, ascending: bool
+        self, uid: str, client: Client, limit: int, after: str | None, ascending: bool
     ) -> tuple[list[Kept], bool]:
         """Items, and whether there are more. Raises InvalidField if there is no item ``after``."""
 
@@ -146,40 +150,48 @@ class ConversationStore:
                 raise InvalidField("after must be the id of an item of this conversation", param="after")
             return rows.page(tx, found.part.number, limit, at, ascending)
 
-        return await self._with(uid, owner, work)
+        return await self._with(uid, client, work)
 
-    async def item(self, uid: str, owner: str, item: str) -> bytes:
+    async def item(self, uid: str, client: Client, item: str) -> bytes:
         """Raises ItemNotFound."""
-        return await self._with(uid, owner, lambda tx, found: self._item(tx, found, item)[1])
+        return await self._with(uid, client, lambda tx, found: self._item(tx, found, item)[1])
 
-    async def delete_item(self, uid: str, owner: str, item: str) -> bytes:
+    async def delete_item(self, uid: str, client: Client, item: str) -> bytes:
         """Returns the conversation's JSON. Raises ItemNotFound."""
 
         def work(tx: sqlite3.Connection, found: Found) -> bytes:
-            self._check_free(uid, owner)
+            self._check_free(uid, client.owner)
             place, json = self._item(tx, found, item)
             tx.execute("DELETE FROM items WHERE part = ? AND place = ?", (found.part.number, place))
             rows.grow(tx, found.part.number, -len(json), -1, -len(json) - ITEM - len(item))
             self.shelf.change(tx, found.number)
             return found.json
 
-        return await self._with(uid, owner, work)
+        return await self._with(uid, client, work)
 
     # for work --------------------------------------------------------------------------------------------------------
 
-    async def _with(self, uid: str, owner: str, work: Callable[[sqlite3.Connection, Found], T]) -> T:
-        def found(tx: sqlite3.Connection) -> T:
-            row = self.shelf.find(tx, uid, owner)
+    async def _with(
+        self,
+        uid: str,
+        client: Client,
+        work: Callable[[sqlite3.Connection, Found], T | Generator[None, None, T]],
+        size: int = 0,
+    ) -> T:
+        def found(tx: sqlite3.Connection) -> T | Generator[None, None, T]:
+            row = self.shelf.find(tx, uid, client.owner)
             if row is None:
                 raise ConversationNotFound(f"there is no conversation {uid[:200]!r}")
             part = rows.part(tx, one(tx, "SELECT part FROM conversations WHERE object = ?", row.number)[0])
             assert part is not None
             return work(tx, Found(row.number, row.json, part))
 
-        return await self.shelf.write(found)
+        return await self.shelf.write(client, uid, found, size)
 
-    def _append(self, tx: sqlite3.Connection, number: int, part: int, items: Sequence[Kept]) -> None:
-        rows.append(tx, part, items)
+    def _append(
+        self, tx: sqlite3.Connection, number: int, part: int, items: Sequence[Kept]
+    ) -> Iterator[None]:
+        yield from rows.append(tx, part, items)
         self.shelf.change(tx, number)
 
     def _item(self, tx: sqlite3.Connection, found: Found, item: str) -> tuple[int, bytes]:

@@ -48,6 +48,7 @@ class Context(msgspec.Struct, eq=False):
     """
 
     store: ResponseStore
+    client: Client
     place: Place | None = None
     turn: Turn | None = None
     own: list[Item] = []
@@ -63,7 +64,7 @@ class Context(msgspec.Struct, eq=False):
 
     def close(self) -> None:
         if self.place is not None:
-            self.store.release(self.place)
+            self.store.release(self.place, self.client)
         if self.turn is not None:
             self.turn.close()
 
@@ -81,13 +82,13 @@ async def gather(
     context has a place or a turn.
     """
     store, conversations = stores
-    context = Context(store)
+    context = Context(store, client)
     uid, part = fields.previous_response_id, None
     try:
         if (conversation := conversation_id(fields)) is not None:
             if answered:
-                context.turn = conversations.turn(conversation, client.owner)
-            part = (await conversations.find(conversation, client.owner)).part.number
+                context.turn = conversations.turn(conversation, client)
+            part = (await conversations.find(conversation, client)).part.number
         if uid is not None:
             check_ended(store, uid, client)
             context.place = Place() if answered else None

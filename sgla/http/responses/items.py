@@ -6,19 +6,24 @@ Functions that take a connection are for the work of ``Database.run``. Many item
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla.http.state.shelf import one
+from sgla.http.state.leftovers import TOGETHER, off
+from sgla.http.state.shelf import Pieces, one
 from sgla.http.wire import encode
 
 Item = dict[str, Any]
 
-decode_sizes = msgspec.json.Decoder(list[int]).decode
+decode_found = msgspec.json.Decoder(list[tuple[int, int]]).decode
 
 PAGE = 4 << 20  # bytes of JSON in one page of a list
+SLICE, SLICE_ITEMS = (
+    1 << 20,
+    1024,
+)  # bytes and items that are read or written in one transaction; an item may have more
 ITEM = 512  # bytes that an item counts for beside its JSON
 
 # A response's part has its input and then its output, and goes on from the part ``before`` it, which is kept as long as that is. ``client``
@@ -37,7 +42,7 @@ CREATE TABLE parts (
 CREATE INDEX parts_by_before ON parts (before) WHERE before IS NOT NULL;
 CREATE TABLE items (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    part INTEGER NOT NULL REFERENCES parts ON DELETE CASCADE,
+    part INTEGER NOT NULL,
     place INTEGER NOT NULL,
     client TEXT NOT NULL,
     id TEXT NOT NULL,
@@ -51,10 +56,17 @@ END;
 CREATE TRIGGER part_resized AFTER UPDATE OF size ON parts WHEN new.size <> old.size BEGIN
     INSERT INTO taken VALUES (new.kind, new.client, 0, new.size - old.size);
 END;
-CREATE TRIGGER part_removed AFTER DELETE ON parts WHEN old.size <> 0 BEGIN
+CREATE TRIGGER part_removed AFTER DELETE ON parts BEGIN
     INSERT INTO taken VALUES (old.kind, old.client, 0, -old.size);
+    INSERT INTO leftovers VALUES ('items', old.number);
+END;
+CREATE TRIGGER part_left AFTER DELETE ON parts WHEN old.before IS NOT NULL BEGIN
+    INSERT OR IGNORE INTO leftovers VALUES ('parts', old.before);
 END;
 """
+
+
+ITEMS = Pieces("items", "part", "place", "json")
 
 
 class Kept(NamedTuple):
@@ -97,26 +109,24 @@ def part(tx: sqlite3.Connection, number: int) -> Part | None:
     return found and Part(*found)
 
 
-def begin(
-    tx: sqlite3.Connection, kind: str, client: str, before: Part | None = None, items: Sequence[Kept] = ()
-) -> Part:
-    """A part with its first items. One that goes on from another is all of the client's that began it."""
+def begin(tx: sqlite3.Connection, kind: str, client: str, before: Part | None = None) -> Part:
+    """A part without items. One that goes on from another is all of the client's that began it."""
     client, total, count = (client, 0, 0) if before is None else before[1:]
-    total, count = total + sum(len(item.json) for item in items), count + len(items)
     begun = tx.execute(
-        "INSERT INTO parts (kind, client, before, total, count, size) VALUES (?, ?, ?, ?, ?, ?)",
-        (kind, client, before and before.number, total, count, taken(items)),
+        "INSERT INTO parts (kind, client, before, total, count, size) VALUES (?, ?, ?, ?, ?, 0)",
+        (kind, client, before and before.number, total, count),
     )
     assert begun.lastrowid is not None
-    _insert(tx, begun.lastrowid, items)
     return Part(begun.lastrowid, client, total, count)
 
 
-def append(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> None:
-    """Put items behind those of a part."""
-    _insert(tx, number, items)
-    if items:
-        grow(tx, number, sum(len(item.json) for item in items), len(items), taken(items))
+def append(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> Iterator[None]:
+    """Put items behind those of a part. Of equal ids the first one counts."""
+    named: set[str] = set()
+    for at, end in slices([len(item.json) for item in items]):
+        if at:
+            yield
+        _insert(tx, number, items[at:end], named)
 
 
 def taken(items: Sequence[Kept]) -> int:
@@ -124,11 +134,19 @@ def taken(items: Sequence[Kept]) -> int:
     return sum(ITEM + len(item.id) + len(item.json) for item in items)
 
 
-def _insert(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> None:
-    """Of equal ids the first one counts."""
-    if not items:
-        return
-    named: set[str] = set()
+def slices(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """From where to where items of these bytes are read or written in one transaction."""
+    start = size = 0
+    for at, more in enumerate(sizes):
+        if at > start and (size + more > SLICE or at - start == SLICE_ITEMS):
+            yield start, at
+            start, size = at, 0
+        size += more
+    if sizes:
+        yield start, len(sizes)
+
+
+def _insert(tx: sqlite3.Connection, number: int, items: Sequence[Kept], named: set[str]) -> None:
     spans, at = [], 1
     for item in items:
         spans.append(("" if item.id in named else item.id, at, len(item.json)))
@@ -143,6 +161,7 @@ def _insert(tx: sqlite3.Connection, number: int, items: Sequence[Kept]) -> None:
         """,
         (number, b"".join(item.json for item in items), encode(spans).decode()),
     )
+    grow(tx, number, at - 1, len(items), taken(items))
 
 
 def grow(tx: sqlite3.Connection, number: int, total: int, count: int, size: int) -> None:
@@ -152,53 +171,53 @@ def grow(tx: sqlite3.Connection, number: int, total: int, count: int, size: int)
     )
 
 
-def read(tx: sqlite3.Connection, number: int) -> list[bytes]:
-    """The items of a part and of all that is before it."""
+def chain(tx: sqlite3.Connection, number: int) -> list[tuple[int, int]]:
+    """Number and bytes of JSON of each item of a part and of all that is before it."""
     query = """
         WITH RECURSIVE chain (number, before) AS (
             SELECT number, before FROM parts WHERE number = ?
             UNION ALL SELECT parts.number, parts.before FROM chain JOIN parts ON parts.number = chain.before
         )
-        SELECT cast(group_concat(json, char(10)) AS BLOB) FROM (
-            SELECT json FROM chain JOIN items ON items.part = chain.number ORDER BY items.part, items.place
+        SELECT json_group_array(json_array(number, size)) FROM (
+            SELECT items.number, length(json) AS size FROM chain JOIN items ON items.part = chain.number ORDER BY items.part, items.place
         )
     """
-    return lines(one(tx, query, number)[0])
+    return decode_found(one(tx, query, number)[0])
 
 
-def lines(text: bytes | None) -> list[bytes]:
-    return [] if text is None else text.split(b"\n")
-
-
-NEWEST = "(SELECT number FROM items WHERE client = ?1 AND id = wanted.value AND id <> '' ORDER BY part DESC, number DESC LIMIT 1)"
-
-
-def sizes(tx: sqlite3.Connection, client: str, ids: Iterable[str]) -> list[int]:
-    """Bytes of the JSON of the client's newest item of each id; 0 for one that has none."""
+def newest(tx: sqlite3.Connection, client: str, ids: Iterable[str]) -> list[tuple[int, int]]:
+    """Number and bytes of JSON of the client's newest item of each id; (0, 0) for one that has none."""
     (found,) = one(
         tx,
-        f"""
-        SELECT json_group_array(coalesce((SELECT length(json) FROM items WHERE number = {NEWEST}), 0))
-        FROM json_each(?2) AS wanted
+        """
+        SELECT json_group_array(json_array(coalesce(number, 0), coalesce(length(json), 0))) FROM (
+            SELECT items.number, items.json FROM json_each(?2) AS wanted LEFT JOIN items ON items.number = (
+                SELECT number FROM items AS one WHERE client = ?1 AND id = wanted.value AND id <> ''
+                AND EXISTS (SELECT 1 FROM parts WHERE number = one.part) ORDER BY part DESC, number DESC LIMIT 1
+            )
+        )
         """,
         client,
         encode(list(ids)).decode(),
     )
-    return decode_sizes(found)
+    return decode_found(found)
 
 
-def named(tx: sqlite3.Connection, client: str, ids: Iterable[str]) -> list[bytes]:
-    """Those items; b"" for one that there is not."""
-    (found,) = one(
-        tx,
-        f"""
-        SELECT cast(group_concat(coalesce((SELECT json FROM items WHERE number = {NEWEST}), ''), char(10)) AS BLOB)
-        FROM json_each(?2) AS wanted
-        """,
-        client,
-        encode(list(ids)).decode(),
-    )
-    return lines(found)
+def read(tx: sqlite3.Connection, found: Sequence[tuple[int, int]]) -> Generator[None, None, list[bytes]]:
+    """The JSON of these items; b"" for one that is not there, or no longer."""
+    result: list[bytes] = []
+    for at, end in slices([size for _, size in found]):
+        if at:
+            yield
+        numbers = encode([number for number, _ in found[at:end]]).decode()
+        (text,) = one(
+            tx,
+            "SELECT cast(group_concat(coalesce(items.json, ''), char(10)) AS BLOB) FROM json_each(?) AS wanted "
+            "LEFT JOIN items ON items.number = wanted.value",
+            numbers,
+        )
+        result += text.split(b"\n")
+    return result
 
 
 def page(
@@ -241,20 +260,22 @@ def place(tx: sqlite3.Connection, number: int, uid: str) -> int | None:
     return found and found[0]
 
 
-def collect(tx: sqlite3.Connection, number: int) -> None:
-    """Remove a part that no response has and none goes on from, and so on with those before it."""
+def collect(tx: sqlite3.Connection, numbers: str, size: int = 0) -> None:
+    """Remove the parts that no response has and none goes on from, and so on with those before them; where these are many, the rest stays
+    on the list. A way of ``Leftovers``."""
+    off(tx, "parts", numbers)
     unused = "NOT EXISTS (SELECT 1 FROM responses WHERE part = parts.number)"
     tx.execute(
         f"""
         WITH RECURSIVE gone (number, before) AS (
-            SELECT number, before FROM parts WHERE number = ? AND {unused}
+            SELECT number, before FROM parts WHERE number IN (SELECT value FROM json_each(?)) AND {unused}
                 AND NOT EXISTS (SELECT 1 FROM parts AS behind WHERE behind.before = parts.number)
             UNION ALL SELECT parts.number, parts.before FROM gone JOIN parts ON parts.number = gone.before
             WHERE {unused} AND NOT EXISTS (
                 SELECT 1 FROM parts AS behind WHERE behind.before = parts.number AND behind.number <> gone.number
-            )
+            ) LIMIT ?
         )
         DELETE FROM parts WHERE number IN (SELECT number FROM gone)
         """,
-        (number,),
+        (numbers, 2 * TOGETHER),
     )

@@ -153,7 +153,7 @@ async def respond(
     if (error := await finish(server, work, sink, answer)) and not answer.called:
         answer.forget()
         raise error
-    await store.settled()
+    await store.settled(request[CLIENT])
     return shown(entry)
 
 
@@ -168,7 +168,7 @@ async def stream(request: web.Request, work: Work, answer: Answer, entry: Stored
         raise
     finally:
         answer.cancel()
-    await server.responses.settled()
+    await server.responses.settled(request[CLIENT])
     return response
 
 
@@ -191,7 +191,7 @@ async def stream_turns(
         raise
     finally:
         running.cancel()
-    await server.responses.settled()
+    await server.responses.settled(request[CLIENT])
     return response
 
 
@@ -260,9 +260,9 @@ def not_found(uid: str) -> ResponseNotFound:
 
 
 async def find(request: web.Request) -> Stored | Found:
-    uid, owner = request[PATH_ID], request[CLIENT].owner
+    uid, client = request[PATH_ID], request[CLIENT]
     store = request.app[SERVER].responses
-    entry = store.live(uid, owner) or await store.find(uid, owner)
+    entry = store.live(uid, client.owner) or await store.find(uid, client)
     if entry is None:
         raise not_found(uid)
     return entry
@@ -302,7 +302,7 @@ async def play_again(request: web.Request, entry: Found, start: int) -> web.Stre
     request[SHARE].take(len(entry.row.json))
     response = web.StreamResponse(headers=sse.HEADERS)
     await response.prepare(request)
-    async for data in request.app[SERVER].responses.events(entry, start):
+    async for data in request.app[SERVER].responses.events(request[CLIENT], entry, start):
         start += data.count(END)
         await response.write(data)
     if entry.lost:
@@ -313,7 +313,7 @@ async def play_again(request: web.Request, entry: Found, start: int) -> web.Stre
 
 async def delete(request: web.Request) -> web.Response:
     uid = request[PATH_ID]
-    if not await request.app[SERVER].responses.delete(uid, request[CLIENT].owner):
+    if not await request.app[SERVER].responses.delete(uid, request[CLIENT]):
         raise not_found(uid)
     return json_response({"id": uid, "object": "response", "deleted": True})
 
@@ -327,7 +327,7 @@ async def cancel(request: web.Request) -> web.Response:
             if entry.uid is None:
                 break
             await asyncio.sleep(0)
-        await request.app[SERVER].responses.settled()
+        await request.app[SERVER].responses.settled(entry.client)
     return shown_again(request, entry)
 
 
@@ -336,7 +336,7 @@ async def input_list(request: web.Request) -> web.Response:
     limit, ascending = page_of(request)
     uid, share = request[PATH_ID], request[SHARE]
     after = request.query.get("after")
-    found = await request.app[SERVER].responses.page(uid, request[CLIENT].owner, limit, after, ascending)
+    found = await request.app[SERVER].responses.page(uid, request[CLIENT], limit, after, ascending)
     if found is None:
         raise not_found(uid)
     rows, more = found

@@ -7,18 +7,18 @@ Those in the making are in memory, those that have ended in the database (``stat
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from sgla.errors import InvalidField, StorageFailed
 from sgla.http.clients import Client
+from sgla.http.errors import Busy
 from sgla.http.responses import items as rows
-from sgla.http.responses.items import ITEM, Item, Kept, Part, kept
-from sgla.http.state.database import Database
+from sgla.http.responses.items import Item, Kept, Part, kept
+from sgla.http.state.database import Database, Work
 from sgla.http.state.shelf import ENTRY, Bounds, Pieces, Row, Shelf, one
 from sgla.http.wire import encode
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KIND = "response"
 EVENTS = 16 << 10  # bytes of a stream that are stored together
+NAMES = 1024  # of items that are looked for in one transaction
 END = b"\n\n"  # of an event
 STREAMS = Pieces("events", "response", "first")
 LOST = "the server ended before the response did"
@@ -47,11 +48,14 @@ CREATE TABLE responses (
 CREATE INDEX responses_by_part ON responses (part);
 CREATE INDEX responses_live ON responses (live) WHERE live = 1;
 CREATE TABLE events (
-    response INTEGER NOT NULL REFERENCES objects ON DELETE CASCADE,
+    response INTEGER NOT NULL,
     first INTEGER NOT NULL,
     data BLOB NOT NULL,
     UNIQUE (response, first)
 );
+CREATE TRIGGER stream_removed AFTER DELETE ON responses WHEN old.streamed BEGIN
+    INSERT INTO leftovers VALUES ('events', old.object);
+END;
 """
 
 
@@ -122,6 +126,9 @@ class ResponseStore:
     def __init__(self, database: Database, bounds: Bounds) -> None:
         self.shelf = Shelf(database, KIND, bounds, self._gone, self._forget)
         self._live: dict[str, Stored] = {}
+        for pieces in (STREAMS, rows.ITEMS):
+            database.leftovers.ways[pieces.table] = pieces.free
+        database.leftovers.ways["parts"] = rows.collect
         database.at_start(self._recover)
 
     @property
@@ -143,11 +150,12 @@ class ResponseStore:
         json = encode(entry.live)
         entry.live_size = len(json)
         work = partial(self._insert, entry, entry.asked, json, entry.size, True)
+        size = len(json) + rows.taken(entry.asked)
         if wait:
             entry.put = True
-            await self.shelf.write(work)
+            await self.shelf.write(entry.client, entry.id, work, size)
         else:
-            entry.put = self._queue(work, len(json))
+            entry.put = self._queue(entry, work, size)
 
     def grown(self, entry: Stored) -> None:
         """More of its events have come; they are stored a few at a time."""
@@ -164,70 +172,76 @@ class ResponseStore:
                 self.shelf.change(tx, number, size=size)
 
         entry.recorded, entry.recorded_size = len(recorder.blocks), recorder.size
-        self._queue(work, len(data))
+        self._queue(entry, work, len(data))
 
     def end(self, entry: Stored, output: Iterable[Item]) -> None:
         """A response has ended, with these items."""
         entry.uid = entry.stop = None
         entry.json, entry.live = encode(entry.live), None
         if self._live.pop(entry.id, None) is not entry:
-            self.release(entry.place)
+            self.release(entry.place, entry.client)
             return
-        items = [*entry.asked, *map(kept, output)]
-        made = items[len(entry.asked) :]
+        made = [kept(item) for item in output]
         json, size = entry.json, entry.size
 
-        def change(tx: sqlite3.Connection) -> None:
-            number = self.shelf.number(tx, entry.id)
-            if number is None:  # it has made room for others
+        def change(tx: sqlite3.Connection) -> Iterator[None]:
+            found = self._numbers(tx, entry.id)
+            if found is not None:
+                yield from rows.append(tx, found[1], made)
+                found = self._numbers(tx, entry.id)
+            if found is None:  # it has made room for others
                 return
-            self.shelf.change(tx, number, json, size)
-            tx.execute("UPDATE responses SET live = 0 WHERE object = ?", (number,))
-            rows.append(tx, one(tx, "SELECT part FROM responses WHERE object = ?", number)[0], made)
+            self.shelf.change(tx, found[0], json, size)
+            tx.execute("UPDATE responses SET live = 0 WHERE object = ?", (found[0],))
 
+        items = made if entry.put else [*entry.asked, *made]
         work = change if entry.put else partial(self._insert, entry, items, json, size, False)
-        if not self._queue(work, len(json) + sum(len(item.json) + ITEM for item in items)):
+        if not self._queue(entry, work, len(json) + rows.taken(items)):
             self.drop(entry)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: Place, client: Client) -> None:
         """No response comes there."""
-        self._queue(partial(self._release, place), 0)
+        self.shelf.database.clean(client, partial(self._release, place))
 
-    async def settled(self) -> None:
-        """Return when what was written before is on the disk."""
+    async def settled(self, client: Client) -> None:
+        """Return when what was written for the client before is on the disk."""
         if self.shelf.database.on_disk:
-            await self.shelf.database.run(lambda tx: None)
+            await self.shelf.database.run(client, lambda tx: None, always=True)
 
     # stored ----------------------------------------------------------------------------------------------------------
 
-    async def find(self, uid: str, owner: str) -> Found | None:
-        return await self.shelf.database.run(lambda tx: self._find(tx, uid, owner))
+    async def find(self, uid: str, client: Client) -> Found | None:
+        return await self.shelf.run(client, uid, lambda tx: self._find(tx, uid, client.owner))
 
-    async def delete(self, uid: str, owner: str) -> bool:
+    async def delete(self, uid: str, client: Client) -> bool:
         """False: there is no such response."""
-        entry = self.live(uid, owner)
+        entry = self.live(uid, client.owner)
 
         def work(tx: sqlite3.Connection) -> bool:
-            found = self._find(tx, uid, owner)
+            found = self._find(tx, uid, client.owner)
             if found is not None:
                 self.shelf.remove(tx, found.row.number)
             return found is not None
 
         if entry is not None:
             self._stop(entry)
-        return await self.shelf.database.run(work) or entry is not None
+        there = await self.shelf.run(client, uid, work)
+        self.shelf.database.leftovers.tidy(self.shelf.database)
+        return there or entry is not None
 
     def drop(self, entry: Stored) -> None:
         """Forget a response whose client gets an error instead, and never knows its id."""
         self._live.pop(entry.id, None)
+        uid, place = entry.id, entry.place
 
         def work(tx: sqlite3.Connection) -> None:
-            if (number := self.shelf.number(tx, entry.id)) is not None:
+            if (number := self.shelf.number(tx, uid)) is not None:
                 self.shelf.remove(tx, number)
             else:
-                self._release(entry.place, tx)
+                self._release(place, tx)
 
-        self._queue(work, 0)
+        database = self.shelf.database
+        database.clean(entry.client, work, lambda _: database.leftovers.tidy(database))
 
     async def earlier(
         self,
@@ -241,31 +255,37 @@ class ResponseStore:
         """What a request of the client goes on from, the response ``uid`` or the items of ``part``, and the items called ``names``, each so
         many times, of ``most`` bytes in all. ``place``: to be behind that response until ``release`` or ``end``."""
 
-        def work(tx: sqlite3.Connection) -> Earlier:
+        def work(tx: sqlite3.Connection) -> Generator[None, None, Earlier]:
             found = None if uid is None else self._find(tx, uid, client.owner)
             number = part if found is None else found.part
             before = None if number is None else rows.part(tx, number)
             size, count = (0, 0) if before is None else (before.total, before.items)
-            if names:
-                sizes = rows.sizes(tx, client.name, names)
-                size += sum(map(mul, sizes, names.values()))
             if found is not None and place is not None:
                 place.part = rows.begin(tx, KIND, client.name, before)
+            past = [] if before is None or size > most else rows.chain(tx, before.number)
+            wanted = list(names)
+            newest: list[tuple[int, int]] = []
+            for at in range(0, len(wanted), NAMES):
+                newest += rows.newest(tx, client.name, wanted[at : at + NAMES])
+                yield
+            size += sum(length * names[name] for name, (_, length) in zip(wanted, newest))
             if size > most:
                 return Earlier(found, size, count)
-            past = rows.read(tx, before.number) if before is not None else []
-            named = dict(zip(names, rows.named(tx, client.name, names))) if names else {}
-            return Earlier(found, size, count, past, named)
+            items = yield from rows.read(tx, past)
+            if not all(items):
+                raise Busy("what the request goes on from was changed while it was read; retry")
+            named = yield from rows.read(tx, newest)
+            return Earlier(found, size, count, items, dict(zip(wanted, named)))
 
-        return await self.shelf.write(work)
+        return await self.shelf.run(client, uid or "", work)
 
     async def page(
-        self, uid: str, owner: str, limit: int, after: str | None, ascending: bool
+        self, uid: str, client: Client, limit: int, after: str | None, ascending: bool
     ) -> tuple[list[Kept], bool] | None:
         """Input items of a response, and whether there are more; None if there is no such response. Raises InvalidField if it has no input item ``after``."""
 
         def work(tx: sqlite3.Connection) -> tuple[list[Kept], bool] | None:
-            found = self._find(tx, uid, owner)
+            found = self._find(tx, uid, client.owner)
             if found is None:
                 return None
             at = None if after is None else rows.place(tx, found.part, after)
@@ -273,16 +293,16 @@ class ResponseStore:
                 raise InvalidField("after must be the id of an input item of this response", param="after")
             return rows.page(tx, found.part, limit, at, ascending, found.asked)
 
-        return await self.shelf.database.run(work)
+        return await self.shelf.run(client, uid, work)
 
-    async def events(self, found: Found, number: int) -> AsyncIterator[bytes]:
+    async def events(self, client: Client, found: Found, number: int) -> AsyncIterator[bytes]:
         """The bytes of a stream's events from this number on, a few at a time, the two of ``END`` together."""
         database, response = self.shelf.database, found.row.number
         query = "SELECT coalesce(max(first), 0) FROM events WHERE response = ? AND first <= ?"
-        (piece,) = await database.run(lambda tx: one(tx, query, response, number))
+        (piece,) = await database.run(client, lambda tx: one(tx, query, response, number))
         start, skip = 0, number - piece
         while True:
-            data, piece, start = await database.run(partial(STREAMS.read, response, piece, start))
+            data, piece, start = await database.run(client, partial(STREAMS.read, response, piece, start))
             if not data:
                 return
             if data.endswith(b"\n") and not data.endswith(END):
@@ -302,6 +322,12 @@ class ResponseStore:
         query = "SELECT part, asked, streamed, lost, conversation FROM responses WHERE object = ?"
         return Found(row, *one(tx, query, row.number))
 
+    def _numbers(self, tx: sqlite3.Connection, uid: str) -> tuple[int, int] | None:
+        """Those of a response and of its part."""
+        query = "SELECT number, part FROM objects JOIN responses ON object = number WHERE kind = ? AND id = ?"
+        found: tuple[int, int] | None = one(tx, query, KIND, uid)
+        return found
+
     def _insert(
         self,
         entry: Stored,
@@ -310,12 +336,9 @@ class ResponseStore:
         size: int,
         live: bool,
         tx: sqlite3.Connection,
-    ) -> None:
-        part = entry.place.part
-        if part is None:
-            part = rows.begin(tx, KIND, entry.client.name, None, items)
-        else:
-            rows.append(tx, part.number, items)
+    ) -> Iterator[None]:
+        part = entry.place.part = entry.place.part or rows.begin(tx, KIND, entry.client.name)
+        yield from rows.append(tx, part.number, items)
         number = self.shelf.add(tx, entry.id, entry.client._replace(name=part.client), json, size)
         tx.execute(
             "INSERT INTO responses VALUES (?, ?, ?, ?, ?, 0, ?)",
@@ -324,11 +347,11 @@ class ResponseStore:
 
     def _forget(self, tx: sqlite3.Connection, number: int) -> None:
         found = one(tx, "DELETE FROM responses WHERE object = ? RETURNING part", number)
-        rows.collect(tx, found[0])
+        rows.collect(tx, f"[{found[0]}]")
 
     def _release(self, place: Place, tx: sqlite3.Connection) -> None:
         if place.part is not None:
-            rows.collect(tx, place.part.number)
+            rows.collect(tx, f"[{place.part.number}]")
 
     def _recover(self, tx: sqlite3.Connection) -> None:
         """After an end of the server in the middle: responses that were in the making have failed, and places that were kept for some
@@ -339,22 +362,22 @@ class ResponseStore:
             response["error"] = {"code": "server_error", "message": LOST}
             self.shelf.change(tx, number, encode(response))
         tx.execute("UPDATE responses SET live = 0, lost = 1 WHERE live = 1")
-        kept = tx.execute(
-            "SELECT number FROM parts WHERE kind = ? AND NOT EXISTS (SELECT 1 FROM responses WHERE part = parts.number) "
+        tx.execute(
+            "INSERT OR IGNORE INTO leftovers SELECT 'parts', number FROM parts WHERE kind = ? "
+            "AND NOT EXISTS (SELECT 1 FROM responses WHERE part = parts.number) "
             "AND NOT EXISTS (SELECT 1 FROM parts AS behind WHERE behind.before = parts.number)",
             (KIND,),
         )
-        for (number,) in kept.fetchall():
-            rows.collect(tx, number)
 
     # the loop's side -------------------------------------------------------------------------------------------------
 
-    def _queue(self, work: Callable[[sqlite3.Connection], Any], size: int) -> bool:
+    def _queue(self, entry: Stored, work: Work[Any], size: int) -> bool:
         """Whether it is taken. A failure costs what is stored, not the answer, which the client gets."""
         try:
-            self.shelf.queue(work, size)
+            written = self.shelf.queue(entry.client, entry.id, work, size)
         except StorageFailed:
             return False
+        written.add_done_callback(lambda done: None if done.result() else self.drop(entry))
         return True
 
     def _gone(self, ids: list[str]) -> None:

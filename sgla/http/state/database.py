@@ -14,28 +14,38 @@ import contextlib
 import fcntl
 import logging
 import os
-import queue
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgla.errors import ConfigError, SglaError, StorageFailed
+from sgla.errors import ConfigError, Overloaded, SglaError, StorageFailed
+from sgla.http.clients import Client
+from sgla.http.state.leftovers import Leftovers
+from sgla.http.state.lines import Lines
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
+Work = Callable[[sqlite3.Connection], T | Generator[None, None, T]]
 
 NAME = "state.db"
 APPLICATION = 0x73676C61  # "sgla", so that other databases are not taken for ours
-VERSION = 1  # of all tables together; a change of any of them counts it up
-BACKLOG_BYTES = 64 << 20  # of writes that nobody waits for
+VERSION = 2  # of all tables together; a change of any of them counts it up
+SERVER = ""  # the line of the server's own works; no client has this name
+WAITING = 256  # works of one client that requests wait for
+BACKLOG_BYTES = 64 << 20  # of writes that nobody waits for; those of one client may be half of it
+PAUSES = (1.0, 60.0)  # seconds before a clean-up that failed is tried again: at first, and at most
+LATE = 4096  # clean-ups that wait for that
 CHECKED = 1 << 30  # bytes of a file that is read to its end at the start, which takes a second or two
 CENTRAL = ("objects", "shares", "totals")  # tables of which a larger one is checked
-VACUUMED = 4096  # pages of 4 KiB that the file gets smaller by at once
+VACUUMED, VACUUMED_AT_ONCE = (
+    4096,
+    32,
+)  # pages of 4 KiB that the file gets smaller by in a minute, and in one transaction
 PRAGMAS = """
 PRAGMA foreign_keys = ON;
 PRAGMA temp_store = MEMORY;
@@ -51,7 +61,8 @@ SECRETS = "CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WIT
 
 
 class Database:
-    """Raises ConfigError for a ``folder`` that cannot be used: one that another server uses, or whose file is damaged or of another version.
+    """Clients take turns at its thread (``state.lines``): what is begun for a client is done in that order. Raises ConfigError for a ``folder``
+    that cannot be used: one that another server uses, or whose file is damaged or of another version.
 
     ``schema``: SQL that makes the tables, run once for each file.
     """
@@ -59,71 +70,97 @@ class Database:
     def __init__(self, folder: str | None, schema: Iterable[str]) -> None:
         self.on_disk = folder is not None
         self.failures = 0  # of writes that nobody waited for
+        self.begun = 0  # works that are not done
+        self.leftovers = Leftovers()
         self._lock = None if folder is None else locked(Path(folder))
         self._connection = connected(folder, schema)
-        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._taken = self._done = 0  # bytes of writes that queue took, and that the thread is done with
+        self._lines = Lines()
+        self._asking: Counter[str] = Counter()  # works of a client that somebody waits for
+        self._backlog: Counter[str] = Counter()  # bytes of a client's writes that nobody waits for
+        self._late: deque[Callable[[], None]] = deque()  # clean-ups that failed
+        self._pause = PAUSES[0]
+        self._timer: asyncio.TimerHandle | None = None
+        self._broken = False
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed, self._over = False, asyncio.Event()
         self.salt = self._secret("salt")
 
-    async def run(self, work: Work[T]) -> T:
-        """``work(connection)`` as one transaction, behind all that was begun before; it holds Python's lock where it is no SQL, so it
-        should be short. Raises what ``work`` raises, which undoes it, and StorageFailed."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+    async def run(
+        self, client: Client | None, work: Work[T], always: bool = False, line: str | None = None
+    ) -> T:
+        """``work(connection)`` as one transaction, behind all that was begun for the client before (None: for the server itself), or in
+        another ``line``. A generator is one transaction for each of its parts, between which others have their turn. It holds Python's
+        lock where it is no SQL, so it should be short. Raises what ``work`` raises, which undoes the part, StorageFailed, and, unless it
+        is ``always`` taken, Overloaded."""
+        name = client.name if client is not None else SERVER
+        if self._asking[name] >= WAITING and client is not None and not always:
+            raise Overloaded(
+                f"{WAITING} requests of yours wait for what is stored, which is the limit; retry later",
+                retry_after=1.0,
+            )
+        self._asking[name] += 1
+        try:
+            return await self._begin(name if line is None else line, work)
+        finally:
+            self._asking[name] -= 1
+            if not self._asking[name]:
+                del self._asking[name]
 
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if future.done():  # whoever asked has gone
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
-
-        def step() -> None:
-            result, failure = None, None
-            try:
-                result = self._transaction(work)
-            except BaseException as error:
-                failure = error
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(settle, result, failure)
-
-        self._begin(step)
-        return await future
-
-    def queue(self, work: Work[T], size: int = 0, then: Callable[[T], None] | None = None) -> None:
-        """The same for a write of about ``size`` bytes that nobody waits for; ``then`` gets its result on the loop. A failure is logged and
-        counted. Raises StorageFailed, and counts that, too, where too much waits for the disk; a write of 0 bytes,
-        which cleans up, is always taken."""
-        if self._taken - self._done + size > BACKLOG_BYTES:
-            self._fail(f"more than {BACKLOG_BYTES >> 20} MiB wait for the disk")
+    def queue(
+        self, client: Client | None, work: Work[T], size: int = 0, line: str | None = None
+    ) -> asyncio.Future[T | None]:
+        """The same for a write of about ``size`` bytes that nobody waits for. The future has its result; None for a failure, which is
+        logged and counted. Raises StorageFailed, and counts that, too, where too much waits for the disk, of all or of the client."""
+        name = client.name if client is not None else SERVER
+        most = BACKLOG_BYTES // 2 if client is not None else BACKLOG_BYTES
+        if size and (self._backlog[name] + size > most or self._backlog.total() + size > BACKLOG_BYTES):
+            self._fail(f"more than {most >> 20} MiB wait for the disk")
             raise StorageFailed("the disk does not keep up with what is to be stored; retry later")
-        self._taken += size
-        loop = asyncio.get_running_loop()
+        self._backlog[name] += size
+        ended: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
 
-        def step() -> None:
-            try:
-                result = self._transaction(work)
-                if then is not None:
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(then, result)
-            except SglaError as error:
-                self._fail(error.message)
-            except Exception:
-                log.exception("a write to the state failed")
-                self.failures += 1
-            finally:
-                self._done += size
+        def over(done: asyncio.Future[T]) -> None:
+            self._backlog[name] -= size
+            if not self._backlog[name]:
+                del self._backlog[name]
+            result = self._checked(done)
+            if not ended.done():
+                ended.set_result(result)
 
-        self._begin(step)
+        self._begin(name if line is None else line, work).add_done_callback(over)
+        return ended
+
+    def clean(self, client: Client | None, work: Work[T], then: Callable[[T], None] | None = None) -> None:
+        """``queue`` for a work that removes something, and may be done again: where the disk fails it is tried again, after pauses that
+        grow, until it succeeds. ``then`` gets its result."""
+
+        def attempt() -> None:
+            if not self._closed:
+                name = client.name if client is not None else SERVER
+                self._begin(name, work).add_done_callback(over)
+
+        def over(done: asyncio.Future[T]) -> None:
+            result = self._checked(done)
+            if isinstance(done.exception(), StorageFailed):
+                self._try_later(attempt)
+                return
+            self._catch_up()
+            if then is not None and done.exception() is None:
+                then(result)  # type: ignore[arg-type]
+
+        attempt()
 
     def give_back(self) -> None:
         """Let the file shrink by some of what is free in it."""
-        self.queue(lambda tx: tx.execute(f"PRAGMA incremental_vacuum({VACUUMED})").fetchall())
 
-    def at_start(self, work: Work[T]) -> T:
+        def work(tx: sqlite3.Connection) -> Iterator[None]:
+            for _ in range(VACUUMED // VACUUMED_AT_ONCE):
+                tx.execute(f"PRAGMA incremental_vacuum({VACUUMED_AT_ONCE})").fetchall()
+                yield
+
+        self.clean(None, work)
+
+    def at_start(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """``work(connection)`` as a transaction in this thread, before there is another."""
         assert self._thread is None
         return self._transaction(work)
@@ -133,37 +170,76 @@ class Database:
         if self._closed:
             return
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         if self._thread is not None:
-            loop, over = asyncio.get_running_loop(), asyncio.Event()
-
-            def end() -> None:
-                self._connection.close()
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(over.set)
-
-            self._works.put(end)
-            self._works.put(None)
+            self._lines.end()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), timeout)
+                await asyncio.wait_for(self._over.wait(), timeout)
         else:
             self._connection.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _begin(self, step: Callable[[], None]) -> None:
+    def _begin(self, line: str, work: Work[T]) -> asyncio.Future[T]:
+        """What ``work`` returns or raises."""
         if self._closed:
             raise StorageFailed("the server is ending; ask again when it is back")
+        loop = asyncio.get_running_loop()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="state", daemon=True)
+            self._thread = threading.Thread(target=self._serve, args=(loop,), name="state", daemon=True)
             self._thread.start()
-        self._works.put(step)
+        future: asyncio.Future[T] = loop.create_future()
+        parts: Generator[None, None, T] | None = None
 
-    def _run(self) -> None:
-        while (step := self._works.get()) is not None:
-            step()
+        def settle(result: T | None, error: BaseException | None) -> None:
+            self.begun -= 1
+            if future.done():  # whoever asked has gone
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
 
-    def _transaction(self, work: Work[T]) -> T:
+        def part(tx: sqlite3.Connection) -> tuple[T | None, bool]:
+            """Its result, and whether there is more."""
+            nonlocal parts
+            if parts is None:
+                found = work(tx)
+                if not isinstance(found, Generator):
+                    return found, False
+                parts = found
+            try:
+                next(parts)
+            except StopIteration as end:
+                return end.value, False
+            return None, True
+
+        def step() -> bool:
+            result, failure, more = None, None, False
+            try:
+                result, more = self._transaction(part)
+            except BaseException as error:
+                failure = error
+            if more and self._closed and line == SERVER:
+                return False  # the next start goes on with it
+            if not more:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(settle, result, failure)
+            return more
+
+        self.begun += 1
+        self._lines.put(line, step)
+        return future
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._lines.serve()
+        self._connection.close()
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._over.set)
+
+    def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
         connection = self._connection
         try:
             connection.execute("BEGIN")
@@ -178,10 +254,50 @@ class Database:
                 raise StorageFailed(f"the server could not reach its state: {error}") from error
             raise
 
+    # writes that nobody waits for ------------------------------------------------------------------------------------
+
+    def _checked(self, done: asyncio.Future[T]) -> T | None:
+        """The result; None for a failure, which is logged and counted."""
+        error = done.exception()
+        if error is None:
+            if self._broken:
+                log.info("what clients store can be written again")
+            self._broken = False
+            return done.result()
+        if isinstance(error, SglaError):
+            self._fail(error.message)
+        else:
+            log.error("a write to the state failed", exc_info=error)
+            self.failures += 1
+        return None
+
     def _fail(self, why: str) -> None:
-        if not self.failures:
+        if not self._broken:
             log.error("something could not be stored: %s; a metric counts such failures", why)
+        self._broken = True
         self.failures += 1
+
+    def _try_later(self, attempt: Callable[[], None]) -> None:
+        if len(self._late) < LATE:  # the next start removes what others leave
+            self._late.append(attempt)
+        if self._timer is None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._try_again)
+            self._pause = min(2 * self._pause, PAUSES[1])
+
+    def _try_again(self) -> None:
+        """One of them: where the disk is still full the others would fail, too."""
+        self._timer = None
+        self._late.popleft()()
+
+    def _catch_up(self) -> None:
+        """A clean-up has succeeded, so others may."""
+        self._pause = PAUSES[0]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        late, self._late = self._late, deque()
+        for attempt in late:
+            attempt()
 
     def _secret(self, name: str) -> bytes:
         """Random bytes that stay the same as long as the database does."""

@@ -6,18 +6,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeVar
 
 from sgla import clock
 from sgla.config import Config
 from sgla.http.clients import Client
 from sgla.http.state.database import Database, Work
+from sgla.http.state.leftovers import off
 
 T = TypeVar("T")
 
-BATCH = 64  # objects that make room in one transaction; more go in the next ones
+BATCH = 16  # objects that make room in one transaction; more go in the next ones
+LARGE = 4 << 20  # bytes of JSON of which the same is true
 ENTRY = 4096  # bytes that an object counts for beside its JSON
 PART = 64 << 10  # bytes that are read at once, which is what a client that does not read can have held for it
 PART_PIECES = 256  # and pieces
@@ -88,6 +91,13 @@ def bounds(config: Config, on_disk: bool) -> Bounds:
     )
 
 
+class Trimmed(NamedTuple):
+    """The ids of objects that made room, and whether there are more."""
+
+    ids: list[str]
+    more: bool
+
+
 class Row(NamedTuple):
     """An object. ``number``: its key, by which other tables refer to it (``REFERENCES objects ON DELETE CASCADE``); larger for newer ones."""
 
@@ -104,9 +114,9 @@ ROW = "number, id, client, size, json"
 class Shelf:
     """Drops what is older than ``bounds.ttl``, then, beyond ``bounds.limit`` objects or ``bounds.bytes``, the oldest of the client that has most.
 
-    ``forget(connection, row number)`` is called in the transaction before an object is removed, for what it leaves behind in other tables;
-    ``gone(ids)`` on the loop with those that were removed to make room or for their age: what still works on them ends. The time of a call
-    does not grow with what is stored.
+    ``forget(connection, row number)`` is called in the transaction before an object is removed, for what it leaves behind in other tables
+    (``state.leftovers``); ``gone(ids)`` on the loop with those that were removed to make room or for their age: what still works on them ends. The
+    time of a call does not grow with what is stored.
     """
 
     def __init__(
@@ -123,30 +133,63 @@ class Shelf:
         self.kind = kind
         self._gone = gone
         self._forget = forget
+        self._writing: dict[
+            str, tuple[str, int]
+        ] = {}  # objects with writes that nobody waits for: their line, and how many
 
     # transactions ----------------------------------------------------------------------------------------------------
 
-    async def write(self, work: Work[T]) -> T:
-        """``Database.run`` for work that adds something; what it adds has room made for it in the same transaction."""
-        result, removed = await self.database.run(self._with_room(work))
-        self._left(removed)
+    async def run(self, client: Client, uid: str, work: Work[T]) -> T:
+        """``Database.run`` for work on an object, behind what is being written of it: without keys, by other clients, too."""
+        return await self.database.run(client, work, line=self._line(client, uid))
+
+    async def write(self, client: Client, uid: str, work: Work[T], size: int = 0) -> T:
+        """The same for work that adds about ``size`` bytes; what it adds has room made for it."""
+        result, trimmed = await self.run(client, uid, self._with_room(work, size))
+        self._trimmed(trimmed)
         return result
 
-    def queue(self, work: Work[Any], size: int) -> None:
+    def queue(
+        self, client: Client, uid: str, work: Work[Any], size: int
+    ) -> asyncio.Future[tuple[Any, Trimmed] | None]:
         """``Database.queue`` in the same way."""
-        self.database.queue(self._with_room(work), size, lambda done: self._left(done[1]))
+        line = self._line(client, uid)
+        written = self.database.queue(client, self._with_room(work, size), size, line)
+        self._writing[uid] = line, self._writing.get(uid, (line, 0))[1] + 1
+        written.add_done_callback(lambda done: self._written(uid, done.result()))
+        return written
 
     def sweep(self) -> None:
         """Remove what is too old; to be called now and then, since what nobody asks for would stay."""
-        self.database.queue(self.trim, then=self._left)
+        self.database.clean(None, self.trim, self._trimmed)
 
-    def _with_room(self, work: Work[T]) -> Work[tuple[T, list[str]]]:
-        return lambda tx: (work(tx), self.trim(tx))
+    def _line(self, client: Client, uid: str) -> str:
+        return self._writing.get(uid, (client.name, 0))[0]
 
-    def _left(self, removed: list[str]) -> None:
-        if removed and self._gone is not None:
-            self._gone(removed)
-        if len(removed) >= BATCH:
+    def _written(self, uid: str, done: tuple[Any, Trimmed] | None) -> None:
+        line, count = self._writing.pop(uid)
+        if count > 1:
+            self._writing[uid] = line, count - 1
+        if done is not None:
+            self._trimmed(done[1])
+
+    def _with_room(self, work: Work[T], size: int) -> Work[tuple[T, Trimmed]]:
+        def parts(tx: sqlite3.Connection) -> Generator[None, None, tuple[T, Trimmed]]:
+            found = work(tx)
+            result = (yield from found) if isinstance(found, Generator) else found
+            trimmed = self.trim(tx)
+            yield from self.database.leftovers.free_for(tx, size)
+            return result, trimmed
+
+        return parts
+
+    def _trimmed(self, trimmed: Trimmed) -> None:
+        if not trimmed.ids:
+            return
+        if self._gone is not None:
+            self._gone(trimmed.ids)
+        self.database.leftovers.tidy(self.database)
+        if trimmed.more:
             self.sweep()
 
     # for work --------------------------------------------------------------------------------------------------------
@@ -204,17 +247,24 @@ class Shelf:
             self._forget(tx, number)
         tx.execute("DELETE FROM objects WHERE number = ?", (number,))
 
-    def trim(self, tx: sqlite3.Connection) -> list[str]:
-        """Make room; returns the ids of what was removed, of which there may be more if they are ``BATCH``."""
+    def trim(self, tx: sqlite3.Connection) -> Trimmed:
+        """Make room, until others should have their turn."""
         removed: list[str] = []
-        while len(removed) < BATCH and (found := self._least(tx)) is not None:
-            self.remove(tx, found[0])
-            removed.append(found[1])
-        return removed
+        size = 0
+        while (found := self._least(tx)) is not None:
+            if len(removed) == BATCH or size > LARGE:
+                return Trimmed(removed, True)
+            number, uid, length = found
+            self.remove(tx, number)
+            removed.append(uid)
+            size += length
+        return Trimmed(removed, False)
 
-    def _least(self, tx: sqlite3.Connection) -> tuple[int, str] | None:
-        """Number and id of the object that has to go next."""
-        oldest = "SELECT number, id FROM objects WHERE kind = ? {} ORDER BY stamp, number LIMIT 1"
+    def _least(self, tx: sqlite3.Connection) -> tuple[int, str, int] | None:
+        """Number, id and bytes of JSON of the object that has to go next."""
+        oldest = (
+            "SELECT number, id, length(json) FROM objects WHERE kind = ? {} ORDER BY stamp, number LIMIT 1"
+        )
         count, size, stamp = one(
             tx,
             "SELECT count, bytes, (SELECT min(stamp) FROM objects WHERE kind = ?1) FROM totals WHERE kind = ?1",
@@ -242,17 +292,41 @@ class Shelf:
 
 
 class Pieces(NamedTuple):
-    """A table that has what belongs to an object in pieces, ``data``: the column that names the object, and the one that orders its pieces."""
+    """A table that has what belongs to an object in pieces, ``data``: the columns that name the object, that order its pieces, and of
+    the bytes."""
 
     table: str
     object: str
     order: str
+    data: str = "data"
+
+    def free(self, tx: sqlite3.Connection, numbers: str, size: int) -> None:
+        """A way of ``Leftovers``."""
+        tx.execute(
+            f"""
+            DELETE FROM {self.table} WHERE rowid IN (
+                SELECT row FROM (
+                    SELECT row, sum(size) OVER (ORDER BY row ROWS UNBOUNDED PRECEDING) - size AS before FROM (
+                        SELECT {self.table}.rowid AS row, length({self.table}.{self.data}) AS size
+                        FROM json_each(?) AS gone CROSS JOIN {self.table} ON {self.object} = gone.value LIMIT ?
+                    )
+                ) WHERE before < ?
+            )
+            """,
+            (numbers, PART_PIECES, size),
+        )
+        off(
+            tx,
+            self.table,
+            numbers,
+            f"NOT EXISTS (SELECT 1 FROM {self.table} WHERE {self.object} = leftovers.number)",
+        )
 
     def read(self, number: int, piece: int, start: int, tx: sqlite3.Connection) -> tuple[bytes, int, int]:
         """Up to PART bytes of object ``number`` from byte ``start`` of piece ``piece`` on, however large that is, and the piece and the byte
         where the next ones begin; b"" at the end."""
         rows = tx.execute(
-            f"SELECT rowid, {self.order}, iif(length(data) <= ?, data, NULL) FROM {self.table} "
+            f"SELECT rowid, {self.order}, iif(length({self.data}) <= ?, {self.data}, NULL) FROM {self.table} "
             f"WHERE {self.object} = ? AND {self.order} >= ? ORDER BY {self.order} LIMIT ?",
             (PART, number, piece, PART_PIECES),
         )
@@ -262,7 +336,7 @@ class Pieces(NamedTuple):
                 piece, start = at, 0
             left = PART - len(found)
             if data is None:
-                with tx.blobopen(self.table, "data", row, readonly=True) as blob:
+                with tx.blobopen(self.table, self.data, row, readonly=True) as blob:
                     blob.seek(start)
                     data = blob.read(left)
             else:
