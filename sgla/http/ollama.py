@@ -105,7 +105,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     messages = [chat_message(message, i) for i, message in enumerate(fields.messages)]
     asked = ChatRequest(messages=messages, tools=fields.tools, **passed(server, fields))
     reading = Reading(server, asked)
-    work = chat_work(request, server, asked, reading, clip=True)
+    work = await chat_work(request, server, asked, reading, clip=True)
     return await answer(request, server, work, Lines(fields.model, reading.reader(), "message"), fields)
 
 
@@ -122,11 +122,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
     asked = ChatRequest(messages=messages, **passed(server, fields))
     if not raw:
         reading = Reading(server, asked)
-        work = chat_work(request, server, asked, reading, clip=True)
+        work = await chat_work(request, server, asked, reading, clip=True)
         return await answer(request, server, work, Lines(fields.model, reading.reader(), "response"), fields)
     sampling = sampling_params(asked, server.sampling_defaults, max_tokens=asked.max_tokens)
     prompt = {"text": fields.prompt, "suffix": fields.suffix, "clip": True}
-    work = make_work(request, RequestFields(stream=asked.stream), [prompt], sampling)
+    work = await make_work(request, RequestFields(stream=asked.stream), [prompt], sampling)
     return await answer(request, server, work, Lines(fields.model, PlainReader(), "response"), fields)
 
 

@@ -37,6 +37,7 @@ from sgla.http.responses.store import ResponseStore
 from sgla.http.state import leftovers, shelf
 from sgla.http.state.database import Database
 from sgla.http.state.shelf import bounds
+from sgla.http.turns import paced
 from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
@@ -237,7 +238,7 @@ ABORTED = "the request was aborted"
 _counter = itertools.count()
 
 
-def make_work(
+async def make_work(
     request: web.Request,
     fields: RequestFields | OpenAIFields,
     prompts: Sequence[Mapping[str, Any]],
@@ -245,7 +246,7 @@ def make_work(
     rid: str | None = None,
     **common: Any,
 ) -> Work:
-    """A Work of one job for each of ``prompts`` (the Job fields that differ); ``common`` is the same for all.
+    """A Work of one job for each of ``prompts`` (the Job fields that differ); ``common`` is the same for all. Many are made with pauses.
 
     ``rid`` is the id that the body asks for. ``sampling`` may be one for each prompt, with the same ``n``.
     """
@@ -264,7 +265,7 @@ def make_work(
     client = request[CLIENT]
     owner = client.owner if request.app[SERVER].config.isolate_keys else ""
     common["namespace"] = "\0".join(filter(None, (owner, fields.cache_salt, fields.extra_key)))
-    jobs = [
+    jobs = await paced(
         Job(
             rid=uid if len(prompts) == 1 else f"{uid}.{i}",
             sampling=shared if params is each[0] else sampled(params),
@@ -278,7 +279,7 @@ def make_work(
             **common,
         )
         for i, (prompt, params) in enumerate(zip(prompts, each))
-    ]
+    )
     check_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     check_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     grammars = dict.fromkeys(params.grammar for params in each if params.grammar is not None)

@@ -26,11 +26,12 @@ from sgla.sched.snapshot import freeze, thaw
 T = TypeVar("T")
 
 # A snapshot takes some ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more memory than this. It
-# waits, and if need be steps are forgotten, as long as there is so much to write that it would take longer than ``LONGEST``.
+# waits, and if need be steps are forgotten, as long as there is so much to write that it would take longer than ``LONGEST``, or ``BUSY``
+# while requests are open.
 BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
-LONGEST = 0.03  # seconds
+LONGEST, BUSY = 0.03, 0.01  # seconds
 NODE, REQUEST, PARAMETER = (
     4e-6,
     1e-5,
@@ -150,7 +151,7 @@ class RecordedCore(Core):
     def rest(self) -> None:
         if self._bytes < BYTES_KEPT and not (self._steps - self._start >= self._size and self.idle):
             return
-        if self._snapshot_seconds() <= LONGEST:
+        if self._snapshot_seconds() <= (LONGEST if self.idle else BUSY):
             self._begin()
         elif self._bytes >= MOST_KEPT:
             self._chapters.clear()

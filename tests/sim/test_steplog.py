@@ -130,7 +130,7 @@ def test_parameters_count(monkeypatch: pytest.MonkeyPatch) -> None:
         make_submit("large", [1, 2, 3], max_new=2), baggage=steplog.BYTES_KEPT // steplog.PARAMETER_BYTES
     )
     simulation.offer(large)
-    monkeypatch.setattr(steplog, "LONGEST", steplog.PARAMETER * large.baggage / 2)
+    monkeypatch.setattr(steplog, "BUSY", steplog.PARAMETER * large.baggage / 2)
     simulation.core.rest()
     assert len(simulation.log().chapters) == 1
     simulation.run()
@@ -158,7 +158,7 @@ def test_no_snapshot_is_made_of_too_many_requests(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
     for cost in ("NODE", "PARAMETER", "PARAMETER_BYTES"):
         monkeypatch.setattr(steplog, cost, 0)
-    monkeypatch.setattr(steplog, "LONGEST", 4.5 * steplog.REQUEST)
+    monkeypatch.setattr(steplog, "BUSY", 4.5 * steplog.REQUEST)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     kept = []
     for i in range(13):  # 800 bytes each

@@ -50,7 +50,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     chat = chat_request(fields)
     chat.model = model
     reading = Reading(server, chat, thinking_budget(fields))
-    work = chat_work(request, server, chat, reading, clip=True)
+    work = await chat_work(request, server, chat, reading, clip=True)
     answer = Answer(f"msg_{work.uid}", model, fields, reading.reader())
     if fields.stream:
         return await sse.stream(request, server, work, MessageStream(answer))

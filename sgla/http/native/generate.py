@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -24,7 +23,7 @@ from sgla.http.native.tokens import MAX_CHARS, check_size
 from sgla.http.openai.common import MAX_LOGPROB_IDS, answer_size
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.intake import intake
-from sgla.http.request.sampling import check_ids, first, sampling_params
+from sgla.http.request.sampling import are_ids, check_ids, first, sampling_params
 from sgla.http.request.schema import (
     MAX_CHOICES,
     MAX_REPEATED,
@@ -43,13 +42,13 @@ from sgla.http.server import (
     check_logprobs,
     make_work,
 )
+from sgla.http.turns import paced
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import finite, token_text
 
 SCHEMA = Schema(GenerateRequest, nested={"sampling_params": NativeSampling, "session_params": SessionParams})
 DEFAULT_MAX_TOKENS = 128
-SLICE = 0.01  # seconds for which the parameters of prompts are looked at in one go
 
 Show = Callable[[int, TokenLogprob | None], Any]  # of a token's logprobs
 
@@ -61,17 +60,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     prompts, many = native_prompts(fields)
     rids = spread("rid", fields.rid, len(prompts))
     ids = asked_ids(fields.token_ids_logprob, len(prompts))
-    sampling = []
-    begun = clock.now()
-    for i in range(len(prompts)):
-        sampling.append(native_sampling(fields, server, i, len(prompts), ids[i] or []))
-        prompts[i]["clip"] = own_params(fields, i, len(prompts)).max_new_tokens is None
-        if clock.now() > begun + SLICE:
-            await asyncio.sleep(0)
-            begun = clock.now()
+    count = len(prompts)
+    sampling = await paced(native_sampling(fields, server, i, count, ids[i] or []) for i in range(count))
+    for i, prompt in enumerate(prompts):
+        prompt["clip"] = own_params(fields, i, count).max_new_tokens is None
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
-    work = make_work(request, fields, prompts, sampling, rids[0])
+    work = await make_work(request, fields, prompts, sampling, rids[0])
     if fields.stream:
         check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
         check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED)
@@ -136,7 +131,11 @@ def native_prompts(fields: GenerateRequest) -> tuple[list[dict[str, Any]], bool]
         many = bool(fields.input_ids) and isinstance(fields.input_ids[0], list)
         batch: list[Any] = fields.input_ids if many else [fields.input_ids]
         check_count("input_ids", batch, MAX_CHOICES)
-        if not all(isinstance(ids, list) for ids in batch) or (not many and list in map(type, batch[0])):
+        if many:
+            alike = all(isinstance(ids, list) for ids in batch)
+        else:
+            alike = are_ids(batch[0]) or list not in map(type, batch[0])
+        if not alike:
             raise InvalidField("input_ids must be a list of ids or a list of id lists", param="input_ids")
         return [token_prompt(ids, "input_ids") for ids in batch], many
     texts = fields.text if isinstance(fields.text, list) else [fields.text]

@@ -49,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model = server.model(fields.model)
     functions = as_tools(fields)
     reading = Reading(server, fields)
-    work = chat_work(request, server, fields, reading)
+    work = await chat_work(request, server, fields, reading)
     search = beams.searches(fields)
     shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
     if fields.stream and not search:
@@ -65,7 +65,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await answered(request, size, lambda: response(head, choices, work, shapes, reading), choices)
 
 
-def chat_work(
+async def chat_work(
     request: web.Request, server: Server, fields: ChatRequest, reading: Reading, clip: bool = False
 ) -> Work:
     """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds.
@@ -84,7 +84,7 @@ def chat_work(
         **cut(fields),
     }
     rid = first(fields.rid, fields.request_id)
-    return make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
+    return await make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
 
 
 def check_fields(fields: ChatRequest, server: Server) -> None:

@@ -34,7 +34,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     fields = await intake(request, CHAT)
     fields.model = server.model(fields.model)
     as_tools(fields)
-    (job,) = chat_work(request, server, fields, Reading(server, fields)).jobs
+    (job,) = (await chat_work(request, server, fields, Reading(server, fields))).jobs
     whole = rendered(job, await submitted(request, preparer(server), job), fields)
     return await answered(request, len(whole["token_ids"]), lambda: whole)
 
@@ -43,7 +43,7 @@ async def text(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, TEXT)
     fields.model = server.model(fields.model)
-    jobs = text_work(request, server, fields).jobs
+    jobs = (await text_work(request, server, fields)).jobs
     check_size("prompt", [job.text or job.token_ids or "" for job in jobs], MAX_CHARS, "characters and ids")
     check_repeated(jobs)
     prepare = preparer(server)

@@ -29,9 +29,10 @@ from sgla.http.openai.common import (
     width,
 )
 from sgla.http.request.intake import intake
-from sgla.http.request.sampling import check_max_tokens, first, sampling_params
+from sgla.http.request.sampling import are_ids, check_max_tokens, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
 from sgla.http.server import ABORTED, SERVER, Server, Work, check_logprobs, make_work, raise_aborted
+from sgla.http.turns import paced
 from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
 from sgla.text.logprobs import TextOffsets, completion_logprobs
@@ -48,7 +49,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
-    work = text_work(request, server, fields)
+    work = await text_work(request, server, fields)
     if fields.stream and fields.echo:
         check_logprobs(work.jobs, server.ingress.facts, MAX_AT_ONCE, outputs=False)
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
@@ -74,12 +75,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await answered(request, answer_size(choices, work.jobs[0].sampling), whole, choices)
 
 
-def text_work(request: web.Request, server: Server, fields: CompletionRequest) -> Work:
+async def text_work(request: web.Request, server: Server, fields: CompletionRequest) -> Work:
     """The engine's share of a completion. Raises BadRequest kinds."""
-    return make_work(
+    return await make_work(
         request,
         fields,
-        prompts(fields.prompt),
+        await paced(map(job_fields, separate(fields.prompt, "prompt"))),
         text_sampling(fields, server),
         first(fields.rid, fields.request_id),
         add_special_tokens=fields.add_special_tokens is not False,
@@ -102,27 +103,37 @@ def mean_logprob(choice: Choice) -> float:
     return sum(values) / len(values) if values else -math.inf
 
 
-def prompts(prompt: str | list[int | str | list[int]]) -> list[dict[str, Any]]:
-    """The Job fields of each prompt. Raises InvalidField for an empty or mixed list."""
-    items: list[Any] = (
-        [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+def job_fields(prompt: str | list[Any]) -> dict[str, Any]:
+    """Of a text or a list of ids. Raises InvalidField."""
+    return token_prompt(prompt, "prompt") if isinstance(prompt, list) else {"text": prompt}
+
+
+def separate(value: Any, param: str) -> list[Any]:
+    """The texts, or lists of ids, of a string, a list of strings, a list of ids or a list of id lists. Raises InvalidField for a list that is
+    empty, too long or mixed; whether a list of ids is mixed is for ``token_prompt`` to say."""
+    if isinstance(value, str) or (value and isinstance(value[0], int)):
+        return [value]
+    if not value:
+        raise InvalidField(f"{param}: the list is empty", param=param)
+    check_count(param, value, MAX_CHOICES)
+    if len(set(map(type, value))) > 1:
+        raise mixed(param)
+    return list(value)
+
+
+def mixed(param: str) -> InvalidField:
+    return InvalidField(
+        f"{param} must be a string, a list of strings, a list of ids or a list of id lists", param=param
     )
-    if not items:
-        raise InvalidField("prompt: the list is empty", param="prompt")
-    check_count("prompt", items, MAX_CHOICES)
-    kinds = set(map(type, prompt if isinstance(prompt, list) else items))
-    if len(kinds) > 1:
-        raise InvalidField(
-            "prompt must be a string, a list of strings, a list of ids or a list of id lists", param="prompt"
-        )
-    return [token_prompt(item, "prompt") if isinstance(item, list) else {"text": item} for item in items]
 
 
-def token_prompt(ids: list[int], param: str) -> dict[str, Any]:
-    """Job fields of a prompt of ids; the engine checks them against the vocabulary."""
+def token_prompt(ids: list[Any], param: str) -> dict[str, Any]:
+    """Job fields of a prompt of ids; the engine checks them against the vocabulary. Raises InvalidField."""
     if not ids:
         raise InvalidField(f"{param}: a list of token ids is empty", param=param)
-    if min(ids) < 0 or max(ids) >= 1 << 31:
+    if not are_ids(ids):
+        if not all(isinstance(token, int) for token in ids):
+            raise mixed(param)
         raise InvalidField(f"{param}: token ids must be at least 0 and in the vocabulary", param=param)
     return {"token_ids": ids}
 

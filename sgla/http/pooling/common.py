@@ -11,9 +11,9 @@ from aiohttp import web
 from sgla import clock
 from sgla.errors import InvalidField, UnsupportedTask
 from sgla.http.answer.collect import Choice
-from sgla.http.openai.text import token_prompt
+from sgla.http.openai.text import separate, token_prompt
 from sgla.http.request.sampling import first
-from sgla.http.request.schema import MAX_CHOICES, RequestFields, check_count
+from sgla.http.request.schema import MAX_CHOICES, RequestFields
 from sgla.http.server import YIELDS, Server, make_work, raise_aborted
 from sgla.messages import Pooling, SamplingParams
 
@@ -51,15 +51,7 @@ def inputs(value: Any, param: str) -> list[dict[str, Any]]:
 
     Raises InvalidField for what is empty or mixed.
     """
-    single = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
-    items = [value] if single else list(value)
-    if not items:
-        raise InvalidField(f"{param}: the list is empty", param=param)
-    check_count(param, items, MAX_CHOICES)
-    if len(set(map(type, value if isinstance(value, list) else items))) > 1:
-        raise InvalidField(
-            f"{param} must be a string, a list of strings, a list of ids or a list of id lists", param=param
-        )
+    items = separate(value, param)
     return [
         token_prompt(item, param) if isinstance(item, list) else text_prompt(item, param) for item in items
     ]
@@ -87,7 +79,7 @@ async def run(
     choices: list[Choice] = []
     open_at_once = window(server, YIELDS in request)
     for start in range(0, len(prompts), open_at_once):
-        work = make_work(
+        work = await make_work(
             request,
             fields,
             prompts[start : start + open_at_once],

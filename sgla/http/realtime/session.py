@@ -277,7 +277,7 @@ class Session:
         chat = answer.chat(self._wishes, [item for item, _ in items])
         chat.rid = answer.uid
         reading = Reading(self._server, chat)
-        work = chat_work(self._request, self._server, chat, reading)
+        work = await chat_work(self._request, self._server, chat, reading)
         work.jobs[0].size = size
         self._answering = answer.uid
         inbox = Inbox()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgla.defaults import SAMPLING, Defaults
@@ -17,7 +18,7 @@ from sgla.http.request.schema import (
     SamplingFields,
     check_count,
 )
-from sgla.messages import MAX_BIASES, Processor, SamplingParams
+from sgla.messages import MAX_BIASES, Processor, SamplingParams, int32
 
 PLAIN = (
     *(name for name in SAMPLING if name != "max_tokens"),
@@ -129,8 +130,16 @@ def check_ids(name: str, ids: list[int] | None, most: int | None = None) -> None
         return
     if most is not None and len(ids) > most:
         raise InvalidField(f"{name} may list at most {most} ids, got {len(ids)}", param=name)
-    if any(not 0 <= token < 2**31 for token in ids):
+    if not are_ids(ids):
         raise InvalidField(f"{name} must be token ids: integers of at least 0", param=name)
+
+
+def are_ids(ids: Sequence[Any]) -> bool:
+    """Whether all are integers from 0 to 2^31 - 1: those whose highest byte is below 128."""
+    try:
+        return int32(ids)[3::4].isascii()
+    except struct.error:
+        return False
 
 
 def logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:

@@ -52,7 +52,7 @@ async def input_tokens(request: web.Request) -> web.Response:
     """What the request would have as its prompt, in tokens; nothing is computed."""
     server = request.app[SERVER]
     _, chat = await asked(request)
-    (job,) = chat_work(request, server, chat, Reading(server, chat)).jobs
+    (job,) = (await chat_work(request, server, chat, Reading(server, chat))).jobs
     prepare = preparer(server)
     count = await beside(request, request.content_length or 0, lambda: len(prepare.tokens(job)), inline=-1)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
@@ -70,7 +70,7 @@ async def compact(request: web.Request) -> web.StreamResponse:
     longest = min(LONGEST, facts.context_len // 4)
     chat.max_completion_tokens = min(longest, chat.max_completion_tokens or longest)
     reading = Reading(server, chat)
-    work = chat_work(request, server, chat, reading, clip=True)
+    work = await chat_work(request, server, chat, reading, clip=True)
     work.jobs[0].drop_turns = True
     (choice,) = choices = await server.collect(work)
     raise_aborted(choices)

@@ -104,7 +104,7 @@ async def respond(
     remote = {label: offer.functions() for label, offer in offers.items()}
     chat = chat_request(fields, items, remote)
     reading = Reading(server, chat)
-    work = chat_work(request, server, chat, reading)
+    work = await chat_work(request, server, chat, reading)
     check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     work.jobs[0].drop_turns = fields.truncation == "auto"
     answer = Answer(fields, reading.reader(), stored, logprobs_of(server, chat), context.turn, remote)
