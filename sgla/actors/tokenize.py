@@ -178,7 +178,10 @@ def size_beside(job: Job) -> int | None:
 
 
 def cost(job: Job) -> int:
-    """Of preparing the job, in bytes of text. What has many is prepared in a thread, and costs the loop no more than a few."""
+    """Of preparing the job, in bytes of text. What has many is prepared in a thread, as all chats are, and costs the loop no more than a
+    few."""
+    if job.messages is not None:
+        return JOB + CHOICE * job.sampling.n
     text = job_bytes(job) if job.token_ids is None else len(job.token_ids) // IDS_A_BYTE
     return JOB + CHOICE * job.sampling.n + min(INLINE_SIZE, text + added_bytes(job))
 

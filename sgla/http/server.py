@@ -37,7 +37,7 @@ from sgla.http.responses.store import ResponseStore
 from sgla.http.state import leftovers, shelf
 from sgla.http.state.database import Database
 from sgla.http.state.shelf import bounds
-from sgla.http.turns import paced
+from sgla.http.turns import MANY, paced, pause
 from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
@@ -201,13 +201,11 @@ class Server:
 
     async def collect(self, work: Work) -> list[Choice]:
         """Run ``work`` to its end; the choices in index order. A request that is rejected raises."""
-        return await self.wait(work, self.start(work))
-
-    def start(self, work: Work) -> Collector:
-        """Admit ``work``, whose answer ``wait`` brings. Raises the SglaError that refuses it."""
         sink = Collector(work.choices, work.share)
+        if work.choices > MANY:
+            await pause()
         self.open(work, sink)
-        return sink
+        return await self.wait(work, sink)
 
     async def wait(self, work: Work, sink: Collector) -> list[Choice]:
         try:
@@ -293,6 +291,8 @@ async def make_work(
     if YIELDS in request:
         request[YIELDS](len(jobs) * n)
     tally = request[TALLY] = Tally(n) if request.app[SERVER].config.log_requests else None
+    if len(jobs) > MANY:
+        await pause()
     return Work(
         rid=rid or request[RID],
         uid=uid,

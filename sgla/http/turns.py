@@ -10,6 +10,7 @@ from sgla import clock
 
 # That a small request takes from its bytes to its answer. Whoever comes between two pieces of long work would wait for a piece in each.
 TURNS = 3
+MANY = 256  # prompts, choices or messages, that some milliseconds of work are spent on
 SLICE = 0.005  # seconds of work on many items before others have the loop
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import msgspec
@@ -15,9 +15,10 @@ from http_site import Site
 
 from sgla.errors import BadRequest, InvalidField
 from sgla.http import turns
+from sgla.http.native.generate import SCHEMA as GENERATE
 from sgla.http.openai.text import SCHEMA
 from sgla.http.request import numbers
-from sgla.http.request.schema import CompletionRequest, Schema
+from sgla.http.request.schema import CHECKED, LOOKED, Schema
 from sgla.http.turns import TURNS, paced, pause, stepped
 
 
@@ -97,25 +98,26 @@ def test_a_list_that_is_nested_deeper_is_one_piece() -> None:
     assert items == json.loads(text)
 
 
+def counted(work: Generator[None, None, Any]) -> tuple[Any, int]:
+    """What it returns, and how many pauses it has."""
+    pauses = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value, pauses
+        pauses += 1
+
+
 LONG = 100_000  # ids, which are several pieces
 
 
 @pytest.mark.parametrize("prompt", [[49_000] * LONG, [[1, 2, 3], [49_000] * LONG, [], [5] * LONG]])
 def test_a_long_list_is_read_in_steps(prompt: list[Any]) -> None:
-    steps = 0
-
-    def counted() -> CompletionRequest:
-        nonlocal steps
-        work = SCHEMA.steps(json.dumps({"prompt": prompt, "n": 2, "stop": ["a"]}).encode())
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                return end.value
-            steps += 1
-
-    request = counted()
+    work = SCHEMA.steps(json.dumps({"prompt": prompt, "n": 2, "stop": ["a"], "odd": 1}).encode())
+    (request, ignored), steps = counted(work)
     assert (request.prompt, request.n, request.stop) == (prompt, 2, ["a"])
+    assert ignored == ["odd"]
     assert steps >= LONG * 5 // numbers.PIECE
 
 
@@ -152,6 +154,17 @@ def test_a_long_list_is_checked_as_a_whole() -> None:
         Schema(Numbered).typed(json.dumps({"logprob_start_len": [5] * LONG}).encode())
 
 
+def test_many_objects_are_looked_at_in_steps() -> None:
+    """A small request, too, has no pause."""
+    many = 4 * CHECKED
+    body = {"text": ["a"] * many, "sampling_params": [{"max_new_tokens": 1, "odd": 1}] * many}
+    (_, ignored), steps = counted(GENERATE.steps(json.dumps(body).encode()))
+    assert set(ignored) == {"odd"}
+    assert steps >= 4 + many // LOOKED
+    small = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    assert counted(GENERATE.steps(json.dumps(small).encode()))[1] == 0
+
+
 async def test_whoever_comes_is_answered_between_two_looks(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,20 +179,15 @@ async def test_whoever_comes_is_answered_between_two_looks(
             turn += 1
             await asyncio.sleep(0)
 
-    read, ignored = numbers.read, Schema.ignored
+    read = numbers.read
 
     def reads(*args: Any) -> None:
         seen.append(turn)
         read(*args)
 
-    def ignores(self: Schema[Any], body: bytes) -> list[str]:
-        seen.append(turn)
-        return ignored(self, body)
-
     monkeypatch.setattr(numbers, "read", reads)
-    monkeypatch.setattr(Schema, "ignored", ignores)
     other = asyncio.ensure_future(counting())
-    status, reply = await site.post("/v1/completions", {"prompt": [7] * LONG})
+    status, reply = await site.post("/v1/completions", {"prompt": [49_000] * LONG})
     running.clear()
     await other
     assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")

@@ -34,6 +34,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import check_max_tokens, first, sampling_params
 from sgla.http.request.schema import ChatRequest, Schema, unsupported
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
+from sgla.http.turns import MANY, pause
 from sgla.http.wire import encode
 from sgla.messages import Event, SamplingParams, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
@@ -74,8 +75,13 @@ async def chat_work(
     """
     check_fields(fields, server)
     generate, continues = prompt_flags(fields)
+    if len(fields.messages) > MANY:
+        await pause()
+    messages = checked_messages(fields.messages)
+    if len(messages) > MANY:
+        await pause()
     prompt = {
-        "messages": checked_messages(fields.messages),
+        "messages": messages,
         "tools": fields.tools or None,
         "template_kwargs": template_kwargs(fields, server.config.trust_request_chat_template),
         "add_generation_prompt": generate,

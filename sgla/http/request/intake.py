@@ -50,9 +50,7 @@ async def _counted(request: web.Request, schema: Schema[R], body: bytes, share: 
         await asyncio.sleep(0)
     share.take(counted.memory(body))
     await others(body)
-    fields = await stepped(schema.steps(body))
-    await others(body)
-    request[IGNORED_FIELDS] = schema.ignored(body)
+    fields, request[IGNORED_FIELDS] = await stepped(schema.steps(body))
     await others(body)
     dump = request.app[SERVER].dump
     if dump is not None:

@@ -40,6 +40,7 @@ MAX_REWRITTEN = 16 << 10
 REWRITTEN = 64 << 10  # bytes of such a list that are rewritten at once, which takes 2 ms
 
 CHECKED = 256  # objects whose numbers are checked at once
+LOOKED = 32  # objects that are looked through for unknown fields at once
 
 MAX_WHOLE = 2**63  # of the floats that are taken for integers
 
@@ -385,32 +386,36 @@ class Schema(Generic[R]):
     def typed(self, body: bytes) -> R:
         """The request. Raises BadRequest subclasses that name the field. Where an integer is wanted, 3.0 is one too: JSON knows
         no difference, and some clients write them so."""
-        steps = self.steps(body)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                request: R = end.value
-                return request
+        return finished(self.steps(body))[0]
 
-    def steps(self, body: bytes) -> Generator[None, None, R]:
-        """``typed``, with a pause wherever a large body has taken some milliseconds."""
-        request = yield from self._strict(body)
+    def ignored(self, body: bytes) -> list[str]:
+        """The names of unknown fields. Raises UnsupportedField for a known one that cannot be honoured."""
+        return finished(self.steps(body))[1]
+
+    def steps(self, body: bytes) -> Generator[None, None, tuple[R, list[str]]]:
+        """``typed`` and ``ignored``, with a pause wherever a large body has taken some milliseconds."""
+        if not body or body.isspace():
+            raise BadRequest("the request body is empty; a JSON object is expected")
+        raw = _read(_RAW.decode, body)
+        request = yield from self._strict(body, raw)
         if request is None:
             pieces = []
             for piece in self.rewritten(body):
                 pieces.append(piece)
                 yield
-            request = yield from self._strict(b"".join(pieces), last=True)
+            body = b"".join(pieces)
+            request = yield from self._strict(body, _read(_RAW.decode, body), last=True)
         assert request is not None
-        return request
+        if len(body) > numbers.PIECE:
+            yield
+        return request, (yield from self._unknown(raw))
 
-    def _strict(self, body: bytes, last: bool = False) -> Generator[None, None, R | None]:
-        """``steps``, but None for a float where an integer is wanted, unless this is the ``last`` try."""
-        if not body or body.isspace():
-            raise BadRequest("the request body is empty; a JSON object is expected")
+    def _strict(
+        self, body: bytes, raw: Mapping[str, msgspec.Raw], last: bool = False
+    ) -> Generator[None, None, R | None]:
+        """The request, but None for a float where an integer is wanted, unless this is the ``last`` try."""
         try:
-            request = yield from self._decoded(body)
+            request = yield from self._decoded(body, raw)
         except BadRequest as error:
             if "got float" not in error.message:
                 raise
@@ -429,16 +434,15 @@ class Schema(Generic[R]):
                 check_ranges(item)
         return request
 
-    def _decoded(self, body: bytes) -> Generator[None, None, R]:
+    def _decoded(self, body: bytes, raw: Mapping[str, msgspec.Raw]) -> Generator[None, None, R]:
         """Long lists of numbers begin with their first pieces, and get the others one by one."""
-        lists = {}
+        long = [name for name, value in raw.items() if name in self._fields and numbers.is_long(value)]
+        lists = {name: numbers.pieces(bytes(raw[name])) for name in long}
         if len(body) > numbers.PIECE:
-            raw = _read(_RAW.decode, body)
-            long = [name for name, value in raw.items() if name in self._fields and numbers.is_long(value)]
-            lists = {name: numbers.pieces(bytes(raw[name])) for name in long}
             yield
-            raw.update((name, msgspec.Raw(next(lists[name])[0])) for name in long)
-            body = msgspec.json.encode(raw) if long else body
+        if long:
+            firsts = {name: msgspec.Raw(next(pieces)[0]) for name, pieces in lists.items()}
+            body = msgspec.json.encode({**raw, **firsts})
         request = _read(self._decoder.decode, body)
         for name, pieces in lists.items():
             decode = msgspec.json.Decoder(get_type_hints(self._kind)[name]).decode
@@ -447,6 +451,16 @@ class Schema(Generic[R]):
                 yield
                 _read(partial(numbers.read, decode, name, items, inside), piece)
         return request
+
+    def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> Generator[None, None, list[str]]:
+        names = unknown(raw, self._fields)
+        for name, fields in self._nested.items():
+            items = as_list(_read(_NESTED.decode, bytes(raw[name]))) if name in raw else []
+            for i, item in enumerate(items):
+                if i % LOOKED == LOOKED - 1:
+                    yield
+                names += unknown(item, fields)
+        return names
 
     def rewritten(self, body: bytes) -> Iterator[bytes]:
         """The body with integers in place of floats that are whole, in its short fields and lists of numbers; in pieces, each made in a
@@ -460,16 +474,15 @@ class Schema(Generic[R]):
             comma = b","
         yield b"}"
 
-    def ignored(self, body: bytes) -> list[str]:
-        """The names of unknown fields. Raises UnsupportedField for a known one that cannot be honoured."""
-        return _read(lambda body: self._unknown(_RAW.decode(body)), body)
 
-    def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> list[str]:
-        names = unknown(raw, self._fields)
-        for name, fields in self._nested.items():
-            for item in as_list(_NESTED.decode(raw[name])) if name in raw else []:
-                names += unknown(item, fields)
-        return names
+def finished(steps: Generator[None, None, T]) -> T:
+    """What ``steps`` return, without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _read(read: Callable[[bytes], T], body: bytes) -> T:
