@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -22,6 +25,13 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(1)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill it. A thread waits for its end: the kernel may take 0.3 s to free a GiB that it had."""
+    process.kill()
+    if process.poll() is None:
+        threading.Thread(target=process.wait, name="reap", daemon=True).start()
 
 
 def cpu_seconds(pid: int) -> float:

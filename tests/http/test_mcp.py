@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import subprocess
@@ -23,9 +24,9 @@ from sgla.config import Config
 from sgla.errors import ConfigError, InvalidField
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
-from sgla.http.mcp import servers
+from sgla.http.mcp import process, servers
 from sgla.http.mcp.address import addresses
-from sgla.http.mcp.servers import ToolServers
+from sgla.http.mcp.servers import ToolError, ToolServer, ToolServers
 from sgla.http.responses.input import ResponsesRequest, chat_messages
 from sgla.http.responses.mcp import offers
 from sgla.http.responses.output import OutputItems
@@ -69,12 +70,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def remote() -> Iterator[str]:
-    """The URL of an MCP server over streamable HTTP."""
+@contextlib.contextmanager
+def listening(transport: str) -> Iterator[str]:
+    """The URL of an MCP server over HTTP."""
     port = free_port()
     process = subprocess.Popen(
-        tied([sys.executable, str(TOOLS), "http", str(port)]), stderr=subprocess.DEVNULL
+        tied([sys.executable, str(TOOLS), transport, str(port)]), stderr=subprocess.DEVNULL
     )
     try:
         while True:
@@ -82,10 +83,17 @@ def remote() -> Iterator[str]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             assert process.poll() is None
-        yield f"http://127.0.0.1:{port}/mcp"
+        yield f"http://127.0.0.1:{port}/{'sse' if transport == 'sse' else 'mcp'}"
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[str]:
+    """Over streamable HTTP."""
+    with listening("http") as url:
+        yield url
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -482,6 +490,176 @@ async def test_a_server_by_its_url(start: Start, remote: str) -> None:
     assert (response.output[1].server_label, response.output[1].output) == ("mine", "2")
     body = {"input": "x", "tools": [mcp()]}
     assert (await site.post("/v1/responses/input_tokens", body))[0] == 200
+
+
+async def batch_of(site: Site, *bodies: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The batch when it has ended, and the responses of its lines."""
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/responses", "body": {"input": "x", **body}}
+        for i, body in enumerate(bodies)
+    ]
+    file = await site.client.files.create(file="\n".join(map(json.dumps, lines)).encode(), purpose="batch")
+    made = await site.client.batches.create(
+        input_file_id=file.id, endpoint="/v1/responses", completion_window="24h"
+    )
+    for _ in range(3000):
+        batch = await site.client.batches.retrieve(made.id)
+        if batch.status in ("completed", "failed"):
+            break
+        await asyncio.sleep(0.01)
+    answers = []
+    for uid in (batch.output_file_id, batch.error_file_id):
+        if uid is not None:
+            text = (await site.client.files.content(uid)).text
+            answers += [json.loads(answer)["response"]["body"] for answer in text.splitlines()]
+    return batch, answers
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_lines_of_a_batch_call_tools(start: Start) -> None:
+    """Also in a conversation, and after a response that was stored."""
+    site = start(call("add", a=2, b=3), "It is 5.", call("add", "two", a=1, b=1), "It is 2.")
+    first = await respond(site)
+    talk = await site.client.conversations.create()
+    body = {"tools": [mcp(), mcp("two")], "conversation": talk.id}
+    batch, (answer,) = await batch_of(site, body)
+    assert (batch.request_counts.completed, answer["status"]) == (1, "completed")
+    assert [item["type"] for item in answer["output"]] == [*["mcp_list_tools"] * 2, "mcp_call", "message"]
+    assert (answer["output"][2]["output"], answer["output"][3]["content"][0]["text"]) == ("2", "It is 2.")
+    assert batch.usage.input_tokens == answer["usage"]["input_tokens"]
+    assert batch.usage.output_tokens == answer["usage"]["output_tokens"]
+    items = [item.type async for item in site.client.conversations.items.list(talk.id, order="asc")]
+    assert items == ["message", *["mcp_list_tools"] * 2, "mcp_call", "message"]
+    site.ingress.scripts = [call("add", a=4, b=4), "It is 8.", "more", "again"]  # type: ignore[attr-defined]
+    later = {"tools": [mcp()], "previous_response_id": first.id}
+    _, (answer,) = await batch_of(site, later)
+    assert [item["type"] for item in answer["output"]] == ["mcp_call", "message"]
+    assert answer["output"][0]["output"] == "8"
+    assert len(site.ingress.jobs[-1].messages) > len(site.ingress.jobs[0].messages)
+    assert all(job.yields for job in site.ingress.jobs[2:])
+    batch, answers = await batch_of(site, body, body)
+    assert batch.request_counts.completed == 2
+    assert [answer["status"] for answer in answers] == ["completed"] * 2
+    batch, (answer,) = await batch_of(site, {"tools": [mcp("other")]})
+    assert batch.request_counts.failed == 1
+    assert answer["error"]["param"] == "tools"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_line_that_asks_for_approval_ends_there(start: Start) -> None:
+    site = start(call("add", a=2, b=3))
+    _, (answer,) = await batch_of(site, {"tools": [{"type": "mcp", "server_label": "local"}]})
+    assert [item["type"] for item in answer["output"]] == ["mcp_list_tools", "mcp_approval_request"]
+    asked = answer["output"][1]["id"]
+    yes = {"type": "mcp_approval_response", "approval_request_id": asked, "approve": True}
+    site.ingress.scripts = ["It is 5."]  # type: ignore[attr-defined]
+    tools = [{"type": "mcp", "server_label": "local"}]
+    body = {"input": [yes], "previous_response_id": answer["id"], "tools": tools}
+    _, (answer,) = await batch_of(site, body)
+    assert [item["type"] for item in answer["output"]] == ["mcp_call", "message"]
+    assert answer["output"][0]["output"] == "5"
+
+
+async def tried(server: ToolServer, name: str, **arguments: Any) -> Any:
+    """What the tool answers, or what the call failed with."""
+    try:
+        return await server.call(name, json.dumps(arguments), name, 30.0)
+    except ToolError as error:
+        return error.failure.code, error.failure.message
+
+
+@pytest_asyncio.fixture
+async def hostile(request: pytest.FixtureRequest) -> AsyncIterator[ToolServer]:
+    command = f"bad={sys.executable} {Path(__file__).parent / 'mcp_hostile.py'} {request.param}"
+    tools = ToolServers([command], 60.0)
+    found = tools.find("bad", None)
+    assert found is not None
+    await found.tools()
+    yield found
+    tools.close()
+
+
+@pytest.mark.parametrize("hostile", ["last"], indirect=True)
+async def test_an_answer_that_is_too_long_ends_its_call_alone(hostile: ToolServer) -> None:
+    slow = asyncio.ensure_future(tried(hostile, "slow", seconds=0.5))
+    session = hostile._open()
+    assert await tried(hostile, "long", size=9_000_000) == (413, "its answer has more than 8 MiB")
+    assert await tried(hostile, "long", size=100) == "x" * 100
+    assert not slow.done()
+    assert await slow == "slept"
+    assert hostile._open() is session
+
+
+@pytest.mark.parametrize("hostile", ["first"], indirect=True)
+async def test_floods_and_ends_cost_others_nothing(hostile: ToolServer) -> None:
+    """What nobody asked for is read slowly, an answer to nobody knows what is passed over, and a call that only reads is made again."""
+    floods = [
+        asyncio.ensure_future(tried(hostile, "unasked")),
+        asyncio.ensure_future(tried(hostile, "nameless")),
+    ]
+    await asyncio.sleep(0.2)
+    assert await tried(hostile, "add", a=1, b=2) == "3"
+    adding = asyncio.ensure_future(tried(hostile, "slow", seconds=1.0))
+    session = hostile._open()
+    assert (await tried(hostile, "die"))[0] == 502
+    assert await adding == "slept"
+    assert hostile._open() is not session
+    assert [code for code, _ in await asyncio.gather(*floods)] == [502, 502]
+
+
+async def only_that_call_fails(server: ToolServer, mark: Path, most: int) -> asyncio.Future[Any]:
+    hung = asyncio.ensure_future(tried(server, "hang", mark=str(mark)))
+    await until(mark.exists)
+    session = server._open()
+    assert await tried(server, "huge", size=10 << 20) == (413, f"its answer has more than {most} MiB")
+    assert await tried(server, "add", a=1, b=2) == "3"
+    assert server._open() is session
+    assert not hung.done()
+    return hung
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_answer_over_http_that_is_too_long_ends_its_call_alone(
+    running: Site, tmp_path: Path
+) -> None:
+    server = running.app[SERVER].tools.find("local", None)
+    (await only_that_call_fails(server, tmp_path / "mark", 8)).cancel()
+
+
+async def test_an_event_that_is_too_long_ends_its_call_alone(tmp_path: Path) -> None:
+    with listening("sse") as url:
+        tools = ToolServers([f"far={url}"], 60.0)
+        server = tools.find("far", None)
+        assert server is not None
+        hung = await only_that_call_fails(server, tmp_path / "mark", 1)
+        tools.close()
+        assert (await hung)[0] == 502
+
+
+LONG_TEXT = b'"result": {"content": "' + rb"\"id\": 7, " * 100 + b'"}'
+
+
+@pytest.mark.parametrize(
+    ("message", "number"),
+    [
+        (b'{"jsonrpc": "2.0", "id": 5, %b}', b"5"),
+        (b'{"id":"5","jsonrpc":"2.0",%b}', b'"5"'),
+        (b'{%b, "jsonrpc": "2.0", "id": 5}', b"5"),
+        (b'{%b,"id":5,"jsonrpc":"2.0"}', b"5"),
+        (b'{"jsonrpc":"2.0",%b,"id":5}\r', b"5"),
+        (b'{%b,"id":5,"more":{"id":6}}', b""),
+        (b'{"jsonrpc": "2.0", "id": 5, "method": "ping", %b}', b""),
+        (b'{"jsonrpc": "2.0", "method": "notifications/x", %b, "id": 5}', b""),
+        (b'[%b, "id": 5}', b""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_whose_answer_is_too_long(message: bytes, number: bytes, size: int) -> None:
+    cut = process.Cut(b"\n", 1500)
+    sent = b"before\n" + message % (LONG_TEXT * 3) + b"\nafter\n"
+    found = [line for at in range(0, len(sent), size) for line in cut.feed(sent[at : at + size])]
+    told = [json.loads(line)["id"] for line in found[1:-1]]
+    assert (found[0], told, found[-1]) == (b"before", [json.loads(number)] if number else [], b"after")
 
 
 def test_addresses() -> None:

@@ -11,11 +11,12 @@ import asyncio
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,13 @@ from sgla.processes import die_with, tied
 
 DEPTH = 32  # of a schema
 MOMENT = 0.1  # seconds
-ANSWER = 8 << 20  # bytes of one message of the MCP server
+MIB = 1 << 20
+ANSWER = 8 * MIB  # bytes of one message of the MCP server
+EVENT = MIB - 4096  # and of one in a stream of events, where the package gives up at a MiB
+EDGE = 1024  # bytes that are kept of the beginning of a longer message, and of its end
+CHUNK = 64 << 10  # bytes that are read at once
+PACE = 1000  # messages that are read in a second
+LONG = -32013  # the code of our own errors for messages that are too long
 SECONDS = 3600.0  # without a word on a stream; calls have limits of their own
 # The MCP server's own command is not ours to limit.
 UNLIMITED = (
@@ -74,6 +81,83 @@ class ToolFailed(Exception):
 
 class TooMuch(Exception):
     """An answer is larger than it may be."""
+
+
+class Pace:
+    """A flood of messages is read no faster than ``PACE`` a second, so whoever writes it waits, and it takes a part of a core."""
+
+    def __init__(self) -> None:
+        self._began, self._count = 0.0, 0
+
+    async def one(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._began + 1:
+            self._began, self._count = now, 0
+        self._count += 1
+        if self._count > PACE:
+            await asyncio.sleep(self._began + 1 - now)
+
+
+class Cut:
+    """Cuts what an MCP server sends into messages, at ``end``. One of more than ``most`` bytes is not kept: in its place comes an error
+    for the call that it answers, as far as that is known. ``lead`` stands before the JSON. ``asked``: the id of the only call that is answered."""
+
+    def __init__(self, end: bytes, most: int, lead: bytes = b"", asked: bytes = b"") -> None:
+        self._end = end
+        self._most = most
+        self._lead = lead
+        self._asked = asked
+        self._rest = bytearray()
+        self._seen = 0  # bytes of the rest in which no end begins
+        self._head = b""  # of a message that is too long
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        rest = self._rest
+        rest += data
+        while (at := rest.find(self._end, self._seen)) >= 0:
+            message = bytes(rest[:at])
+            del rest[: at + len(self._end)]
+            self._seen = 0
+            if self._head or at > self._most:
+                message, self._head = self._instead(self._head or message[:EDGE], message[-EDGE:]), b""
+            if message:
+                yield message
+        if len(rest) > self._most:
+            self._head = self._head or bytes(rest[:EDGE])
+            del rest[:-EDGE]
+        self._seen = max(0, len(rest) + 1 - len(self._end))
+
+    def _instead(self, head: bytes, tail: bytes) -> bytes:
+        """Of a message that begins and ends so; b"" for one that is no answer, or to nobody knows what."""
+        answer = ANSWERS.match(head, max(0, head.find(self._lead)) + len(self._lead))
+        if answer is None:
+            return b""
+        last = ID_LAST.search(tail)
+        number = self._asked or answer[1] or (last[1] if last else b"")
+        return self._lead + too_long(number, self._most) if number else b""
+
+
+ID = rb'"id"\s*:\s*(\d{1,18}|"[^"\\]{1,64}")'
+VERSION = rb'"jsonrpc"\s*:\s*"2\.0"'
+ANSWERS = re.compile(rb"\s*\{\s*(?:(?:" + ID + b"|" + VERSION + rb')\s*,\s*)*"(?:result|error)"')
+ID_LAST = re.compile(rb",\s*" + ID + rb"\s*(?:,\s*" + VERSION + rb"\s*)?\}\s*$")
+
+
+def too_long(number: bytes, most: int) -> bytes:
+    """The error in place of the answer to the call ``number``, as JSON."""
+    told = b"its answer has more than %d MiB" % ((most + MIB - 1) // MIB)
+    return b'{"jsonrpc":"2.0","id":%b,"error":{"code":%d,"message":"%b"}}' % (number, LONG, told)
+
+
+def number_of(request: httpx2.Request) -> bytes:
+    """The id of the call in a request; b"" if it has none."""
+    if request.method != "POST":
+        return b""
+    try:
+        number = json.loads(request.content)["id"]
+    except (ValueError, LookupError, TypeError):
+        return b""
+    return json.dumps(number).encode()
 
 
 class Speaker:
@@ -219,6 +303,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(TRANSPORT, TOO_LARGE, text)
     if isinstance(error, MemoryError):
         return Failure(TRANSPORT, TOO_LARGE, f"its answer takes more than {MEMORY >> 20} MiB of memory")
+    if isinstance(error, MCPError) and error.code == LONG:
+        return Failure(TRANSPORT, TOO_LARGE, text)
     if isinstance(error, MCPError):
         lost = error.message == "Session terminated"
         return Failure(TRANSPORT, GONE, text) if lost else Failure(PROTOCOL, error.code, text)
@@ -247,10 +333,8 @@ def transport(address: Address) -> Any:
 
 @asynccontextmanager
 async def stdio(command: list[str]) -> AsyncIterator[Any]:
-    """``mcp.client.stdio`` with bounded lines, which it reads in time quadratic in their length."""
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=ANSWER
-    )
+    """``mcp.client.stdio`` with bounded lines, which it reads in time quadratic in their length, and at a bounded pace."""
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     lines, messages = process.stdout, process.stdin
@@ -258,11 +342,14 @@ async def stdio(command: list[str]) -> AsyncIterator[Any]:
     to_server, from_session = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
+        cut, pace = Cut(b"\n", ANSWER), Pace()
         async with to_session:
-            while line := await next_line(lines):
-                with suppress(ValidationError):  # something that is no message, such as a log line
-                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    await to_session.send(SessionMessage(message))
+            while data := await lines.read(CHUNK):
+                for line in cut.feed(data):
+                    await pace.one()
+                    with suppress(ValidationError):  # something that is no message, such as a log line
+                        message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                        await to_session.send(SessionMessage(message))
 
     async def write() -> None:
         async with from_session:
@@ -282,13 +369,6 @@ async def stdio(command: list[str]) -> AsyncIterator[Any]:
             tasks.cancel_scope.cancel()
 
 
-async def next_line(lines: asyncio.StreamReader) -> bytes:
-    try:
-        return await lines.readline()
-    except ValueError as error:
-        raise TooMuch(f"its answer has more than {ANSWER >> 20} MiB") from error
-
-
 def http_client(
     headers: dict[str, str] | None = None, timeout: Any = None, auth: Any = None
 ) -> httpx2.AsyncClient:
@@ -297,29 +377,45 @@ def http_client(
 
 
 class Bounded(httpx2.AsyncHTTPTransport):
-    """Answers are bounded, and each line of streams of events."""
+    """Answers are bounded, and each event of streams of them."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         events = response.headers.get("content-type", "").startswith("text/event-stream")
-        response.stream = BoundedStream(response.stream, events)
+        response.stream = BoundedStream(response.stream, events, number_of(request))
         return response
 
 
 class BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: httpx2.AsyncByteStream, events: bool) -> None:
+    """``asked``: the id of the call that is answered, if it is one."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, events: bool, asked: bytes) -> None:
         self._stream = stream
         self._events = events
+        self._asked = asked
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._each() if self._events else self._whole()
+
+    async def _whole(self) -> AsyncIterator[bytes]:
+        body = bytearray()
         async for data in self._stream:
-            line_end = data.rfind(b"\n") if self._events else -1
-            size = len(data) - line_end - 1 if line_end >= 0 else size + len(data)
-            if size > ANSWER:
-                raise TooMuch(f"its answer has more than {ANSWER >> 20} MiB")
-            yield data
+            body += data
+            if len(body) > ANSWER:
+                yield too_long(self._asked or b"null", ANSWER)
+                return
+        yield bytes(body)
+
+    async def _each(self) -> AsyncIterator[bytes]:
+        cut, pace, after = Cut(b"\n\n", EVENT, b"data:", self._asked), Pace(), b""
+        async for data in self._stream:
+            data, after = after + data, b""
+            if data.endswith(b"\r"):  # maybe of a line end of two characters
+                data, after = data[:-1], b"\r"
+            for event in cut.feed(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")):
+                await pace.one()
+                yield event + b"\n\n"
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -21,7 +21,7 @@ from sgla.config import SECRETS
 from sgla.errors import ConfigError
 from sgla.http.mcp.address import Address, addresses
 from sgla.http.mcp.protocol import GONE, LATE, LENGTH, NO_ANSWER, RECORD, TRANSPORT, Ask, Failure, Reply
-from sgla.processes import python_path
+from sgla.processes import end, python_path
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,10 @@ class ToolError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+class Lost(ToolError):
+    """The session ended before the answer came."""
 
 
 def failed(code: int, message: str) -> ToolError:
@@ -60,6 +64,7 @@ class Session:
                 env=environ | {"PYTHONPATH": python_path()},
             )
         self.over = False
+        self._why: Failure | None = None  # it ended
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._unsent = [msgspec.msgpack.encode(address)]
@@ -81,7 +86,7 @@ class Session:
             self._cancel(number)
             raise
         if reply.failure is not None:
-            raise ToolError(reply.failure)
+            raise (Lost if reply.failure is self._why else ToolError)(reply.failure)
         return reply
 
     def _cancel(self, number: int) -> None:
@@ -129,15 +134,14 @@ class Session:
 
     def _end(self, why: Failure) -> None:
         """No effect the second time."""
-        self.over = True
-        self._popen.kill()
-        self._popen.wait()
+        self.over, self._why = True, self._why or why
+        end(self._popen)
         if self._writer is not None:
             self._writer.close()
         asked, self._asked = self._asked, {}
         for number, future in asked.items():
             if not future.done():
-                future.set_result(Reply(number, failure=why))
+                future.set_result(Reply(number, failure=self._why))
 
 
 class ToolServer:
@@ -179,25 +183,30 @@ class ToolServer:
         """What the tool answers. Raises ToolError."""
         seconds = self._seconds if seconds is None else max(0.0, min(self._seconds, seconds))
         place = self._places.setdefault(client, asyncio.Semaphore(AT_ONCE))
-        end = clock.now() + seconds
+        until = clock.now() + seconds
         try:
             async with asyncio.timeout(seconds):
                 await place.acquire()
         except TimeoutError as error:
             raise failed(LATE, f"{AT_ONCE} calls of this client ran for {seconds:g} s") from error
         try:
-            return await self._call(name, arguments, end)
+            return await self._call(name, arguments, until)
         except ToolError as error:
-            if error.failure.code != GONE:
+            # The old session's end was before the call, or what ended it may have been another call.
+            if error.failure.code != GONE and not (isinstance(error, Lost) and self._only_reads(name)):
                 raise
-            return await self._call(
-                name, arguments, end
-            )  # in a new session: the old one's end was before the call
+            return await self._call(name, arguments, until)
         finally:
             place.release()
 
-    async def _call(self, name: str, arguments: str, end: float) -> str:
-        return (await self._open().ask("call", max(0.0, end - clock.now()), name, arguments)).text
+    async def _call(self, name: str, arguments: str, until: float) -> str:
+        return (await self._open().ask("call", max(0.0, until - clock.now()), name, arguments)).text
+
+    def _only_reads(self, name: str) -> bool:
+        """Whether the MCP server says that the tool changes nothing, so that it may be called twice."""
+        return isinstance(self._listed, Reply) and any(
+            tool.name == name and tool.read_only for tool in self._listed.tools
+        )
 
     def _open(self) -> Session:
         if self._session is None or self._session.over:
