@@ -403,6 +403,13 @@ async def warm_up(target: Target) -> None:
     )
 
 
+def ended(status: int, answer: bytes) -> str:
+    """How a stream did: it had an end, which may be a typed error, or broke off; or it was refused before its first byte."""
+    if status != 200:
+        return "refused" if b'"error"' in answer else "cut"
+    return "told" if b'"error"' in answer or b"[DONE]" in answer else "cut"
+
+
 def ends(server: Server, target: Target) -> dict[str, Any]:
     """SIGTERM under a text that is being parsed and streams that are longer than the drain: seconds until the process is gone."""
 
@@ -422,10 +429,7 @@ def ends(server: Server, target: Target) -> dict[str, Any]:
         took = time.monotonic() - began
         answers = await asyncio.gather(*running)
         parsing.cancel()
-        told = Counter(
-            "told" if b'"error"' in answer or b"[DONE]" in answer else "cut" for _, answer in answers
-        )
-        return took, told
+        return took, Counter(ended(status, answer) for status, answer in answers)
 
     seconds, told = asyncio.run(attack())
     return {
@@ -491,7 +495,11 @@ def attacked(arguments: list[str], names: list[str], scale: float) -> list[dict[
 def faults(result: dict[str, Any]) -> list[str]:
     """What of a result the server promises not to do."""
     if result["attack"] == "SIGTERM":
-        found = {"ends late": result["seconds"] > DRAIN + 2, "exit code": result["exit"] != 0}
+        found = {
+            "ends late": result["seconds"] > DRAIN + 2,
+            "exit code": result["exit"] != 0,
+            "cut streams": result.get("cut", 0) > 0,
+        }
     else:
         found = {
             "slow": result["slowest_live_ms"] > LIMIT,

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10  # of TLS
 HEADER_SECONDS = 30  # that a new connection has for its first request's header
+NEW_SECONDS = 0.25  # that a new connection without a request is not taken for an idle one
 IDLE_SECONDS = 75  # between requests, a header included; proxies commonly end theirs after 60
 UNREAD_SECONDS = 120  # that a client may read nothing of an answer
 # That the rest of a refused body is read, and thrown away, so that the client sees the answer; and that a client
@@ -81,6 +82,7 @@ class Connection(web.RequestHandler):
         "_handler",
         "_head",
         "_resting",
+        "_since",
         "_timers",
         "_unread",
         "client",
@@ -107,6 +109,7 @@ class Connection(web.RequestHandler):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._handler: asyncio.Task[Any] | None = None  # of a request until its answer begins
         self._asked = 0.0  # when that began
+        self._since = 0.0  # when the connection was accepted
         self._resting: float | None = None  # since when nothing is made for the client of a WebSocket
         self._unread: float | None = None  # since when the client reads less than there is for it
         self.client = ""
@@ -138,7 +141,13 @@ class Connection(web.RequestHandler):
         """Whether no request has come yet."""
         return self._request_count == 0
 
+    @property
+    def new(self) -> bool:
+        """Whether its first request may be on its way."""
+        return self.silent and self._loop.time() < self._since + NEW_SECONDS
+
     def accepted(self, address: str) -> None:
+        self._since = self._loop.time()
         self.client = without_key(address).name
         self.listener.opened(self)
         seconds = HEADER_SECONDS / 6 if self.spare else HEADER_SECONDS
@@ -337,7 +346,7 @@ class Listener(web.Server):
                 return
 
     def _close_idle(self) -> None:
-        """Close a sixteenth of those that wait for a request or linger: looking takes a while.
+        """Close a sixteenth of those that wait for a request, unless they are new, or linger: looking takes a while.
 
         Those of the client that has most go first; of one client's those that never had a request, and last those that linger:
         they may not have seen their answer.
@@ -345,7 +354,7 @@ class Listener(web.Server):
         now = asyncio.get_running_loop().time()
         if now < self._all_busy_until:
             return
-        idle = [connection for connection in self._places if connection.idle or connection.lingering]
+        idle = [each for each in self._places if each.lingering or (each.idle and not each.new)]
         held = {client: len(share) for client, share in self._shares.items()}
         idle.sort(key=lambda each: (-held[each.client], each.lingering, not each.silent))
         for connection in idle[: max(1, self.limit // 16)]:

@@ -79,6 +79,13 @@ async def ended(reader: asyncio.StreamReader) -> bool:
     return await asyncio.wait_for(reader.read(), 10) == b""
 
 
+@pytest.fixture
+def silent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New connections are silent ones."""
+    monkeypatch.setattr(connections, "NEW_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("silent_at_once")
 async def test_silent_connections_make_room() -> None:
     async with serving(limit=16) as server:
         silent = [await server.connect() for _ in range(50)]
@@ -87,6 +94,19 @@ async def test_silent_connections_make_room() -> None:
         assert len(server.listener) <= 16
         assert await ended(silent[0][0])
         for _, writer in silent:
+            writer.close()
+
+
+async def test_requests_of_many_new_connections_are_answered() -> None:
+    """More than there may be, from one client, that all connect before the first of them asks."""
+    async with serving(limit=8) as server:
+        opened = [await server.connect() for _ in range(8 + SPARE)]
+        for _, writer in opened:
+            writer.write(VERSION)
+        found = [(await asyncio.wait_for(reader.readline(), 10)).split()[1] for reader, _ in opened]
+        assert set(found) == {b"200", b"429"}
+        assert found.count(b"200") == 8
+        for _, writer in opened:
             writer.close()
 
 
@@ -215,6 +235,7 @@ async def test_unread_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None
             writer.close()
 
 
+@pytest.mark.usefixtures("silent_at_once")
 async def test_idle_connections_of_who_holds_most_go_first() -> None:
     async with serving(limit=8) as server:
         modest = await answers(server, ELSEWHERE)
@@ -258,6 +279,7 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
     return server, client
 
 
+@pytest.mark.usefixtures("silent_at_once")
 async def test_handshakes_are_connections(
     monkeypatch: pytest.MonkeyPatch, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
