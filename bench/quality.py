@@ -22,6 +22,7 @@ from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.program import Limits
 from sgla.model.load import load_model
+from sgla.model.state import kv_groups
 from sgla.text.tokenizer import load_path
 from sgla.worker.forward import make_forward
 from sgla.worker.kv import allocate_kv
@@ -59,7 +60,7 @@ class Model:
     ) -> None:
         model = load_model(source, dtype, quantization, context_len=context)
         pages = context // PAGE + 1
-        self.kv = allocate_kv(model.kv_spec(), pages + 1, PAGE, dtype)
+        self.kv = allocate_kv(model.state(), kv_groups(model.state(), 0), [pages + 1], PAGE, dtype)
         self._forward = make_forward(model, self.kv, Limits(context, context), threads, True)
         self._table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
 

@@ -1,6 +1,6 @@
 """Cost of the scheduler itself: time of ``plan`` + ``retire`` for a full batch of decode rows, without a model.
 
-    python bench/scheduler.py [--rows 256] [--steps 400]
+    python bench/scheduler.py [--rows 256] [--steps 400] [--window 512]
 
 Prints one JSON object: medians and 99th percentiles in microseconds.
 """
@@ -15,16 +15,19 @@ from collections import deque
 import lines
 
 from sgla import __version__
-from sgla.messages import RowSampling, StepPlan, StepResult, Submit
+from sgla.messages import CacheGroup, RowSampling, StepPlan, StepResult, Submit
 from sgla.observe.machine import detect
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 
 
-def make_core(rows: int, steps: int, prompt: int) -> Core:
+def make_core(rows: int, steps: int, prompt: int, window: int) -> Core:
+    groups = [CacheGroup(pages=rows * (prompt + steps + 64) // 16 + 2)]
+    if window:
+        groups.append(CacheGroup(pages=rows * (window // 16 + 4) + 2, window=window))
     limits = Limits(
         slots=rows,
-        pages=rows * (prompt + steps + 64) // 16 + 2,
+        groups=groups,
         page_size=16,
         context_len=1 << 16,
         step_tokens=8192,
@@ -56,8 +59,8 @@ def result_of(plan: StepPlan) -> StepResult:
     return StepResult(step=plan.step, tokens=array("i", range(100, 100 + samples)).tobytes(), seconds=0.006)
 
 
-def measure(rows: int, steps: int, prompt: int) -> dict[str, float]:
-    core = make_core(rows, steps, prompt)
+def measure(rows: int, steps: int, prompt: int, window: int) -> dict[str, float]:
+    core = make_core(rows, steps, prompt, window)
     flights: deque[StepPlan] = deque()
     plans: list[float] = []
     retires: list[float] = []
@@ -94,14 +97,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--window", type=int, default=0, help="tokens of a second cache group, 0: none")
     args = parser.parse_args()
     line = {
         "engine": "sgla",
         "version": __version__,
         "machine": detect().label(),
         "model": "none",
-        "w": f"scheduler-{args.rows}",
-        **measure(args.rows, args.steps, args.prompt),
+        "w": f"scheduler-{args.rows}" + (f"-window-{args.window}" if args.window else ""),
+        **measure(args.rows, args.steps, args.prompt, args.window),
     }
     print(lines.line(line))
 

@@ -49,7 +49,7 @@ def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) ->
             slot=slot,
             tokens=ints(np.full(context + 1, slot + 5)),
             prompt_len=context,
-            pages=ints(1 + slot * per_row + np.arange(per_row)),
+            pages=[ints(1 + slot * per_row + np.arange(per_row))],
             sampling=msgspec.structs.replace(sampling, seed=slot),
         )
         for slot in range(rows)
@@ -125,7 +125,7 @@ def profile_prompt(
         slot=rows,
         tokens=ints(np.arange(tokens)),
         prompt_len=tokens,
-        pages=ints(1 + rows * 120 + np.arange(-(-tokens // 16))),
+        pages=[ints(1 + rows * 120 + np.arange(-(-tokens // 16)))],
         sampling=RowSampling(),
     )
     step = StepPlan(

@@ -254,13 +254,13 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     """A request takes (or, after preemption, takes again) a slot. Resets every per-slot state.
 
     ``tokens`` int32[known]: the prompt, then the outputs committed before a preemption.
-    ``pages`` int32[*]: pages it holds now, in order, the shared prefix first.
+    ``pages`` int32[*], one for each cache group: pages it holds now, in order, the shared prefix first; 0 where it holds none.
     """
 
     slot: int
     tokens: bytes
     prompt_len: int
-    pages: bytes
+    pages: list[bytes]
     sampling: RowSampling
     segment: int = 0  # where the second text of a pair begins, for models that tell the two apart; 0: nowhere
 
@@ -275,7 +275,8 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
 
     Row ``r`` computes tokens ``[starts[r], starts[r] + q_lens[r])`` of slot ``slots[r]``; input ids come from the
     worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a decode row
-    needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages for ``page_slots[i]``.
+    needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages of every cache group for
+    ``page_slots[i]``.
     """
 
     step: int
@@ -285,11 +286,10 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     flags: bytes  # uint8[R]
     page_slots: bytes = b""  # int32[P]
     page_counts: bytes = b""  # int32[P]
-    page_ids: bytes = b""  # int32[sum(page_counts)]
+    page_ids: list[bytes] = []  # int32[sum(page_counts)], one for each cache group
     new: list[NewRow] = []
-    zeroed: bytes = (
-        b""  # int32[*]: pages to zero before the step; they may hold NaN, which masks do not hide everywhere
-    )
+    # int32[*], none or one for each cache group: pages to zero before the step. They may hold NaN, which masks do not hide everywhere.
+    zeroed: list[bytes] = []
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
@@ -491,10 +491,22 @@ class Pooling(msgspec.Struct, kw_only=True):
     max_length: int | None = None  # the longest input the files recommend
 
 
-class Facts(msgspec.Struct, kw_only=True):
-    """Executor -> main process once the model is loaded: what the scheduler's limits are made from."""
+class CacheGroup(msgspec.Struct, frozen=True):
+    """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly behind a window go back to
+    the pool while the request runs."""
 
     pages: int  # including the dummy page 0
+    window: int = 0  # tokens that a token reads, itself included; 0: all
+    page_bytes: int = 0  # of all its layers, on one rank
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """Executor -> main process once the model is loaded: what the scheduler's limits are made from.
+
+    The first of ``groups`` keeps all tokens, even where no layer needs that: the prefix tree is made of its pages.
+    """
+
+    groups: list[CacheGroup]
     page_size: int
     slots: int  # rows that may be resident; slot ids are 0 .. slots-1
     context_len: int

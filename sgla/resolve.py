@@ -18,6 +18,7 @@ from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
 from sgla.model.sizes import kv_bytes_per_token, read_spec
 from sgla.model.spec import ModelSpec
+from sgla.model.state import Demand, Pool, kv_groups, state_of
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import choose
 
@@ -155,7 +156,8 @@ def resolve(
     else:
         room = settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, config.tp))
         if isinstance(spec, ModelSpec):
-            held = room * config.tp // kv_bytes_per_token(spec, dtype)
+            planned = msgspec.structs.replace(config, **filled)
+            held = kv_pool(planned, spec, dtype).split(room)[0] * config.page_size
             settle("context_length", choose_context(spec.context_len, held))
         elif config.context_length is None:
             reasons["context_length"] = BY_WORKERS["context_length"]
@@ -221,6 +223,16 @@ def choose_dtype(encoder: bool) -> Choice:
     if encoder:
         return Choice("float32", "an encoder computes in float32")
     return Choice("bfloat16", "half the memory traffic of float32, which bounds decode")
+
+
+def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
+    """How a rank shares out the bytes of its KV cache."""
+    on_gpu = config.device == "cuda"  # where all layers are one group
+    context = 0 if on_gpu else config.context_length or spec.context_len
+    assert config.max_running_requests is not None
+    assert config.step_tokens is not None
+    demand = Demand(config.max_running_requests, config.step_tokens)
+    return Pool(kv_groups(state_of(spec, config.tp), context), config.page_size, dtype, demand)
 
 
 def choose_threads(machine: Machine, tp: int) -> Choice:

@@ -35,7 +35,7 @@ from sgla.cli.serve import ready_text
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ConfigError, SglaError
-from sgla.messages import Event, Facts, Progress, Usage
+from sgla.messages import CacheGroup, Event, Facts, Progress, Usage
 
 HEAVY = {"torch", "transformers", "numpy", "aiohttp", "rich", "shtab"}
 
@@ -256,7 +256,7 @@ def test_bash_completes() -> None:
 # serve ---------------------------------------------------------------------------------------------------------------
 
 FACTS = Facts(
-    pages=101, page_size=16, slots=8, context_len=512, vocab_size=300, step_tokens=64, dtype="bfloat16", device="cpu",
+    groups=[CacheGroup(101)], page_size=16, slots=8, context_len=512, vocab_size=300, step_tokens=64, dtype="bfloat16", device="cpu",
     notes=["torch operations"],
 )  # fmt: skip
 

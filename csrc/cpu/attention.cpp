@@ -124,14 +124,17 @@ struct Task {
     }
   }
 
-  // Where tokens [at, at + count) of the row begin, in elements.
+  // Where tokens [at, at + count) of the row begin, in elements. Those behind the window, which are masked, are not the row's any more:
+  // the window's first token stands in for them, since another request's may be no numbers, and 0 times that is none either.
   void locate(int64_t at, int64_t count, int64_t* places) const {
-    const int32_t* pages = c.step->page_table + c.step->slots[q.row] * c.step->max_pages;
+    const int32_t* pages = c.step->page_table + i.a[9] * c.step->table_size + c.step->slots[q.row] * c.step->max_pages;
     int64_t size = c.step->page_size, page = at / size, offset = at % size;
     for (int64_t t = 0; t < count; page++, offset = 0) {
       int64_t place = pages[page] * i.a[3] + offset * i.a[4] + head * i.a[5];
       for (; offset < size && t < count; offset++, t++, place += i.a[4]) places[t] = place;
     }
+    int64_t behind = begin() - at;
+    for (int64_t t = 0; t < behind; t++) places[t] = places[behind];
   }
 
   void locate_first(int64_t* places) const {

@@ -40,6 +40,7 @@ struct Instr {
 
 struct Step {
   int64_t tokens, rows, sampled, page_size, max_pages;
+  int64_t table_size;  // numbers in the page table of one cache group, of which there are several in a row, as of ``out_loc``
   const int32_t *ids, *positions, *slots, *q_start, *kv_len, *out_loc, *page_table, *sample_rows;
 };
 

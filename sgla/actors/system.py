@@ -322,7 +322,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
     """The scheduler's limits: what the workers have (facts) and what the user wants (config)."""
     return Limits(
         slots=facts.slots,
-        pages=facts.pages,
+        groups=facts.groups,
         page_size=facts.page_size,
         context_len=facts.context_len,
         step_tokens=facts.step_tokens,

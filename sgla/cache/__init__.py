@@ -1,1 +1,1 @@
-"""Paged KV bookkeeping: the free list and the radix tree of cached prefixes. Pages are ints; no tensor enters here."""
+"""Paged KV bookkeeping: pools of pages and the radix tree of cached prefixes. Pages are ints; no tensor enters here."""

@@ -2,6 +2,9 @@
 
 Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a run of whole pages. Token ids come as
 ``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one ``memcmp``.
+
+The tree's own pages are those of the first cache group, which keeps whole histories. Beside each stands one of every group
+with a window, as long as it is there (``cache/window.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from sgla.cache.pages import PagePool
+from sgla.cache.window import WindowPool
 
 TOKEN_BYTES = 4
 
@@ -20,16 +24,36 @@ class Node:
     """A run of pages below ``parent``. ``key``: token bytes of the run; ``edge``: its key in ``parent.children``.
 
     ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the *lower* half, so
-    a request's reference goes on meaning the same prefix.
+    a request's reference goes on meaning the same prefix. ``windows``: tickets for as many pages of each group with a window.
     """
 
-    __slots__ = ("born", "children", "edge", "hits", "key", "locks", "pages", "parent", "touched")
+    __slots__ = (
+        "born",
+        "children",
+        "edge",
+        "hits",
+        "key",
+        "locks",
+        "pages",
+        "parent",
+        "touched",
+        "windows",
+    )
 
-    def __init__(self, parent: Node | None, edge: object, key: bytes, pages: array[int], born: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        edge: object,
+        key: bytes,
+        pages: array[int],
+        born: int,
+        windows: list[array[int]] | None = None,
+    ) -> None:
         self.parent = parent
         self.edge = edge
         self.key = key
         self.pages = pages
+        self.windows = windows or []
         self.children: dict[object, Node] = {}
         self.locks = 0
         self.hits = 0
@@ -37,11 +61,13 @@ class Node:
 
 
 class Match(NamedTuple):
-    """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end."""
+    """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end. ``windows``: as many
+    pages of each group with a window, 0 where none is read from there on."""
 
     node: Node
     pages: list[int]
     length: int
+    windows: list[list[int]]
 
 
 # The leaf with the smallest key is evicted first.
@@ -60,8 +86,11 @@ class RadixCache:
     Each evictable leaf has a heap entry with its current key; outdated entries are dropped when popped.
     """
 
-    def __init__(self, page_size: int, pool: PagePool, eviction: str = "lru") -> None:
+    def __init__(
+        self, page_size: int, pool: PagePool, eviction: str = "lru", windows: Sequence[WindowPool] = ()
+    ) -> None:
         self.page_size = page_size
+        self._windows = windows
         self.pages = 0
         self.evictable = 0
         self.version = 0
@@ -83,22 +112,74 @@ class RadixCache:
     def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
         """Like ``match``, but going on below ``node``, which ends at token ``start`` (whole pages)."""
         top = node
+        if self._windows:
+            limit = max(start, self._served(*self._locate(node, namespace, tokens, start, limit)))
         node, at, child, part = self._walk(node, namespace, tokens, start, limit)
         if child is not None:
             node = self._split(child, part)
             at += part * self._width
         self._touch(node)
-        runs = []
-        walk: Node | None = node
-        while walk is not top:
-            assert walk is not None
-            runs.append(walk.pages)
-            walk = walk.parent
-        return Match(node, [page for run in reversed(runs) for page in run], at // TOKEN_BYTES - start)
+        path = self._path(node, top)
+        pages = [page for part in path for page in part.pages]
+        windows = [self._in_window(g, path, at // TOKEN_BYTES, len(pages)) for g in range(len(self._windows))]
+        return Match(node, pages, at // TOKEN_BYTES - start, windows)
+
+    def _path(self, node: Node, top: Node) -> list[Node]:
+        """The nodes below ``top`` down to ``node``."""
+        path = []
+        while node is not top:
+            path.append(node)
+            assert node.parent is not None
+            node = node.parent
+        return path[::-1]
+
+    def _in_window(self, g: int, path: list[Node], length: int, count: int) -> list[int]:
+        """The last ``count`` pages of ``length`` tokens, which ``path`` has; 0 for those that no later token reads."""
+        pool = self._windows[g]
+        tickets = [ticket for part in path for ticket in part.windows[g]]
+        unread = min(max(pool.first(length) - (length // self.page_size - count), 0), count)
+        return [0] * unread + [pool.page(ticket) for ticket in tickets[unread:]]
+
+    def _served(self, node: Node, length: int) -> int:
+        """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its pages."""
+        served = -1
+        while served != length:
+            served = length
+            for g, pool in enumerate(self._windows):
+                length = self._windowed(g, pool, node, length)
+        return length
+
+    def _windowed(self, g: int, pool: WindowPool, node: Node, length: int) -> int:
+        """``_served`` for one group. ``node`` may end behind ``length``."""
+        end = length // self.page_size
+        needed = pool.first(length)
+        start = self._depth(node)
+        at = end
+        while at > needed:
+            while at <= start:
+                assert node.parent is not None
+                node = node.parent
+                start -= len(node.pages)
+            at -= 1
+            if not pool.has(node.windows[g][at - start]):
+                end = at
+                needed = pool.first(end * self.page_size)
+        return end * self.page_size
+
+    def _depth(self, node: Node) -> int:
+        """Pages above ``node``."""
+        depth, parent = 0, node.parent
+        while parent is not None:
+            depth += len(parent.pages)
+            parent = parent.parent
+        return depth
 
     def probe(self, namespace: str, tokens: bytes, limit: int) -> tuple[Node, int]:
         """Deepest node that ``tokens[:limit]`` reaches, and the matched length. Changes nothing."""
-        node, at, child, part = self._walk(self.root, namespace, tokens, 0, limit)
+        return self._locate(self.root, namespace, tokens, 0, limit)
+
+    def _locate(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> tuple[Node, int]:
+        node, at, child, part = self._walk(node, namespace, tokens, start, limit)
         return child or node, (at + part * self._width) // TOKEN_BYTES
 
     def _walk(
@@ -168,8 +249,17 @@ class RadixCache:
 
     # --- writing
 
-    def adopt(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Node | None:
-        """The tree takes over ``pages``, which hold ``tokens`` right below ``node``. Returns their node.
+    def adopt(
+        self,
+        node: Node,
+        namespace: str,
+        tokens: bytes,
+        pages: Sequence[int],
+        windows: Sequence[Sequence[int]] = (),
+        held: bool = False,
+    ) -> Node | None:
+        """The tree takes over ``pages``, which hold ``tokens`` right below ``node``, and those of ``windows``, 0 where there is none; the
+        caller goes on to hold these if they are ``held``. Returns their node.
 
         ``None``: the tree has the first page already; the caller keeps them all.
         """
@@ -179,7 +269,8 @@ class RadixCache:
         if edge in node.children:
             return None
         self._clock += 1
-        child = Node(node, edge, tokens, array("i", pages), self._clock)
+        beside = [array("q", pool.give(given, held)) for pool, given in zip(self._windows, windows)]
+        child = Node(node, edge, tokens, array("i", pages), self._clock, beside)
         node.children[edge] = child
         self.nodes += 1
         self.pages += len(pages)
@@ -188,24 +279,54 @@ class RadixCache:
         self._offer(child)
         return child
 
-    def insert(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Sequence[int]:
-        """The tree takes over those of ``pages`` whose tokens it lacks below ``node``; returns the others."""
-        found = self.extend(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES)
-        have = len(found.pages)
+    def insert(
+        self,
+        node: Node,
+        namespace: str,
+        tokens: bytes,
+        pages: Sequence[int],
+        windows: Sequence[Sequence[int]] = (),
+    ) -> tuple[Sequence[int], list[list[int]]]:
+        """The tree takes over those of ``pages`` whose tokens it lacks below ``node``, and of ``windows`` those that it lacks; returns the
+        others."""
+        top = node
+        node, at, child, part = self._walk(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES)
+        if child is not None:
+            node = self._split(child, part)
+            at += part * self._width
+        self._touch(node)
+        have = at // self._width
         if have < len(pages):
-            adopted = self.adopt(found.node, namespace, tokens[have * self._width :], pages[have:])
+            rest = [given[have:] for given in windows]
+            adopted = self.adopt(node, namespace, tokens[at:], pages[have:], rest)
             assert adopted is not None
-        return pages[:have]
+        left = [self._refill(g, self._path(node, top), given) for g, given in enumerate(windows)]
+        return pages[:have], left
+
+    def _refill(self, g: int, path: list[Node], given: Sequence[int]) -> list[int]:
+        """Put pages of one window where ``path`` has lost its own; returns those that it has not. 0 stands for none."""
+        pool, left, at = self._windows[g], [], 0
+        for node in path:
+            for i, ticket in enumerate(node.windows[g]):
+                new = given[at + i]
+                if new and pool.has(ticket):
+                    left.append(new)
+                elif new:
+                    [node.windows[g][i]] = pool.give((new,), held=False)
+            at += len(node.pages)
+        return left
 
     def _split(self, node: Node, keep: int) -> Node:
         """Cut ``node`` after ``keep`` pages; returns the new upper half."""
         cut = keep * self._width
         parent = node.parent
         assert parent is not None
-        upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born)
+        beside = [tickets[:keep] for tickets in node.windows]
+        upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
         upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
         parent.children[node.edge] = upper
         node.key, node.pages = node.key[cut:], node.pages[keep:]
+        node.windows = [tickets[keep:] for tickets in node.windows]
         node.parent, node.edge = upper, node.key[: self._width]
         upper.children[node.edge] = node
         self.nodes += 1
@@ -223,6 +344,9 @@ class RadixCache:
             take = min(n - freed, len(node.pages))
             self._pool.free(node.pages[-take:])
             freed += take
+            for pool, tickets in zip(self._windows, node.windows):
+                pool.forget(tickets[-take:])
+                del tickets[-take:]
             if take < len(node.pages):
                 del node.pages[-take:]
                 node.key = node.key[: -take * self._width]
@@ -235,14 +359,17 @@ class RadixCache:
             self.version += 1
         return freed
 
-    def discard(self, node: Node) -> list[int]:
-        """Forget ``node`` and what is above it, up to where another request holds it or another run begins. Returns their pages,
-        which are in the pool."""
+    def discard(self, node: Node) -> tuple[list[int], list[list[int]]]:
+        """Forget ``node`` and what is above it, up to where another request holds it or another run begins. Returns their pages, and
+        those of windows; all are in the pools."""
         pages: list[int] = []
+        windows: list[list[int]] = [[] for _ in self._windows]
         while self._is_leaf(node):
             parent = node.parent
             assert parent is not None
             pages += node.pages
+            for pool, beside, gone in zip(self._windows, node.windows, windows):
+                gone += pool.forget(beside)
             self._remove(node)
             node = parent
         if pages:
@@ -250,7 +377,7 @@ class RadixCache:
             self.pages -= len(pages)
             self.evictable -= len(pages)
             self.version += 1
-        return pages
+        return pages, windows
 
     def flush(self) -> bool:
         """Evict all that no request holds; true if nothing is left."""
@@ -300,6 +427,7 @@ class RadixCache:
             nodes += 1
             pages.extend(node.pages)
             assert len(node.key) == len(node.pages) * self._width > 0, "key and pages disagree"
+            assert [len(beside) for beside in node.windows] == [len(node.pages)] * len(self._windows)
             assert node.parent is not None
             assert node.parent.children[node.edge] is node, "a node is filed under another edge"
             assert sum(child.locks for child in node.children.values()) <= node.locks, (
@@ -317,10 +445,25 @@ class NullCache(RadixCache):
     """No prefix cache: nothing is ever found or taken over."""
 
     def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
-        return Match(node, [], 0)
+        return Match(node, [], 0, [[] for _ in self._windows])
 
-    def adopt(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Node | None:
+    def adopt(
+        self,
+        node: Node,
+        namespace: str,
+        tokens: bytes,
+        pages: Sequence[int],
+        windows: Sequence[Sequence[int]] = (),
+        held: bool = False,
+    ) -> Node | None:
         return None
 
-    def insert(self, node: Node, namespace: str, tokens: bytes, pages: Sequence[int]) -> Sequence[int]:
-        return pages
+    def insert(
+        self,
+        node: Node,
+        namespace: str,
+        tokens: bytes,
+        pages: Sequence[int],
+        windows: Sequence[Sequence[int]] = (),
+    ) -> tuple[Sequence[int], list[list[int]]]:
+        return pages, [[page for page in given if page] for given in windows]

@@ -20,7 +20,7 @@ from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.sizes import kv_bytes_per_token, read_spec, weight_bytes
 from sgla.observe.machine import Machine, detect
-from sgla.resolve import GIB, MIB, Resolved, resolve
+from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,8 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     if config.kv_cache_bytes is None:
         return {"weights": weights, "kv_bytes_per_token": per_token}
     kv = config.kv_cache_bytes * config.tp
-    pages = kv // (per_token * config.page_size)
+    dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
+    pages = kv_pool(config, spec, dtype).split(config.kv_cache_bytes)[0]
     return {
         "weights": weights,
         "kv_cache": kv,

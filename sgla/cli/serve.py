@@ -61,7 +61,11 @@ def ready_text(
     text = json.dumps(body).replace("'", "'\\''")
     return (
         f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens"
-        + (f", KV cache {(facts.pages - 1) * facts.page_size} tokens\n" if facts.pages > 1 else "\n")
+        + (
+            f", KV cache {(facts.groups[0].pages - 1) * facts.page_size} tokens\n"
+            if facts.groups[0].pages > 1
+            else "\n"
+        )
         + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
         + "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))

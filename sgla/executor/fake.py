@@ -19,6 +19,7 @@ from sgla.messages import (
     POOL,
     PROMPT_LOGPROBS,
     SAMPLE,
+    CacheGroup,
     Control,
     Facts,
     LogprobBlock,
@@ -57,7 +58,7 @@ class FakeSlot:
 
     def __init__(self, new: NewRow) -> None:
         self.tokens = ints(new.tokens).tolist()
-        self.pages = ints(new.pages).tolist()
+        self.pages = [ints(pages).tolist() for pages in new.pages]
         self.prompt_len = new.prompt_len
         self.sampling = new.sampling
         self.computed = 0
@@ -95,7 +96,9 @@ class FakeModel:
         self._forced = forced
         self._slots: list[FakeSlot | None] = [None] * facts.slots
         self._encoder = facts.pooling is not None and facts.pooling.encoder
-        self._store = [[0] * facts.page_size for _ in range(facts.pages)] if verify else None
+        self._stores = [
+            [[0] * facts.page_size for _ in range(group.pages)] for group in facts.groups if verify
+        ]
         self._step = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -105,13 +108,14 @@ class FakeModel:
         for new in plan.new:
             self._slots[new.slot] = FakeSlot(new)
         self._append_pages(plan)
-        if self._store is not None:
-            for page in ints(plan.zeroed):
-                self._store[page] = [0] * self.facts.page_size
+        for store, pages in zip(self._stores, plan.zeroed):
+            for page in ints(pages):
+                store[page] = [0] * self.facts.page_size
         rows = self._rows(plan)
-        if self._store is not None and not self._encoder:
-            self._write(rows)
-            self._read(rows)
+        if not self._encoder:
+            for g in range(len(self._stores)):
+                self._write(g, rows)
+                self._read(g, rows)
         tokens = array("i")
         blocks: list[LogprobBlock] = []
         vectors: list[bytes] = []
@@ -172,7 +176,7 @@ class FakeModel:
     ) -> list[int]:
         """What a request alone must produce, its stop token included."""
         new = NewRow(
-            slot=0, tokens=array("i", prompt).tobytes(), prompt_len=len(prompt), pages=b"", sampling=sampling
+            slot=0, tokens=array("i", prompt).tobytes(), prompt_len=len(prompt), pages=[], sampling=sampling
         )
         slot = FakeSlot(new)
         while len(slot.tokens) - len(prompt) < max_new:
@@ -182,14 +186,15 @@ class FakeModel:
         return slot.tokens[len(prompt) :]
 
     def _append_pages(self, plan: StepPlan) -> None:
-        ids = ints(plan.page_ids)
         at = 0
+        ids = [ints(column) for column in plan.page_ids]
         for index, count in zip(ints(plan.page_slots), ints(plan.page_counts)):
             slot = self._slots[index]
             assert slot is not None, "pages for an empty slot"
-            slot.pages.extend(ids[at : at + count])
+            for pages, column in zip(slot.pages, ids, strict=True):
+                pages.extend(column[at : at + count])
             at += count
-        assert at == len(ids), "page_counts and page_ids disagree"
+        assert all(len(column) == at for column in ids), "page_counts and page_ids disagree"
 
     def _rows(self, plan: StepPlan) -> list[tuple[FakeSlot, int, int, int]]:
         """(slot, start, end, flags) of each row."""
@@ -209,29 +214,32 @@ class FakeModel:
             if self._encoder:
                 assert (start, end) == (0, slot.prompt_len), "a part of a prompt"
             else:
-                assert end <= len(slot.pages) * self.facts.page_size, "a row without pages"
+                assert all(end <= len(pages) * self.facts.page_size for pages in slot.pages), (
+                    "a row without pages"
+                )
             rows.append((slot, start, end, flags))
         return rows
 
-    def _write(self, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
-        assert self._store is not None
-        size = self.facts.page_size
+    def _write(self, g: int, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
+        size, store = self.facts.page_size, self._stores[g]
         written: set[int] = set()
         for slot, start, end, _ in rows:
-            pages = slot.pages[start // size : (end - 1) // size + 1]
+            pages = slot.pages[g][start // size : (end - 1) // size + 1]
             assert 0 not in pages, "a row writes to the dummy page"
             assert written.isdisjoint(pages), "two rows write to one page"
             written.update(pages)
             for position in range(start, end):
-                self._store[slot.pages[position // size]][position % size] = slot.chain[position]
+                store[slot.pages[g][position // size]][position % size] = slot.chain[position]
 
-    def _read(self, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
-        assert self._store is not None
-        size = self.facts.page_size
-        for slot, _, end, _ in rows:
-            for i, page in enumerate(slot.pages[: (end - 1) // size + 1]):
-                expected = slot.chain[i * size : min((i + 1) * size, end)]
-                assert self._store[page][: len(expected)] == expected, f"page {page} holds another prefix"
+    def _read(self, g: int, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
+        size, store, window = self.facts.page_size, self._stores[g], self.facts.groups[g].window
+        for slot, start, end, _ in rows:
+            first = max(0, start - window + 1) if window else 0
+            for i in range(first // size, (end - 1) // size + 1):
+                page, begin = slot.pages[g][i], max(i * size, first)
+                expected = slot.chain[begin : min((i + 1) * size, end)]
+                found = store[page][begin % size :][: len(expected)]
+                assert found == expected, f"page {page} holds another prefix"
 
     def _sample(self, slot: FakeSlot) -> int:
         sampling = slot.sampling
@@ -283,7 +291,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
     context = config.context_length or spec.context_len
     tokens = (config.kv_cache_bytes or POOL_TOKENS * BYTES_PER_TOKEN) // BYTES_PER_TOKEN
     return Facts(
-        pages=max(tokens, context) // config.page_size + 2,
+        groups=[CacheGroup(pages=max(tokens, context) // config.page_size + 2)],
         page_size=config.page_size,
         slots=config.max_running_requests or 256,
         context_len=context,

@@ -237,7 +237,8 @@ class ProcsExecutor:
     def _common_facts(self) -> Facts:
         """Rank 0's, with no more pages than any rank has, and no longer contexts."""
         facts = [rank.facts for rank in self._ranks if rank.facts]
-        facts[0].pages = min(f.pages for f in facts)
+        same = zip(*(f.groups for f in facts))
+        facts[0].groups = [min(groups, key=lambda group: group.pages) for groups in same]
         facts[0].context_len = min(f.context_len for f in facts)
         return facts[0]
 

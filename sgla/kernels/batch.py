@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 class ForwardBatch:
     """R rows with T tokens in all, S of which need logits. Tensors are int32; on CPU they may share numpy memory.
 
-    Row ``r`` owns tokens ``q_start[r]:q_start[r + 1]``, the last tokens of its ``kv_len[r]``; its pages are
-    ``page_table[slots[r]]``. Token ``t`` stands at ``positions[t]`` and its KV goes to place ``out_loc[t]``
-    (= page * page_size + offset).
+    Row ``r`` owns tokens ``q_start[r]:q_start[r + 1]``, the last tokens of its ``kv_len[r]``; its pages in cache group ``g`` are
+    ``page_table[g, slots[r]]``. Token ``t`` stands at ``positions[t]`` and its KV goes to place ``out_loc[g, t]``
+    (= page * page_size + offset). On a GPU there is one group, and these two are without that dimension.
     """
 
     rows: int
@@ -25,8 +25,8 @@ class ForwardBatch:
     slots: torch.Tensor  # [R]
     q_start: torch.Tensor  # [R + 1]
     kv_len: torch.Tensor  # [R], after this step
-    out_loc: torch.Tensor  # [T]
-    page_table: torch.Tensor  # [slots, max_pages], the whole table
+    out_loc: torch.Tensor  # [G, T]
+    page_table: torch.Tensor  # [G, slots, max_pages], the whole tables
     page_size: int
     sample_rows: torch.Tensor  # [S], index of the token whose successor is wanted
     draws: NDArray[Any] | None = None  # ``native.DRAW`` [at most S]: a native program fills in their tokens

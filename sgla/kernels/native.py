@@ -52,7 +52,7 @@ class Instr(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("tokens", "rows", "sampled", "page_size", "max_pages")),
+        *((name, c_int64) for name in ("tokens", "rows", "sampled", "page_size", "max_pages", "table_size")),
         *(
             (name, c_void_p)
             for name in (

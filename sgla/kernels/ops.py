@@ -28,12 +28,13 @@ recorder: Recorder | None = None  # set by program.py for the duration of a reco
 @dataclass(slots=True)
 class KVLayer:
     """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is contiguous.
-    Pages of float8_e4m3fn, on GPUs alone, are meant to be multiplied by the scales."""
+    Pages of float8_e4m3fn, on GPUs alone, are meant to be multiplied by the scales. ``group``: whose pages of a row they are."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
     v: Tensor  # [pages, page_size, Hkv, hd]
     k_scale: float = 1.0
     v_scale: float = 1.0
+    group: int = 0
 
 
 class Norm(NamedTuple):
@@ -106,7 +107,7 @@ def qk_norm_rope_store(
     """Prepare q, k, v for attention: qkv [T, (Hq + 2 Hkv) * hd] -> q [T, Hq * hd]; k and v go to the pages.
 
     ``q_norm``/``k_norm`` [hd] are optional per-head RMSNorm weights. The first ``rot`` dims of each head are rotated the
-    NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin). ``out_loc`` int32[T].
+    NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin). ``out_loc`` int32[G, T], or of one group.
     """
     if recorder is not None:
         return recorder.qk_norm_rope_store(qkv, positions, cos_sin, q_norm, k_norm, eps, kv, out_loc)
@@ -119,7 +120,8 @@ def qk_norm_rope_store(
         k = rms_norm(k, k_norm, eps)
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    page, offset = out_loc.long() // page_size, out_loc.long() % page_size
+    out_loc = (out_loc[kv.group] if out_loc.dim() > 1 else out_loc).long()
+    page, offset = out_loc // page_size, out_loc % page_size
     _store(kv.k, k, page, offset, kv.k_scale)
     _store(kv.v, v, page, offset, kv.v_scale)
     return q.reshape(qkv.shape[0], -1)
@@ -186,15 +188,19 @@ def _attend(
     valid = index < q_lens[:, None]  # [rows, L]
     tokens = torch.where(valid, starts[:, None] + index, starts[:, None])
     position = torch.where(valid, (kv_lens - q_lens)[:, None] + index, 0)
-    pages = batch.page_table[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
+    table = batch.page_table[kv.group] if batch.page_table.dim() > 2 else batch.page_table
+    pages = table[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
     queries = q[tokens].view(len(rows), index.numel(), -1, dim).transpose(1, 2).float()
     keys, values = (
         _load(t, pages, scale_of).reshape(len(rows), -1, kv_heads, dim).transpose(1, 2)
         for t, scale_of in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
     )
     place = torch.arange(keys.shape[2], device=q.device)
-    for x in (keys, values):  # what lies beyond the history may be no number, and 0 times that is none either
-        x.masked_fill_((place >= kv_lens[:, None])[:, None, :, None], 0.0)
+    unread = place >= kv_lens[:, None]
+    if window:
+        unread |= place <= (kv_lens - q_lens)[:, None] - window
+    for x in (keys, values):  # what is not the row's may be no number, and 0 times that is none either
+        x.masked_fill_(unread[:, None, :, None], 0.0)
     age = position[:, :, None] - place
     seen = (age >= 0) & (age < window) if window else age >= 0
     if softcap:

@@ -130,7 +130,8 @@ class Program:
         step.tokens, step.rows, step.sampled = batch.tokens, batch.rows, batch.sample_rows.numel()
         assert step.tokens <= self.limits.tokens
         assert step.sampled <= self.limits.sampled
-        step.page_size, step.max_pages = batch.page_size, batch.page_table.shape[1]
+        step.page_size, (slots, step.max_pages) = batch.page_size, batch.page_table.shape[-2:]
+        step.table_size = slots * step.max_pages
         for name in INPUTS:
             tensor = getattr(batch, name)
             assert tensor.dtype == torch.int32

@@ -145,7 +145,7 @@ class Recorder:
         heads = source.width // dim - 2 * kv_heads
         out, q = self._new(heads * dim, source.sampled)
         norms = [None if w is None else _floats(w) for w in (q_norm, k_norm)]
-        a = [kv_heads, cos_sin.shape[1], *_layout(kv)]
+        a = [kv_heads, cos_sin.shape[1], *_layout(kv), 0, kv.group]
         tensors = [_floats(cos_sin), *norms]
         self.nodes.append(
             Node(Op.ROPE_STORE, source.sampled, [source, None], [q], tensors, heads, dim, a, [eps], keep=kv)
@@ -158,7 +158,7 @@ class Recorder:
         assert batch is self._batch
         source, dim, kv_heads = self.buffer(q), kv.k.shape[3], kv.k.shape[2]
         out, y = self._new(source.width, source.sampled)
-        a = [kv_heads, window, *_layout(kv), 0]
+        a = [kv_heads, window, *_layout(kv), 0, kv.group]
         heads = source.width // dim
         self.nodes.append(
             Node(

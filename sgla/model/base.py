@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,19 +11,11 @@ from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.ops import KVLayer
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
-from sgla.layers.linear import split_heads
 from sgla.layers.moe import ExpertNames, MoE
 from sgla.layers.rope import rope_table
 from sgla.layers.vocab import LMHead, VocabEmbedding
 from sgla.model.spec import ModelSpec, RopeSpec
-
-
-class KVSpec(NamedTuple):
-    """What the KV pages of this rank must hold: each layer has k and v of ``kv_heads * head_dim`` values a token."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
+from sgla.model.state import LayerState, state_of
 
 
 class CausalLM(ABC):
@@ -57,9 +49,9 @@ class CausalLM(ABC):
         """The columns ``lm_head.own`` of ``logits``, which this rank computes alone."""
         return self.lm_head.part(hidden)
 
-    def kv_spec(self) -> KVSpec:
-        _, kv = split_heads(self.spec.heads, self.spec.kv_heads, self.shard)
-        return KVSpec(self.spec.layers, len(kv), self.spec.head_dim)
+    def state(self) -> list[LayerState]:
+        """Of each layer."""
+        return state_of(self.spec, self.shard.size)
 
     def rope(self, rope: RopeSpec) -> Tensor:
         return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)

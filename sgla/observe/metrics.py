@@ -239,10 +239,12 @@ class Metrics(Collector):
 
     def _model(self, facts: Facts) -> Iterator[Metric]:
         yield self._gauge(
-            "max_total_num_tokens", "Tokens the KV cache can hold", (facts.pages - 1) * facts.page_size
+            "max_total_num_tokens",
+            "Tokens the KV cache can hold",
+            (facts.groups[0].pages - 1) * facts.page_size,
         )
         yield self._gauge("page_size", "Tokens in one KV page", facts.page_size)
-        info = {(str(facts.page_size), str(facts.pages - 1)): 1}
+        info = {(str(facts.page_size), str(facts.groups[0].pages - 1)): 1}
         yield self._gauge("cache_config_info", "The KV cache's shape", info, ["block_size", "num_gpu_blocks"])
         ledger = {(purpose,): size for purpose, size in facts.ledger.items()}
         yield self._gauge("memory_bytes", "Memory by purpose", ledger, ["purpose"])
@@ -287,6 +289,14 @@ class Metrics(Collector):
         yield self._gauge(
             "token_usage", "Share of the KV cache held by requests", used / max(1, stats.pages_total)
         )
+        if stats.windows:
+            held = {
+                (str(pool.window),): (pool.total - pool.free - pool.evictable) / pool.total
+                for pool in stats.windows
+            }
+            yield self._gauge(
+                "swa_token_usage", "Share of the KV cache of a window held by requests", held, ["window"]
+            )
         yield self._gauge("cached_prefix_tokens", "Tokens in the prefix cache", stats.cached_tokens)
         yield self._gauge(
             "cache_hit_rate",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import islice
+from operator import le
 
 from msgspec.structs import replace
 
@@ -22,11 +24,21 @@ from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, wide_tokens
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import Prompt, Request, State
-from sgla.sched.stats import Finished, Ledger, Stats
+from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
 RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
 RATIO_RISE, RATIO_FALL = 0.1, 0.001
+
+
+def _sum(start: list[int], more: Iterable[list[int]]) -> list[int]:
+    """Of numbers of pages, group by group."""
+    return [sum(column) for column in zip(start, *more)]
+
+
+def _at_most(wanted: list[int], there: list[int]) -> bool:
+    """In every group."""
+    return all(map(le, wanted, there))
 
 
 def _by_rank(request: Request) -> tuple[float, float, int]:
@@ -57,8 +69,9 @@ class Core:
         self._now = 0.0  # the latest time told
         self._seq = 0
         self._steps = 0
-        self._short = 0  # pages that running rows lack in the plan being made
-        self._reserved = 0  # pages that they are expected to need
+        self._none = [0] * len(limits.groups)
+        self._short = self._none  # pages that running rows lack in the plan being made, of each cache group
+        self._reserved = self._none  # pages that they are expected to need
         self._ratio = limits.reserve  # part of its possible outputs that a request is expected to produce
         self._last = Step(0)
         self._prompt = Prompt([])  # of the latest request
@@ -174,8 +187,8 @@ class Core:
         self._now = now
         if len(self._flights) >= self.limits.depth or not (self._running or self._waiting):
             return None
-        step = Step(self._steps + 1)
-        self._short = 0
+        step = Step(self._steps + 1, len(self.limits.groups))
+        self._short = self._none
         prefills = self._plan_decodes(step)
         if prefills or self._waiting:
             first = prefills[0] if prefills else self._waiting[0]
@@ -186,6 +199,8 @@ class Core:
         if not step.rows:
             assert self._flights or not (self._running or self._waiting), "requests wait for nothing"
             return None
+        for request in step.rows[step.decodes :]:
+            self._memory.slide(request)
         step.zeroed, self._memory.spoiled = self._memory.spoiled, []
         self._steps += 1
         self._flights.append(step)
@@ -262,7 +277,7 @@ class Core:
             return False
         if not can_wait(self._running, self._waiting, self.limits.mixed_longest):
             return False
-        return sum(map(self._lacking, self._running + self._waiting)) <= self._memory.available
+        return _at_most(self._all_lacking(self._running + self._waiting), self._memory.available)
 
     def _plan_prefills(self, step: Step, prefills: list[Request], budget: Budget) -> None:
         for i, request in enumerate(prefills):
@@ -316,8 +331,11 @@ class Core:
         page = self.limits.page_size
         lacking = -(-(request.planned + count - request.allocated) // page)
         if lacking > 0:
-            lacking = max(min(lacking, self._memory.available), 1)
-            if not self._grow(request, lacking):
+            self._memory.slide(request)
+            lacking = min(lacking, *self._memory.available)
+            # With no page to be had it goes on with the room it has; a request with none takes it from others.
+            stuck = not lacking and request.allocated == request.planned
+            if (lacking or stuck) and not self._grow(request, max(lacking, 1)):
                 return 0
         return min(count, request.allocated - request.planned)
 
@@ -338,16 +356,17 @@ class Core:
     def _grow(self, request: Request, n: int) -> bool:
         """Give the request ``n`` more pages: free, else evicted, else from lower-ranked requests. Those give them back
         when their steps are done; until then the request misses a step."""
-        if self._memory.grow(request, n):
+        memory, before = self._memory, self._short
+        if memory.grow(request, n):
             return True
-        self._short += n
-        while self._coming() < self._short:
+        self._short = [s + (n if n > a else 0) for s, a in zip(before, memory.available)]
+        while not _at_most(self._short, self._coming()):
             victim = self._victim(request)
             if victim is None:
                 return False
             self._preempt(victim)
-            if self._memory.grow(request, n):
-                self._short -= n
+            if memory.grow(request, n):
+                self._short = before
                 return True
         return False
 
@@ -360,10 +379,10 @@ class Core:
                 return request
         return None
 
-    def _coming(self) -> int:
+    def _coming(self) -> list[int]:
         """Pages that requests on their way out will give back. What they found in the tree is not counted."""
         leaving = self._draining + [r for r in self._running if r.planned >= r.goal]
-        return sum(len(request.pages) - request.borrowed for request in leaving)
+        return _sum(self._none, map(self._memory.own, leaving))
 
     # --- admission
 
@@ -375,7 +394,7 @@ class Core:
         if not (self._memory.slots or may_displace):
             return
         promised = len(self._draining)
-        self._reserved = sum(map(self._lacking, self._running))
+        self._reserved = self._all_lacking(self._running)
         ordered = order(self.limits.policy, waiting, self._memory.cache, self._now, self.limits.patience)
         flying = sum(flight.brought for flight in self._flights)
         last = len(waiting) - 1
@@ -408,7 +427,7 @@ class Core:
             higher = victim.yields and not request.yields
         if not higher or victim.boosted or victim.planned >= victim.goal:
             return False
-        self._reserved -= self._lacking(victim)
+        self._reserved = [r - lacking for r, lacking in zip(self._reserved, self._lacking(victim))]
         self._preempt(victim)
         return True
 
@@ -422,7 +441,7 @@ class Core:
                 return False
         count = self._chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // self.limits.page_size)
-        lacking = min(lacking, memory.available)
+        lacking = min(lacking, *memory.available)
         roomy = self.limits.encoder and count > 0
         if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
             memory.release(request)
@@ -436,23 +455,26 @@ class Core:
         self._count_hit(request, request.borrowed)
         step.add_new(request)
         self._add_prefill(step, request, min(count, request.allocated - request.planned), budget)
-        self._reserved += self._lacking(request)
+        self._reserved = _sum(self._reserved, [self._lacking(request)])
         return True
 
     def _fits(self, request: Request) -> bool:
         """Pages suffice for its known tokens, and for the outputs expected of it and of the running requests. The
         expectation (``_ratio``) rises with each retraction and falls slowly, as in SGLang. Alone, it always fits."""
-        if self._short:
+        if any(self._short):
             return False
         if not self._running and not self._draining:
             return True
-        return self._reserved + self._lacking(request) <= self._memory.available
+        return _at_most(_sum(self._reserved, [self._lacking(request)]), self._memory.available)
 
-    def _lacking(self, request: Request) -> int:
+    def _lacking(self, request: Request) -> list[int]:
         """Pages the request is expected to need beside those it has."""
         known = request.known
         tokens = known + self._ratio * min(request.limit - known, RESERVE_CLIP)
-        return max(int(tokens) // self.limits.page_size + 1 - len(request.pages), 0)
+        return self._memory.lacking(request, int(tokens))
+
+    def _all_lacking(self, requests: Iterable[Request]) -> list[int]:
+        return _sum(self._none, map(self._lacking, requests))
 
     def _count_hit(self, request: Request, pages: int) -> None:
         if request.preemptions == 0:
@@ -532,6 +554,10 @@ class Core:
             pages_cached=cached,
             pages_evictable=memory.cache.evictable,
             pages_private=total - free - cached,
+            windows=[
+                WindowStats(window=p.window, total=p.total - 1, free=len(p), evictable=p.evictable)
+                for p in memory.windows
+            ],
             cached_tokens=cached * page,
             finished=dict(self._ledger.counts.finished),
             steps=self._steps,

@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
-from sgla.messages import LONGEST, RowSampling, Submit
+from sgla.messages import LONGEST, CacheGroup, RowSampling, Submit
 
 # Plans travel through a ring of 16 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
 # bring at most this many bytes, or there is only one; those of all steps in flight bring at most so many, or there is only
@@ -25,7 +25,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     """Capacities come from ``Facts``, choices from ``Config``."""
 
     slots: int
-    pages: int  # including the dummy page 0
+    groups: list[CacheGroup]  # the first one keeps all tokens
     page_size: int
     context_len: int
     step_tokens: int  # most tokens in one step
@@ -47,7 +47,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
         assert self.context_len <= LONGEST, "plans cannot carry such contexts"
-        assert self.encoder or self.pages > 1, "no pages but the dummy"
+        assert not self.groups[0].window, "the first group keeps all tokens"
+        assert self.encoder or all(group.pages > 1 for group in self.groups), "no pages but the dummy"
 
     @property
     def rows(self) -> int:
@@ -59,7 +60,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         """Tokens all pages can hold; an encoder needs none."""
         if self.encoder:
             return self.context_len
-        return (self.pages - 1) * self.page_size
+        return (self.groups[0].pages - 1) * self.page_size
 
     def outputs(self, submit: Submit) -> int:
         """Outputs the request can have: with the last one, whose KV is never stored, it must fit context and pool.

@@ -1,7 +1,7 @@
 """Slots and pages: every function here that moves ownership says so.
 
-``free + tree + private = total - 1``. A request owns ``pages[shared:]``; ``pages[:shared]`` belong to the tree and are
-kept by the request's lock on ``node``.
+``free + tree + private = total - 1`` in the pool of each cache group. A request owns ``pages[shared:]``; ``pages[:shared]`` belong to the tree and are
+kept by the request's lock on ``node``. The same holds for the pages of windows, of which the tree's are held one by one.
 """
 
 from __future__ import annotations
@@ -10,28 +10,48 @@ from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache
+from sgla.cache.window import WindowPool
 from sgla.sched.limits import Limits
 from sgla.sched.request import Request
 
 
 class Memory:
-    """The pool, the tree and the free slots."""
+    """The pools, the tree and the free slots. Numbers of pages come as lists, one for each cache group."""
 
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
-        self.pool = PagePool(limits.pages)
+        first, *windows = limits.groups
+        self.pool = PagePool(first.pages)
+        self.windows = [WindowPool(group.pages, group.window, limits.page_size) for group in windows]
         kind = RadixCache if limits.prefix_cache else NullCache
-        self.cache = kind(limits.page_size, self.pool, limits.eviction)
+        self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows)
         self.slots = list(range(limits.rows - 1, -1, -1))
-        self.spoiled: list[
-            int
-        ] = []  # free pages with NaN, which the next plan has zeroed before anybody uses them
+        # Free pages of each group with NaN, which the next plan has zeroed before anybody uses them; or nothing.
+        self.spoiled: list[list[int]] = []
         self._rows = limits.rows
 
     @property
-    def available(self) -> int:
+    def available(self) -> list[int]:
         """Pages that are free or can be made so by eviction."""
-        return len(self.pool) + self.cache.evictable
+        available = [len(self.pool) + self.cache.evictable]
+        for pool in self.windows:
+            available.append(len(pool) + pool.evictable)
+        return available
+
+    def lacking(self, request: Request, tokens: int) -> list[int]:
+        """Pages that the request would need beside those it has to go on to ``tokens``, one at a time."""
+        needed = tokens // self.page_size + 1
+        lacking = [max(needed - len(request.pages), 0)]
+        for pool, pages, behind in zip(self.windows, request.windows, request.behind):
+            lacking.append(max(min(needed, pool.most) - (len(pages) - behind), 0))
+        return lacking
+
+    def own(self, request: Request) -> list[int]:
+        """Pages that the request holds and has not found in the tree."""
+        own = [len(request.pages) - request.borrowed]
+        for pages, behind in zip(request.windows, request.behind):
+            own.append(len(pages) - max(behind, request.borrowed))
+        return own
 
     def attach(self, request: Request) -> None:
         """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never matched:
@@ -41,9 +61,12 @@ class Memory:
         limit = request.known - 1 if request.reads_cache else 0
         match = self.cache.match(request.namespace, request.data, limit)
         self.cache.lock(match.node)
-        request.node, request.pages = match.node, match.pages
+        request.node, request.pages, request.windows = match.node, match.pages, match.windows
         request.shared = request.borrowed = len(match.pages)
         request.planned = request.allocated = match.length
+        request.behind = [min(pool.first(match.length), len(match.pages)) for pool in self.windows]
+        for pool, pages, behind in zip(self.windows, request.windows, request.behind):
+            pool.hold(pages[behind:])
         request.slot = self.slots.pop()
 
     def catch_up(self, request: Request) -> int:
@@ -58,19 +81,44 @@ class Memory:
             self.cache.lock(match.node, above=request.node)
             request.node = match.node
             request.pages += match.pages
+            for pool, pages, more in zip(self.windows, request.windows, match.windows):
+                pool.hold(page for page in more if page)
+                pages += more
             request.shared += len(match.pages)
             request.borrowed += len(match.pages)
             request.planned = request.allocated = at + match.length
+            self.slide(request)
         return len(match.pages)
 
     def grow(self, request: Request, n: int) -> bool:
-        """Move ``n`` pages from the pool to the request, evicting if need be; false if there are not as many."""
+        """Move ``n`` pages of every group from the pools to the request, evicting if need be; false if there are not as many. Those behind its
+        windows go back first."""
+        if self.windows:
+            self.slide(request)
+            if any(n > len(pool) + pool.evictable for pool in self.windows):
+                return False
         short = n - len(self.pool)
         if short > 0 and (short > self.cache.evictable or self.cache.evict(short) < short):
             return False
         request.pages += self.pool.alloc(n)
+        for pool, pages in zip(self.windows, request.windows):
+            if n > len(pool):
+                pool.evict(n - len(pool))
+            pages += pool.alloc(n)
         request.allocated += n * self.page_size
         return True
+
+    def slide(self, request: Request) -> None:
+        """Give back the pages that no token from ``planned`` on reads. Steps are computed in order, so those in flight still find them as they
+        are. Not while a step is made in which the request has its row already."""
+        for pool, pages, (g, behind) in zip(self.windows, request.windows, enumerate(request.behind)):
+            first = min(pool.first(request.planned), len(pages))
+            if first > behind:
+                shared = min(max(request.shared, behind), first)
+                pool.unhold(page for page in pages[behind:shared] if page)
+                pool.free(pages[shared:first])
+                pages[behind:first] = [0] * (first - behind)
+                request.behind[g] = first
 
     def share(self, request: Request) -> None:
         """Give the request's planned pages of host-known tokens to the tree, which it then holds by lock.
@@ -84,7 +132,10 @@ class Memory:
             return
         assert request.node is not None
         tokens = request.data[first * self.page_size * TOKEN_BYTES : last * self.page_size * TOKEN_BYTES]
-        node = self.cache.adopt(request.node, request.namespace, tokens, request.pages[first:last])
+        windows = [pages[first:last] for pages in request.windows]
+        node = self.cache.adopt(
+            request.node, request.namespace, tokens, request.pages[first:last], windows, held=True
+        )
         if node is not None:
             self.cache.lock(node, above=request.node)
             request.node = node
@@ -98,24 +149,42 @@ class Memory:
         if request.spoiled:
             private = request.pages[request.shared :]
             self.pool.free(private)
+            beside = [self._let_go(g, request, len(private)) for g in range(len(self.windows))]
             self.cache.unlock(request.node)
-            self.spoiled += private + self.cache.discard(request.node)
+            pages, windows = self.cache.discard(request.node)
+            gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
+            self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
             self._forget(request)
             return
         first = request.shared
         last = max(first, min(request.planned, len(request.tokens)) // self.page_size)
         tokens = request.tokens[first * self.page_size : last * self.page_size].tobytes()
+        windows = [pages[first:last] for pages in request.windows]
+        for g in range(len(self.windows)):
+            self._let_go(g, request, len(request.pages) - last)
         if last > first:
-            self.pool.free(
-                self.cache.insert(request.node, request.namespace, tokens, request.pages[first:last])
+            left, beside = self.cache.insert(
+                request.node, request.namespace, tokens, request.pages[first:last], windows
             )
+            self.pool.free(left)
+            for pool, pages in zip(self.windows, beside):
+                pool.free(pages)
         self.pool.free(request.pages[last:])
         self.cache.unlock(request.node)
         self._forget(request)
 
+    def _let_go(self, g: int, request: Request, private: int) -> list[int]:
+        """Hold no more pages of the tree in a window, and free those of the last ``private`` that are there. Returns these."""
+        pool, pages, behind = self.windows[g], request.windows[g], request.behind[g]
+        pool.unhold(pages[behind : request.shared])
+        last = [page for page in pages[len(pages) - private :] if page]
+        pool.free(last)
+        return last
+
     def _forget(self, request: Request) -> None:
         self.slots.append(request.slot)
         request.node, request.pages, request.slot = None, [], -1
+        request.windows, request.behind = [], []
         request.shared = request.borrowed = request.told = request.allocated = request.planned = 0
 
     def check(self, holders: Iterable[Request]) -> None:
@@ -129,10 +198,25 @@ class Memory:
         assert total == self.pool.total - 1, f"free + tree + private = {total}, not {self.pool.total - 1}"
         used = [request.slot for request in holders]
         assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
+        for g in range(len(self.windows)):
+            self._check_window(g, holders)
         for request in holders:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
             self._check_path(request)
+
+    def _check_window(self, g: int, holders: list[Request]) -> None:
+        pool, held, private = self.windows[g], list[int](), list[int]()
+        for request in holders:
+            pages, behind = request.windows[g], request.behind[g]
+            assert len(pages) == len(request.pages), "windows and pages disagree"
+            assert not any(pages[:behind]), "a page behind the window is held"
+            assert all(pages[behind:]), "a page of the window is missing"
+            held += pages[behind : request.shared]
+            private += pages[max(behind, request.shared) :]
+        pool.check_holds(held)
+        assert len(set(private)) == len(private), "a private page of a window has two owners"
+        assert len(pool) + pool.cached + len(private) == pool.total - 1, "pages of a window lost or doubled"
 
     def _check_path(self, request: Request) -> None:
         node, path = request.node, []
@@ -148,8 +232,8 @@ class SlotsOnly(Memory):
     """For models that keep nothing of a prompt: a request gets a slot, and room for all its tokens without a page."""
 
     @property
-    def available(self) -> int:
-        return 1 << 60
+    def available(self) -> list[int]:
+        return [1 << 60]
 
     def attach(self, request: Request) -> None:
         request.node = self.cache.root

@@ -61,13 +61,15 @@ class State(Enum):
 class Request:
     """One child. Token counts: ``len(tokens)`` committed, ``planned``, ``known``, ``allocated`` (docs/design.md).
 
-    Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones.
+    Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones. Of each group with a window it has
+    as many in ``windows``, but holds only those from the index ``behind`` on; the others are 0.
     ``goal`` is the number of tokens whose KV is ever needed: the last output's is not.
     """
 
     __slots__ = (
         "allocated",
         "arrival",
+        "behind",
         "borrowed",
         "cached",
         "data",
@@ -101,6 +103,7 @@ class Request:
         "submit",
         "tokens",
         "told",
+        "windows",
         "yields",
     )
 
@@ -129,6 +132,8 @@ class Request:
 
         self.slot = -1
         self.pages: list[int] = []
+        self.windows: list[list[int]] = []
+        self.behind: list[int] = []
         self.node: Node | None = None
         self.shared = 0
         self.borrowed = 0  # pages it found in the tree

@@ -6,7 +6,7 @@ import io
 import pickle
 import sys
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -49,8 +49,8 @@ def thaw(data: bytes) -> Core:
     return core
 
 
-def _node(pages: bytes, *values: Any) -> Node:
-    node = Node(None, None, b"", array("i", pages), 0)
+def _node(pages: bytes, windows: list[bytes], *values: Any) -> Node:
+    node = Node(None, None, b"", array("i", pages), 0, [array("q", tickets) for tickets in windows])
     for name, value in zip(_NODE, values):
         setattr(node, name, value)
     return node
@@ -70,7 +70,7 @@ def _empty(kind: type[RadixCache]) -> RadixCache:
 
 def _write_node(node: Node) -> tuple[Any, ...]:
     """Without its neighbours: a deep tree must not become a deep recursion."""
-    return _node, (node.pages.tobytes(), *_of_node(node))
+    return _node, (node.pages.tobytes(), [tickets.tobytes() for tickets in node.windows], *_of_node(node))
 
 
 def _write_request(request: Request) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ class _Writer(pickle.Pickler):
 
 # Of structs, of arrays.
 _REBUILD, _RESTORE = Repetition().__reduce__()[0], array("i").__reduce_ex__(5)[0]
-_CALLED: list[Any] = [_node, _request, _empty, _REBUILD, _RESTORE, array, deque]
+_CALLED: list[Any] = [_node, _request, _empty, _REBUILD, _RESTORE, OrderedDict, array, deque]
 _KNOWN = {(value.__module__, value.__name__): value for value in _CALLED}
 
 

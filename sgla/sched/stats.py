@@ -27,6 +27,15 @@ class Finished(msgspec.Struct, kw_only=True):
     yields: bool = False
 
 
+class WindowStats(msgspec.Struct, kw_only=True):
+    """Pages of a cache group with a window."""
+
+    window: int  # tokens
+    total: int  # without the dummy
+    free: int
+    evictable: int  # in the tree, and held by no request
+
+
 class Stats(msgspec.Struct, kw_only=True):
     running: int = 0
     waiting: int = 0
@@ -38,6 +47,7 @@ class Stats(msgspec.Struct, kw_only=True):
     pages_cached: int = 0  # in the tree
     pages_evictable: int = 0  # of those, not in use
     pages_private: int = 0
+    windows: list[WindowStats] = []  # the above are of the first cache group, these of the others
     cached_tokens: int = 0  # in the tree
     query_tokens: int = 0  # counter: tokens looked up in the tree, once a request
     hit_tokens: int = 0  # counter: of those, found

@@ -31,7 +31,7 @@ class Step:
         "zeroed",
     )
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, groups: int = 1) -> None:
         self.number = number
         self.rows: list[Request] = []
         self.samples: list[Request] = []
@@ -40,14 +40,14 @@ class Step:
         self.tokens = 0
         self.work = 0
         self.brought = 0  # bytes of the requests that take their slots
-        self.zeroed: list[int] = []  # pages
+        self.zeroed: list[list[int]] = []  # pages of each group, or nothing
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._q_lens: list[int] = []
         self._flags = bytearray()
         self._page_slots: list[int] = []
         self._page_counts: list[int] = []
-        self._page_ids: list[int] = []
+        self._page_ids: list[list[int]] = [[] for _ in range(groups)]
         self._new: list[NewRow] = []
 
     def set_decodes(self, rows: list[Request], slots: list[int], starts: list[int]) -> None:
@@ -94,7 +94,9 @@ class Step:
         if fresh:
             self._page_slots.append(request.slot)
             self._page_counts.append(len(fresh))
-            self._page_ids += fresh
+            self._page_ids[0] += fresh
+            for ids, pages in zip(self._page_ids[1:], request.windows):
+                ids += pages[request.told :]
             request.told = len(request.pages)
 
     def add_new(self, request: Request) -> None:
@@ -104,7 +106,7 @@ class Step:
                 slot=request.slot,
                 tokens=request.data,
                 prompt_len=request.prompt_len,
-                pages=int32(request.pages),
+                pages=[int32(pages) for pages in (request.pages, *request.windows)],
                 sampling=request.submit.sampling,
                 segment=request.submit.segment,
             )
@@ -122,7 +124,7 @@ class Step:
             flags=bytes(self._flags),
             page_slots=int32(self._page_slots),
             page_counts=int32(self._page_counts),
-            page_ids=int32(self._page_ids),
+            page_ids=[int32(ids) for ids in self._page_ids],
             new=self._new,
-            zeroed=int32(self.zeroed),
+            zeroed=[int32(pages) for pages in self.zeroed],
         )

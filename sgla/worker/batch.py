@@ -135,7 +135,7 @@ def build(columns: Columns, tables: SlotTables) -> ForwardBatch:
     else:
         token_slots = np.repeat(slots, q_lens)
         positions = np.arange(q_start[-1], dtype=np.int32) - np.repeat(q_start[:-1] - starts, q_lens)
-    pages = tables.page_table[token_slots, positions // tables.page_size]
+    pages = np.ascontiguousarray(tables.page_table[:, token_slots, positions // tables.page_size])
     return ForwardBatch(
         rows=len(slots),
         tokens=len(positions),

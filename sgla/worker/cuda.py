@@ -31,10 +31,21 @@ from sgla.kernels.device import describe, use
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.rehearsal import compilers
 from sgla.layers.linear import split_heads
-from sgla.messages import LONGEST, PROMPT_LOGPROBS, SAMPLE, Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import (
+    LONGEST,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    CacheGroup,
+    Control,
+    Facts,
+    Progress,
+    StepPlan,
+    StepResult,
+)
 from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
+from sgla.model.state import kv_groups
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
@@ -203,8 +214,8 @@ class CudaRunner:
 
     def _size(self, config: Config) -> None:
         """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
-        spec = self.model.kv_spec()
-        page = 2 * spec.layers * spec.kv_heads * spec.head_dim * config.page_size * self.kv_dtype.itemsize
+        [group] = kv_groups(self.model.state(), 0)  # no kernel reads several page tables yet
+        page = group.values * config.page_size * self.kv_dtype.itemsize
         if self.kv_dtype != self.dtype:
             self._scales = self.measure_scales()
             self.notes.append(
@@ -232,7 +243,7 @@ class CudaRunner:
                 f"context cut from {self.context_len} to {context_len} tokens, what the KV cache holds"
             )
         self.facts = Facts(
-            pages=pages,
+            groups=[CacheGroup(pages, page_bytes=page)],
             page_size=config.page_size,
             slots=self.slots,
             context_len=context_len,
@@ -322,10 +333,10 @@ class CudaRunner:
 
     def allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
         """Tokens of one page and head lie together, so that a kernel reads them in one go. Zeros: see ``worker/kv.py``."""
-        spec = self.model.kv_spec()
-        shape = (spec.layers, 2, pages, spec.kv_heads, page_size, spec.head_dim)
+        state = self.model.state()
+        shape = (len(state), 2, pages, state[0].kv_heads, page_size, state[0].head_dim)
         pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
-        scales = self._scales if dtype == self.kv_dtype else [(1.0, 1.0)] * spec.layers
+        scales = self._scales if dtype == self.kv_dtype else [(1.0, 1.0)] * len(state)
         return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
 
     # --- steps
@@ -337,7 +348,7 @@ class CudaRunner:
         begin.record()
         self.tables.apply(plan, self.sampler)
         if plan.zeroed:
-            zero_pages(self.kv, upload(column(plan.zeroed)).long())
+            zero_pages(self.kv, [upload(column(plan.zeroed[0])).long()])
         if self.constraints is not None:
             for new in plan.new:
                 self.constraints.admit(new)
@@ -434,7 +445,7 @@ class CudaRunner:
         extend = None
         if decodes < rows:
             extend = ExtendRows(
-                slots[decodes:], q_lens[decodes:], kv_lens[decodes:], self.tables.host.page_table
+                slots[decodes:], q_lens[decodes:], kv_lens[decodes:], self.tables.host.page_table[0]
             )
         batch = DeviceBatch(
             rows=rows,
@@ -467,7 +478,7 @@ class CudaRunner:
         if self.cascade is None or not len(slots):
             return None
         return self.cascade.plan(
-            slots, starts, self.tables.host.page_table, self.tables.admissions, len(slots)
+            slots, starts, self.tables.host.page_table[0], self.tables.admissions, len(slots)
         )
 
     def _share_much(self, slots: Any, starts: Any) -> bool:

@@ -22,7 +22,7 @@ class DeviceTables:
         self.page_size, self.admissions = page_size, 0
         self.host = SlotTables(slots + 1, context_len, page_size)
         self.tokens = torch.zeros(self.host.tokens.shape, dtype=torch.int32, device="cuda")
-        self.page_table = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
+        self.page_table = torch.zeros(self.host.page_table.shape[1:], dtype=torch.int32, device="cuda")
 
     def apply(self, plan: StepPlan, sampler: DeviceSampler) -> None:
         """Take in the new rows, then the appended pages; on the device in stream order."""
@@ -30,7 +30,7 @@ class DeviceTables:
             self._admit(plan.new, sampler)
             self.admissions += len(plan.new)
         if plan.page_slots:
-            slots, counts, pages = column(plan.page_slots), column(plan.page_counts), column(plan.page_ids)
+            slots, counts, pages = column(plan.page_slots), column(plan.page_counts), column(plan.page_ids[0])
             first = np.cumsum(counts) - counts
             owners = np.repeat(slots, counts)
             places = np.arange(len(pages)) - np.repeat(first - self.host.page_count[slots], counts)
@@ -44,7 +44,7 @@ class DeviceTables:
         at = head.size
         for i, new in enumerate(rows):
             sampler.admit(new)
-            tokens, pages, s = column(new.tokens), column(new.pages), new.sampling
+            tokens, pages, s = column(new.tokens), column(new.pages[0]), new.sampling
             head[i, :5] = new.slot, at, len(tokens), at + len(tokens), len(pages)
             floats[i, 5:8] = s.temperature, s.top_p, s.min_p
             head[i, 8] = s.top_k

@@ -17,13 +17,14 @@ from sgla.errors import ConfigError, UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.kernels.program import Limits
 from sgla.layers.batch import ForwardBatch
-from sgla.messages import Control, Facts, Pooling, Progress, StepPlan, StepResult
+from sgla.messages import CacheGroup, Control, Facts, Pooling, Progress, StepPlan, StepResult
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
+from sgla.model.sizes import BYTES
 from sgla.sampling import faults
 from sgla.worker.forward import compiled, describe
-from sgla.worker.memory import BYTES, available_bytes, check_weights, resident_bytes
+from sgla.worker.memory import available_bytes, check_weights, resident_bytes
 from sgla.worker.profile import Profiler
 from sgla.worker.state import column
 
@@ -68,7 +69,7 @@ class EncoderRunner:
         )
         rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
         self.facts = Facts(
-            pages=1,
+            groups=[CacheGroup(1)],
             page_size=config.page_size,
             slots=min(config.max_running_requests or rows, rows),
             context_len=context,

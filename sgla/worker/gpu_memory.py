@@ -23,7 +23,8 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.layers.linear import split_heads
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.worker.memory import MIB, mib, pages_for
+from sgla.model.state import pages_for
+from sgla.worker.memory import MIB, mib
 
 RESERVE = 1024 * MIB
 # Bytes of the driver for a layer in a graph. With activations, which are counted apart, 53 to 96 KiB were measured.

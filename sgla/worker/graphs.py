@@ -211,7 +211,7 @@ class DecodeGraphs:
             return None
         size = next(size for size in self._cascade_sizes if size >= len(slots))
         tables = self._runner.tables
-        return cascade.plan(slots, starts, tables.host.page_table, tables.admissions, size)
+        return cascade.plan(slots, starts, tables.host.page_table[0], tables.admissions, size)
 
     def _send(self, slots: Any, starts: Any, size: int) -> int:
         """Send the step's columns to the graph of this size. Returns the place where its tokens land."""

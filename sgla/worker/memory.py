@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sgla.errors import OutOfMemory
-from sgla.model.base import KVSpec
-from sgla.model.sizes import BYTES
+from sgla.model.state import Pool
 
 MIB = 1 << 20
 KV_BYTES = 512 * MIB  # size of the KV cache if nobody says otherwise
 
 
 class KVSize(NamedTuple):
-    pages: int  # including the dummy page 0
+    pages: list[int]  # of each cache group, including the dummy page 0
     context_len: int
     bytes: int
     note: str  # why the context is shorter than the model's, or ""
 
 
 def size_kv(
-    kv: KVSpec,
-    page_size: int,
-    dtype: str,
+    pool: Pool,
     *,
     budget: int | None,
     available: int,
@@ -37,11 +34,11 @@ def size_kv(
     full context if that fits in half. Raises OutOfMemory if the budget is not there or does not hold
     ``wanted_context``; the model's own context is cut to what the pages hold.
     """
-    page = int(2 * kv.layers * kv.kv_heads * kv.head_dim * page_size * BYTES[dtype])
+    page_size = pool.page_size
     context = wanted_context or model_context
-    needed = pages_for(context, page_size) * page
+    needed = pool.needed(context)
     if budget is None:
-        budget = max(min(KV_BYTES, available // 4), page)
+        budget = max(min(KV_BYTES, available // 4), sum(pool.page_bytes))
         if budget < needed <= available // 2:
             budget = needed
     if budget > available:
@@ -50,22 +47,19 @@ def size_kv(
             f"{mib(budget - available)} are missing; lower --kv-cache-bytes",
             param="kv_cache_bytes",
         )
-    pages = -(-budget // page)
+    pages = pool.split(budget)
     note = ""
-    if pages * page_size < context:
+    if pages[0] * page_size < context:
         if wanted_context is not None:
             raise OutOfMemory(
                 f"a context of {context} tokens needs {mib(needed)} of KV cache, {mib(needed - budget)} more than there "
                 "is; lower --context-length or raise --kv-cache-bytes",
                 param="context_length",
             )
-        context = pages * page_size
+        context = pages[0] * page_size
         note = f"context cut from {model_context} to {context} tokens, what the KV cache holds; --kv-cache-bytes gives more"
-    return KVSize(pages + 1, context, (pages + 1) * page, note)
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
+    pages = [n + 1 for n in pages]
+    return KVSize(pages, context, sum(n * b for n, b in zip(pages, pool.page_bytes)), note)
 
 
 def check_weights(needed: int, available: int) -> None:

@@ -76,7 +76,7 @@ class PooledRunner(Runner):
     def execute(self, plan: StepPlan) -> StepResult:
         self.tables.apply(plan)
         if plan.zeroed:
-            zero_pages(self.kv, torch.from_numpy(column(plan.zeroed).astype(np.int64)))
+            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
         slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         done = np.flatnonzero(starts + q_lens == self.tables.prompt_len[slots])

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
-from sgla.dist import Shard, join
+from sgla.dist import join
 from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.program import Limits
-from sgla.layers.linear import split_heads
 from sgla.messages import (
     SAMPLE,
+    CacheGroup,
     Control,
     Facts,
     Failed,
@@ -31,10 +31,11 @@ from sgla.messages import (
     StepPlan,
     StepResult,
 )
-from sgla.model.base import CausalLM, KVSpec
+from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
+from sgla.model.state import Demand, Pool, kv_groups, state_of
 from sgla.sampling import Sampler, Samples, faults
 from sgla.sampling.draw import draw
 from sgla.sampling.logprobs import Scores, score
@@ -88,30 +89,33 @@ class Runner:
             slots = min(slots, max(1, STATE_BYTES // (4 * spec.hidden)))
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
         check_weights(weights, available_bytes())
-        kv_spec = kv_of(spec, self.shard)
+        state = state_of(spec, self.shard.size)
+        groups = kv_groups(state, config.context_length or spec.context_len)
+        pool = Pool(groups, config.page_size, dtype, Demand(slots, step_tokens))
         size = size_kv(
-            kv_spec,
-            config.page_size,
-            dtype,
+            pool,
             budget=config.kv_cache_bytes,
             available=available_bytes() - weights,
             wanted_context=config.context_length,
             model_context=spec.context_len,
         )
         self.model = self._load_model(config, source, dtype, size.context_len, report)
-        self.kv = allocate_kv(kv_spec, size.pages, config.page_size, dtype)
+        self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = Limits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
         self._forward = self._make_forward(limits, config.native_kernels)
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
-        self.tables = SlotTables(slots, size.context_len, config.page_size)
+        self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups))
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
         jumps = self.shard.size == 1  # other ranks are told one token a row
         self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps, processors)
         self.facts = Facts(
-            pages=size.pages,
+            groups=[
+                CacheGroup(pages, group.window, nbytes)
+                for pages, group, nbytes in zip(size.pages, groups, pool.page_bytes)
+            ],
             page_size=config.page_size,
             slots=slots,
             context_len=size.context_len,
@@ -147,7 +151,7 @@ class Runner:
         """All ranks return the same tokens; logprobs come from rank 0."""
         self.tables.apply(plan)
         if plan.zeroed:
-            zero_pages(self.kv, torch.from_numpy(column(plan.zeroed).astype(np.int64)))
+            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
             if new.sampling.pool is not None:
@@ -235,7 +239,7 @@ class Runner:
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""
         one, zero = np.ones(1, np.int32).tobytes(), np.zeros(1, np.int32).tobytes()
-        new = NewRow(slot=0, tokens=zero, prompt_len=1, pages=b"", sampling=RowSampling())
+        new = NewRow(slot=0, tokens=zero, prompt_len=1, pages=[], sampling=RowSampling())
         self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
 
     def control(self, command: Control) -> dict[str, Any]:
@@ -258,9 +262,3 @@ class Runner:
 def label_logprobs(logits: torch.Tensor, labels: list[int]) -> NDArray[np.float32]:
     """float32[labels]: log-probabilities of these tokens; logits ``[V]``."""
     return logits.log_softmax(-1)[labels].numpy()
-
-
-def kv_of(spec: ModelSpec, shard: Shard) -> KVSpec:
-    """What ``CausalLM.kv_spec`` will say, before the model exists."""
-    _, kv = split_heads(spec.heads, spec.kv_heads, shard)
-    return KVSpec(spec.layers, len(kv), spec.head_dim)

@@ -16,15 +16,15 @@ def column(data: bytes) -> Int32s:
 
 
 class SlotTables:
-    """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[slots, max_pages] (0, the dummy, where unset).
+    """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[groups, slots, max_pages] (0, the dummy, where unset).
 
     Memory is touched only where a request has written.
     """
 
-    def __init__(self, slots: int, context_len: int, page_size: int) -> None:
+    def __init__(self, slots: int, context_len: int, page_size: int, groups: int = 1) -> None:
         self.page_size = page_size
         self.tokens: Int32s = np.empty((slots, context_len + 1), np.int32)
-        self.page_table: Int32s = np.zeros((slots, -(-(context_len + 1) // page_size)), np.int32)
+        self.page_table: Int32s = np.zeros((groups, slots, -(-(context_len + 1) // page_size)), np.int32)
         self.page_count: Int32s = np.zeros(slots, np.int32)
         self.prompt_len: Int32s = np.zeros(slots, np.int32)
         self.prompt_logprobs: Int32s = np.zeros(slots, np.int32)
@@ -38,15 +38,20 @@ class SlotTables:
             return
         slots, counts = column(plan.page_slots), column(plan.page_counts)
         first = np.cumsum(counts) - counts
-        offsets = np.arange(len(plan.page_ids) // 4) - np.repeat(first - self.page_count[slots], counts)
-        self.page_table[np.repeat(slots, counts), offsets] = column(plan.page_ids)
+        offsets = np.arange(counts.sum()) - np.repeat(first - self.page_count[slots], counts)
+        owners = np.repeat(slots, counts)
+        for table, pages in zip(self.page_table, plan.page_ids):
+            table[owners, offsets] = column(pages)
         self.page_count[slots] += counts
 
     def _admit(self, new: NewRow) -> None:
-        tokens, pages = column(new.tokens), column(new.pages)
+        tokens = column(new.tokens)
         self.tokens[new.slot, : len(tokens)] = tokens
-        self.page_table[new.slot, : len(pages)] = pages
-        self.page_count[new.slot] = len(pages)
+        self.page_count[new.slot] = 0
+        for table, column_of in zip(self.page_table, new.pages):
+            pages = column(column_of)
+            table[new.slot, : len(pages)] = pages
+            self.page_count[new.slot] = len(pages)
         self.prompt_len[new.slot] = new.prompt_len
         self.prompt_logprobs[new.slot] = new.sampling.prompt_logprobs
         self.hidden[new.slot] = new.sampling.hidden

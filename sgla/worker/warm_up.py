@@ -94,7 +94,7 @@ def measure(runner: CudaRunner) -> Peak:
 def _admit_all(runner: CudaRunner) -> None:
     for slot in range(runner.slots):
         new = NewRow(
-            slot=slot, tokens=bytes(4), prompt_len=runner.context_len, pages=b"", sampling=EVERYTHING
+            slot=slot, tokens=bytes(4), prompt_len=runner.context_len, pages=[b""], sampling=EVERYTHING
         )
         runner.tables.apply(_step([(slot, 0, 1)], new), runner.sampler)
 
@@ -172,13 +172,13 @@ def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
                 slot=0,
                 tokens=bytes(4 * size),
                 prompt_len=size,
-                pages=bytes(4 * -(-size // runner.tables.page_size)),
+                pages=[bytes(4 * -(-size // runner.tables.page_size))],
                 sampling=EVERYTHING,
             )
             yield _step([(0, start, size - start)], row)
     one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
-    row = NewRow(slot=0, tokens=zero, prompt_len=1, pages=b"", sampling=EVERYTHING)
-    yield msgspec.structs.replace(_step([(0, 0, 1)], row), page_slots=zero, page_counts=one, page_ids=zero)
+    row = NewRow(slot=0, tokens=zero, prompt_len=1, pages=[b""], sampling=EVERYTHING)
+    yield msgspec.structs.replace(_step([(0, 0, 1)], row), page_slots=zero, page_counts=one, page_ids=[zero])
 
 
 def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None, flags: int = SAMPLE) -> StepPlan:

@@ -138,11 +138,13 @@ class Eager:
         per_row = -(-length // self.page_size)
         order = torch.randperm(slots * per_row, generator=torch.Generator().manual_seed(7)) + 1
         self.page_table = order.to(torch.int32).view(slots, per_row)
-        layers, heads, dim = self.model.kv_spec()
-        shape = (slots * per_row + 1, self.page_size, heads, dim)
+        shapes = [
+            (slots * per_row + 1, self.page_size, layer.kv_heads, layer.head_dim)
+            for layer in self.model.state()
+        ]
         self.kv = [
             KVLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
-            for _ in range(layers)
+            for shape in shapes
         ]
 
         self.forward = make_forward(self.model, self.kv, Limits(self.budget, slots), 1, self.native)

@@ -232,7 +232,7 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         "asked": len(asked),
         "late": sorted(launches.seen - asked),
         "context": facts.context_len,
-        "pages": facts.pages,
+        "pages": facts.groups[0].pages,
         "ledger": facts.ledger,
         "notes": facts.notes,
     }

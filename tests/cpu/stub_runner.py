@@ -12,7 +12,7 @@ from typing import Any
 
 from sgla.config import Config
 from sgla.errors import UnsupportedField, WeightError
-from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import CacheGroup, Control, Facts, Progress, StepPlan, StepResult
 
 
 class StubRunner:
@@ -34,7 +34,7 @@ class StubRunner:
         self.misbehave("load")
         notes = [str("pytest" in sys.modules), rendezvous]
         self.facts = Facts(
-            pages=100 + rank,
+            groups=[CacheGroup(100 + rank)],
             page_size=16,
             slots=8,
             context_len=64,

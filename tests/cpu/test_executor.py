@@ -103,7 +103,9 @@ async def test_plans_go_in_and_results_come_out_in_order(make: Make, kind: Make)
     assert all(r.seconds >= 0 and r.gap >= 0 and r.error is None for r in results)
 
     long = array("i", range(100_000)).tobytes()
-    row = NewRow(slot=1, tokens=long, prompt_len=100_000, pages=ints(*range(1, 6000)), sampling=RowSampling())
+    row = NewRow(
+        slot=1, tokens=long, prompt_len=100_000, pages=[ints(*range(1, 6000))], sampling=RowSampling()
+    )
     for step in range(4, 40):
         executor.submit(make_plan(step, [row]))
         await collect(executor, 1)
@@ -125,7 +127,7 @@ async def test_every_rank_gets_every_plan_and_one_death_ends_all(make: Make, cap
     deaths: list[WorkerDied] = []
     executor.on_death(deaths.append)
     facts = await executor.start(lambda p: None)
-    assert facts.pages == 100
+    assert facts.groups[0].pages == 100
     assert not os.path.exists(facts.notes[1])
     for step in (1, 2):
         executor.submit(make_plan(step))

@@ -44,7 +44,7 @@ def on_device(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> 
     table[1, : len(tokens)] = torch.from_numpy(tokens)
     sampler = DeviceSampler(table, VOCAB)
     for slot, asked in ((1, sampling), (2, RowSampling())):
-        sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=asked))
+        sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=[b""], sampling=asked))
     assert not sampler.plain(np.array([1], np.int32))
     assert sampler.plain(np.array([2], np.int32))
     rows = torch.from_numpy(np.stack([logits, logits]))
@@ -149,7 +149,7 @@ def test_all_rules_of_all_rows_are_those_of_the_host() -> None:
     for turn in range(7):
         slots = rng.permutation(7).tolist()
         for slot, sampling in zip(slots, asked):
-            sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=sampling))
+            sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=[b""], sampling=sampling))
             host.admit(slot, PROMPT, sampling)
         slots = rng.permutation(7)[: 7 - turn // 2].tolist()
         positions = [CONTEXT - 1, *rng.integers(PROMPT, CONTEXT, len(slots) - 1).tolist()]
@@ -175,7 +175,7 @@ def test_the_largest_rules_fit_their_records() -> None:
         begins = range(MAX_BIASES, MAX_BIASES + MAX_WORD_TOKENS, length)
         words = [list(range(begin, begin + length)) for begin in begins]
         asked = RowSampling(**largest, bad_words=words)  # type: ignore[arg-type]
-        sampler.admit(NewRow(slot=0, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=asked))
+        sampler.admit(NewRow(slot=0, tokens=b"", prompt_len=PROMPT, pages=[b""], sampling=asked))
 
 
 @pytest.mark.parametrize("stops", [0, 20])

@@ -5,7 +5,6 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny import VOCAB, check_draws, make_core, run, run_executor, submit, tiny_config, tiny_source
@@ -17,7 +16,7 @@ from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
-from sgla.model.base import KVSpec
+from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.worker.batch import Columns, build, cut, read
 from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
 from sgla.worker.runner import Runner
@@ -166,7 +165,7 @@ def forward(runner: Runner, tokens: list[int]) -> torch.Tensor:
     tables = SlotTables(1, runner.facts.context_len, runner.facts.page_size)
     pages = range(1, 2 + len(tokens) // runner.facts.page_size)
     new = NewRow(
-        slot=0, tokens=ints(tokens), prompt_len=len(tokens), pages=ints(pages), sampling=RowSampling()
+        slot=0, tokens=ints(tokens), prompt_len=len(tokens), pages=[ints(pages)], sampling=RowSampling()
     )
     plan = StepPlan(
         step=1, slots=ints([0]), starts=ints([0]), q_lens=ints([len(tokens)]), flags=b"\0", new=[new]
@@ -205,13 +204,13 @@ def test_batches_match_a_token_by_token_construction() -> None:
             flags=bytes(flags),
             page_slots=ints(late),
             page_counts=ints(len(pages[s]) - told[s] for s in late),
-            page_ids=ints(p for s in late for p in pages[s][told[s] :]),
+            page_ids=[ints(p for s in late for p in pages[s][told[s] :])],
             new=[
                 NewRow(
                     slot=s,
                     tokens=ints(tokens[s]),
                     prompt_len=prompt_len[s],
-                    pages=ints(pages[s][: told[s]]),
+                    pages=[ints(pages[s][: told[s]])],
                     sampling=RowSampling(),
                 )
                 for s in slots
@@ -225,11 +224,11 @@ def test_batches_match_a_token_by_token_construction() -> None:
         assert f.ids.tolist() == [tokens[s][p] for _, s, p in spots]
         assert f.positions.tolist() == [p for _, _, p in spots]
         assert f.out_loc.tolist() == [
-            pages[s][p // page_size] * page_size + p % page_size for _, s, p in spots
+            [pages[s][p // page_size] * page_size + p % page_size for _, s, p in spots]
         ]
         assert f.kv_len.tolist() == [a + n for a, n in zip(starts, q_lens)]
         assert f.slots.tolist() == slots
-        assert all(f.page_table[s, : len(pages[s])].tolist() == pages[s] for s in slots)
+        assert all(f.page_table[0, s, : len(pages[s])].tolist() == pages[s] for s in slots)
         last = [max(i for i, spot in enumerate(spots) if spot[0] == r) for r in range(len(slots))]
         assert f.q_start.tolist() == [0, *(i + 1 for i in last)]
         wanted = [i for i, flag in zip(last, flags) if flag & SAMPLE]
@@ -255,7 +254,7 @@ def check_parts(columns: Columns, whole: ForwardBatch, most: int, tables: SlotTa
     parts = [build(part, tables) for part in cut(columns, most)]
     assert all(p.sample_rows.numel() <= most for p in parts)
     for name in ("ids", "positions", "out_loc"):
-        assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name))
+        assert torch.equal(torch.cat([getattr(p, name) for p in parts], -1), getattr(whole, name))
     at, logits = 0, []
     for p in parts:
         assert p.q_start[-1] == p.tokens == len(p.ids)
@@ -269,7 +268,7 @@ def test_a_slot_forgets_its_previous_request() -> None:
     tables = SlotTables(2, 50, 4)
     for count in (5, 2):
         row = NewRow(
-            slot=1, tokens=ints(range(9)), prompt_len=9, pages=ints(range(1, count)), sampling=RowSampling()
+            slot=1, tokens=ints(range(9)), prompt_len=9, pages=[ints(range(1, count))], sampling=RowSampling()
         )
         tables.apply(StepPlan(step=1, slots=b"", starts=b"", q_lens=b"", flags=b"", new=[row]))
     append = StepPlan(
@@ -280,14 +279,14 @@ def test_a_slot_forgets_its_previous_request() -> None:
         flags=b"",
         page_slots=ints([1]),
         page_counts=ints([2]),
-        page_ids=ints([8, 9]),
+        page_ids=[ints([8, 9])],
     )
     tables.apply(append)
-    assert tables.page_table[1, :3].tolist() == [1, 8, 9]
+    assert tables.page_table[0, 1, :3].tolist() == [1, 8, 9]
     assert tables.page_count.tolist() == [0, 3]
 
 
-SPEC = KVSpec(layers=4, kv_heads=2, head_dim=64)  # 4 KiB a token in float32, 64 KiB a page
+STATE = [LayerState(0, kv_heads=2, head_dim=64)] * 4  # 4 KiB a token in float32, 64 KiB a page
 
 
 def sized(**changes: Any) -> Any:
@@ -297,16 +296,16 @@ def sized(**changes: Any) -> Any:
         "wanted_context": None,
         "model_context": 2048,
     }
-    return size_kv(SPEC, 16, "float32", **arguments | changes)
+    return size_kv(Pool(kv_groups(STATE, 2048), 16, "float32", Demand(32, 512)), **arguments | changes)
 
 
 def test_the_kv_cache_is_sized_by_budget_memory_and_context() -> None:
     page = 64 << 10
     assert sized().bytes == 512 * MIB + page
-    assert sized().pages * page == sized().bytes
+    assert [pages * page for pages in sized().pages] == [sized().bytes]
     assert sized(available=400 * MIB).bytes == 100 * MIB + page
     assert sized(model_context=200_000).context_len == 200_000  # more than 512 MiB, and there is room
-    assert sized(budget=1 * MIB, wanted_context=256) == (17, 256, 17 * page, "")
+    assert sized(budget=1 * MIB, wanted_context=256) == ([17], 256, 17 * page, "")
     cut = sized(budget=1 * MIB)
     assert cut.context_len == 256
     assert "--kv-cache-bytes" in cut.note
@@ -322,7 +321,7 @@ def test_memory_is_only_touched_when_used() -> None:
     runner = make_runner(kv_cache_bytes=available // 2, max_running_requests=4096)
     assert resident_bytes()["rss"] - before < 64 * MIB
     assert runner.facts.ledger["kv"] >= available // 2
-    assert np.prod([runner.facts.pages, runner.facts.page_size]) > 1 << 20
+    assert runner.facts.groups[0].pages * runner.facts.page_size > 1 << 20
 
 
 def test_wrong_settings_are_typed_errors() -> None:

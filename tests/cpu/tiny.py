@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from sgla.config import Config
 from sgla.executor.base import Executor
@@ -49,10 +51,13 @@ def tiny_config(**changes: Any) -> Config:
     return Config(**settings | changes)
 
 
-def make_core(facts: Facts, **changes: Any) -> Core:
+def make_core(facts: Facts, *, pages: int = 0, windows: Sequence[int] = (), **changes: Any) -> Core:
+    """``pages`` of the first cache group and of the ``windows``, if they are not those of the worker."""
+    first, *others = facts.groups
+    others = [replace(group, pages=pages) for group, pages in zip(others, windows)] or others
     limits: dict[str, Any] = {
         "slots": facts.slots,
-        "pages": facts.pages,
+        "groups": [replace(first, pages=pages) if pages else first, *others],
         "page_size": facts.page_size,
         "context_len": facts.context_len,
         "step_tokens": facts.step_tokens,

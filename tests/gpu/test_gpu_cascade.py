@@ -109,7 +109,7 @@ def rows_of_a_family(lone: int, **sampling: Any) -> list[NewRow]:
                 slot=slot,
                 tokens=ints(*tokens),
                 prompt_len=len(tokens),
-                pages=ints(*head, *range(first, first + 8)),
+                pages=[ints(*head, *range(first, first + 8))],
                 sampling=RowSampling(seed=slot, **sampling),
             )
         )

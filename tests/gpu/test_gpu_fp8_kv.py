@@ -159,7 +159,7 @@ def test_the_runner_is_close_to_bfloat16() -> None:
     try:
         for dtype in ("auto", "fp8"):
             runner = make(kv_cache_dtype=dtype)
-            pages.append(runner.facts.pages)
+            pages.append(runner.facts.groups[0].pages)
             tokens = prompt(2, 300)
             new = [new_row(2, tokens, prompt_logprobs=0, logprobs=0)]
             chunk = runner.execute(plan(0, [(2, 0, 130, PROMPT_LOGPROBS)], new)).logprobs

@@ -129,10 +129,10 @@ def test_a_cached_prefix_and_prompt_logprobs(runner: Any) -> None:
     tokens = prompt(3, 200)
     sampling = RowSampling(prompt_logprobs=2)
     pages = ints(*range(1 + 3 * PAGES, 1 + 4 * PAGES))
-    new = [NewRow(slot=3, tokens=ints(*tokens), prompt_len=200, pages=pages, sampling=sampling)]
+    new = [NewRow(slot=3, tokens=ints(*tokens), prompt_len=200, pages=[pages], sampling=sampling)]
     whole = runner.execute(plan(0, [(3, 0, 200, SAMPLE | PROMPT_LOGPROBS)], new)).logprobs[0]
     reader = [
-        NewRow(slot=8, tokens=ints(*tokens), prompt_len=200, pages=pages, sampling=sampling),
+        NewRow(slot=8, tokens=ints(*tokens), prompt_len=200, pages=[pages], sampling=sampling),
         new_row(9, prompt(9, 90)),
     ]
     rows = [(9, 0, 90, SAMPLE), (8, 96, 104, SAMPLE | PROMPT_LOGPROBS)]

@@ -75,7 +75,7 @@ def admit(slot: int) -> NewRow:
     pages = np.array([*range(1, 1 + whole), *range(1 + whole + 9 * slot, 10 + whole + 9 * slot)], np.int32)
     tokens = np.random.default_rng(slot).integers(0, 1000, LENGTH).astype(np.int32)
     return NewRow(
-        slot=slot, tokens=tokens.tobytes(), prompt_len=LENGTH, pages=pages.tobytes(), sampling=WORST
+        slot=slot, tokens=tokens.tobytes(), prompt_len=LENGTH, pages=[pages.tobytes()], sampling=WORST
     )
 
 
@@ -85,7 +85,7 @@ def test_nothing_runs_out(runner: Any) -> None:
     facts = runner.facts
     ledger = facts.ledger
     assert facts.context_len == MODEL["max_position_embeddings"]
-    assert facts.pages > LENGTH // PAGE + 9 * SLOTS
+    assert facts.groups[0].pages > LENGTH // PAGE + 9 * SLOTS
     free, idle = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
     assert free < sum(ledger[name] for name in ("activations", "fragments", "reserve")) + (1 << 20)
     torch.cuda.reset_peak_memory_stats()

@@ -44,7 +44,7 @@ def test_rules_are_those_of_the_cpu() -> None:
         expected = logits.cpu().numpy()
         for row, (slot, end) in enumerate(zip(slots.tolist(), ends.tolist())):
             sampling = asked(row + turn, tokens[slot], end)
-            sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=b"", sampling=sampling))
+            sampler.admit(NewRow(slot=slot, tokens=b"", prompt_len=PROMPT, pages=[b""], sampling=sampling))
             for rule in make_rules(tokens[slot], PROMPT, sampling, VOCAB):
                 rule.apply(expected[row], end)
         changed = logits.clone()

@@ -37,7 +37,7 @@ def new_row(slot: int, tokens: list[int], **sampling: Any) -> NewRow:
         slot=slot,
         tokens=ints(*tokens),
         prompt_len=len(tokens),
-        pages=ints(*pages),
+        pages=[ints(*pages)],
         sampling=RowSampling(**sampling),
     )
 
@@ -316,9 +316,8 @@ def test_a_broken_input_fails_alone_in_graphs_and_eagerly(rows: int, sampling: d
         prompts[bad][-1] = BROKEN if poison else 14
         new = [new_row(slot, prompts[slot], seed=slot, **sampling) for slot in range(rows)]
         plans = [plan(0, [(slot, 0, 20, SAMPLE) for slot in range(rows)], new)]
-        plans[0].zeroed = ints(
-            *range(1 + bad * PAGES, 1 + (bad + 1) * PAGES)
-        )  # the run before left NaN there
+        left = range(1 + bad * PAGES, 1 + (bad + 1) * PAGES)  # with NaN, by the run before
+        plans[0].zeroed = [ints(*left)]
         plans += [plan(i, [(slot, 19 + i, 1, SAMPLE) for slot in range(rows)]) for i in (1, 2)]
         decodes, takes = runner._decodes, runner.prompts.takes
         if eager:

@@ -11,7 +11,17 @@ from typing import Any
 from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
 from sgla.errors import ContextTooLong, Loading
-from sgla.messages import Control, Event, Facts, Job, Rejected, SamplingParams, TokenLogprob, Usage
+from sgla.messages import (
+    CacheGroup,
+    Control,
+    Event,
+    Facts,
+    Job,
+    Rejected,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from sgla.sched.stats import Stats
 
 WORDS = [
@@ -84,7 +94,7 @@ class FakeIngress:
         self.trouble = ""
         self.model_names = ["fake", "fake-alias"]
         self.facts: Facts | None = Facts(
-            pages=257,
+            groups=[CacheGroup(257)],
             page_size=16,
             slots=64,
             context_len=context,

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgla import clock
-from sgla.messages import Facts
+from sgla.messages import CacheGroup, Facts
 from sgla.observe.log import LineFormatter
 from sgla.observe.loop import LoopWatch
 from sgla.observe.metrics import E2E, Histogram, Metrics
@@ -103,7 +103,7 @@ def test_tokens_and_steps() -> None:
 def test_gauges() -> None:
     metrics = Metrics("m")
     facts = Facts(
-        pages=101,
+        groups=[CacheGroup(101)],
         page_size=16,
         slots=4,
         context_len=64,
@@ -164,7 +164,7 @@ prompt_tokens_cached_total"""
 def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) -> None:
     metrics = Metrics("m", server)
     facts = {"context_len": 10, "vocab_size": 10, "step_tokens": 10, "dtype": "f", "device": "cpu"}
-    metrics.started(Facts(pages=5, page_size=16, slots=2, **facts), {"load": 1.0})
+    metrics.started(Facts(groups=[CacheGroup(5)], page_size=16, slots=2, **facts), {"load": 1.0})
     metrics.gauges(Stats(running=2, waiting=3, query_tokens=8, hit_tokens=4), now=0.0)
     metrics.http_started("GET", "/x")
     metrics.http_finished("GET", "/x", 200)
@@ -202,7 +202,9 @@ def everything() -> Metrics:
     compiler: Any = SimpleNamespace(counts=Counter(), numbers={"waiting": 0}, drain_seconds=list)
     metrics.compiler = compiler
     sizes = {"context_len": 64, "vocab_size": 9, "step_tokens": 8, "dtype": "f", "device": "cpu"}
-    metrics.started(Facts(pages=101, page_size=16, slots=4, ledger={"kv": 7}, **sizes), {"load": 1.5})
+    metrics.started(
+        Facts(groups=[CacheGroup(101)], page_size=16, slots=4, ledger={"kv": 7}, **sizes), {"load": 1.5}
+    )
     metrics.http_started("GET", "/x")
     metrics.http_finished("GET", "/x", 200)
     metrics.finished(finished())

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 from sgla.executor.fake import FakeModel
-from sgla.messages import Delta, Facts, Failed, RowSampling, StepPlan, Submit
+from sgla.messages import CacheGroup, Delta, Facts, Failed, RowSampling, StepPlan, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits, baggage_of
 
 VOCAB = 50
 
 
-def make_limits(**changes: Any) -> Limits:
+def make_limits(*, pages: int = 33, windows: Sequence[CacheGroup] = (), **changes: Any) -> Limits:
+    """``pages``: of the first cache group; ``windows``: the others."""
     values: dict[str, Any] = {
         "slots": 4,
-        "pages": 33,
+        "groups": [CacheGroup(pages), *windows],
         "page_size": 4,
         "context_len": 96,
         "step_tokens": 16,
@@ -53,7 +54,7 @@ class Simulation:
         forced: int = 0,
     ) -> None:
         facts = Facts(
-            pages=limits.pages,
+            groups=limits.groups,
             page_size=limits.page_size,
             slots=limits.slots,
             context_len=limits.context_len,
@@ -167,10 +168,16 @@ class Simulation:
 
 def random_limits(random: Random, **changes: Any) -> Limits:
     page_size = random.choice((1, 2, 3, 4, 8))
+    tokens = random.choice((16, 24, 32, 60))
+    groups = [CacheGroup(1 + tokens // page_size)]
+    for _ in range(random.choice((0, 0, 1, 2))):
+        window = random.choice((1, 2, 5, 9, 16))
+        least = (window + page_size - 2) // page_size + 1
+        groups.append(CacheGroup(1 + least + random.choice((0, 1, 4, 60 // page_size)), window))
     values: dict[str, Any] = {
         "slots": random.randint(1, 6),
         "page_size": page_size,
-        "pages": 1 + random.choice((16, 24, 32, 60)) // page_size,
+        "groups": groups,
         "context_len": random.choice((20, 40, 40)),
         "step_tokens": random.choice((1, 3, 8, 20, 64)),
         "step_tile": random.choice((1, 1, 4, 16)),

@@ -72,7 +72,7 @@ def test_tree_matches_a_dictionary(eviction: str, page_size: int) -> None:
             node, pages = held.pop(random.randrange(len(held)))
             cache.unlock(node)
             if action < 0.45:
-                gone = set(cache.discard(node))
+                gone = set(cache.discard(node)[0])
                 locked = {page for _, others in held for page in others}
                 assert gone <= set(pages) - locked
                 naive.content = {key: page for key, page in naive.content.items() if page not in gone}
@@ -103,7 +103,7 @@ def add(
     spare = pool.alloc(len(have)) if len(pool) >= len(have) > 0 else []
     whole = packed(tokens[: full * cache.page_size])
     if spare:
-        surplus = cache.insert(cache.root, namespace, whole, spare + fresh)
+        surplus, _ = cache.insert(cache.root, namespace, whole, spare + fresh)
         assert list(surplus) == spare
         pool.free(surplus)
     elif fresh:
@@ -177,9 +177,9 @@ def test_no_cache_finds_and_keeps_nothing() -> None:
     pool = PagePool(5)
     cache = NullCache(1, pool)
     pages = pool.alloc(2)
-    assert cache.insert(cache.root, "", packed([1, 2]), pages) == pages
+    assert cache.insert(cache.root, "", packed([1, 2]), pages) == (pages, [])
     assert cache.adopt(cache.root, "", packed([1, 2]), pages) is None
-    assert cache.match("", packed([1, 2]), 2) == (cache.root, [], 0)
+    assert cache.match("", packed([1, 2]), 2) == (cache.root, [], 0, [])
     assert cache.probe("", packed([1, 2]), 2) == (cache.root, 0)
 
 

@@ -34,14 +34,16 @@ def replay(simulation: Simulation, plans: list[StepPlan]) -> None:
 
 
 def with_pages(plan: StepPlan, page: int) -> StepPlan:
-    return msgspec.structs.replace(plan, page_ids=array("i", [page] * len(ints(plan.page_ids))).tobytes())
+    return msgspec.structs.replace(
+        plan, page_ids=[array("i", [page] * len(ints(plan.page_ids[0]))).tobytes()]
+    )
 
 
 def test_a_page_given_to_two_requests_is_caught() -> None:
     simulation, plans = plans_of()
     replay(simulation, plans)
-    grows = next(i for i, plan in enumerate(plans) if len(plan.page_ids) >= 8)
-    stolen = ints(plans[0].new[0].pages)[0]
+    grows = next(i for i, plan in enumerate(plans) if len(plan.page_ids[0]) >= 8)
+    stolen = ints(plans[0].new[0].pages[0])[0]
     for page, reason in ((stolen, "two rows write|another prefix"), (0, "dummy")):
         with pytest.raises(AssertionError, match=reason):
             replay(simulation, [*plans[:grows], with_pages(plans[grows], page), *plans[grows + 1 :]])

@@ -21,7 +21,7 @@ class Stating(Simulation):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         facts = Facts(
-            pages=limits.pages,
+            groups=limits.groups,
             page_size=limits.page_size,
             slots=limits.slots,
             context_len=limits.context_len,

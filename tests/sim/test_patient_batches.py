@@ -9,7 +9,7 @@ import pytest
 from simulation import Simulation, make_submit
 
 from sgla.executor.fake import ints
-from sgla.messages import RowSampling, Submit
+from sgla.messages import CacheGroup, RowSampling, Submit
 from sgla.sched.limits import Limits
 
 MIXED, PROMPTS = 32, 3
@@ -19,7 +19,7 @@ def play(submits: list[Submit], **changes: Any) -> Simulation:
     """All ``submits`` at once, to the end."""
     values: dict[str, Any] = {
         "slots": 64,
-        "pages": 3000,
+        "groups": [CacheGroup(3000)],
         "page_size": 4,
         "context_len": 400,
         "step_tokens": 256,
@@ -70,7 +70,7 @@ def test_prompts_that_can_wait_are_read_in_small_steps() -> None:
     [
         {"itl_target": 1.0},  # somebody watches
         {"slots": 8},  # others wait for a slot
-        {"pages": 300},  # or for pages
+        {"groups": [CacheGroup(300)]},  # or for pages
         {"shortest": 150},  # all outputs are equally long
         {"stop_ids": frozenset({77})},  # nobody knows which will be
         {"sampling": RowSampling(prompt_logprobs=0)},  # small steps are no cheaper
@@ -84,7 +84,7 @@ def test_other_prompts_do_not_wait(changes: dict[str, Any]) -> None:
         play(submits, **changes, **more) for more in ({"mixed_tokens": MIXED, "mixed_prompts": PROMPTS}, {})
     )
     assert small.plans[:5] == full.plans[:5]
-    if changes.keys().isdisjoint({"slots", "pages"}):  # the last ones have a place
+    if changes.keys().isdisjoint({"slots", "groups"}):  # the last ones have a place
         assert small.plans == full.plans
 
 

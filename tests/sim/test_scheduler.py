@@ -18,7 +18,7 @@ from sgla.cache.radix import RadixCache
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, RowSampling, StepPlan, StepResult, int32
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, CacheGroup, RowSampling, StepPlan, StepResult, int32
 from sgla.sched import limits as limits_of_steps
 from sgla.sched.core import Core
 from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits, baggage_of
@@ -638,7 +638,13 @@ def cost(tokens: int, pairs: int) -> float:
 def test_a_long_prompt_keeps_the_inter_token_target_of_running_streams() -> None:
     target = 0.03
     limits = Limits(
-        slots=9, pages=8000, page_size=16, context_len=120_000, step_tokens=4096, depth=2, itl_target=target
+        slots=9,
+        groups=[CacheGroup(8000)],
+        page_size=16,
+        context_len=120_000,
+        step_tokens=4096,
+        depth=2,
+        itl_target=target,
     )
     simulation = Simulation(limits, cost=cost, check=False)
     for i in range(8):
@@ -659,7 +665,13 @@ def test_a_long_prompt_keeps_the_inter_token_target_of_running_streams() -> None
 @pytest.mark.parametrize(("prompts", "length"), [(1, 100), (1, 300), (1, 1000), (30, 100), (12, 300)])
 def test_whole_tiles_hold_no_prompt_back(streams: int, prompts: int, length: int) -> None:
     limits = Limits(
-        slots=300, pages=4000, page_size=16, context_len=2000, step_tokens=8192, step_tile=256, itl_target=1.0
+        slots=300,
+        groups=[CacheGroup(4000)],
+        page_size=16,
+        context_len=2000,
+        step_tokens=8192,
+        step_tile=256,
+        itl_target=1.0,
     )
     simulation = Simulation(limits, cost=cost, check=False)
     for i in range(streams):
@@ -677,7 +689,7 @@ def test_whole_tiles_hold_no_prompt_back(streams: int, prompts: int, length: int
 def test_steps_of_prompts_beside_streams_have_whole_tiles() -> None:
     limits = Limits(
         slots=100,
-        pages=9000,
+        groups=[CacheGroup(9000)],
         page_size=16,
         context_len=2000,
         step_tokens=8192,

@@ -22,7 +22,7 @@ class Vectors(Simulation):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         facts = Facts(
-            pages=limits.pages,
+            groups=limits.groups,
             page_size=limits.page_size,
             slots=limits.slots,
             context_len=limits.context_len,
@@ -71,7 +71,7 @@ def test_every_prompt_gets_its_own_vector(encoder: bool, seed: int) -> None:
     simulation.run()
     simulation.verify_vectors()
     if encoder:
-        assert not any(plan.page_ids for plan in simulation.plans)
+        assert not any(any(plan.page_ids) for plan in simulation.plans)
 
 
 def test_vectors_and_text_share_steps() -> None:

@@ -1,0 +1,142 @@
+"""Models with sliding windows: pages behind a window go to others, and no text changes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from config_cases import gemma3
+from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
+
+from sgla.messages import StepPlan, Submit
+from sgla.model.state import Demand, LayerState, Pool, kv_groups
+from sgla.sched.memory import Memory
+from sgla.worker.memory import size_kv
+from sgla.worker.runner import Runner
+
+WINDOW, PAGE = 40, 16
+MODEL = gemma3(
+    vocab_size=331, num_hidden_layers=6, sliding_window=WINDOW, max_position_embeddings=1024, layer_types=...
+)
+
+
+def make_runner(**changes: Any) -> Runner:
+    source = tiny_source()
+    source.config.clear()
+    source.config.update(MODEL)
+    return Runner(tiny_config(**changes), source, 0, 1, "", lambda progress: None)
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    runner = make_runner(native_kernels=request.param == "native")
+    if request.param == "native" and "torch" in runner.facts.notes[0]:
+        pytest.skip(runner.facts.notes[0])
+    return runner
+
+
+def requests() -> list[Submit]:
+    """Longer than the window by themselves, behind a prefix that others share, and shorter."""
+    rng = random.Random(5)
+    prompt = lambda n: [rng.randrange(331) for _ in range(n)]  # noqa: E731
+    shared = prompt(3 * WINDOW)
+    return [
+        submit("long", prompt(5 * WINDOW), 60),
+        submit("first", shared + prompt(5), 30, temperature=0.8, seed=3),
+        submit("second", shared + prompt(50), 20, temperature=0.9, seed=4),
+        submit("short", prompt(3), 2 * WINDOW, temperature=1.0, seed=7),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    """What each gives by itself with one cache group, whose pages all stay."""
+    runner = make_runner()
+    runner.tables.page_table = runner.tables.page_table[:1].repeat(2, 0)
+    check_draws(runner)
+    tokens: dict[str, list[int]] = {}
+    for request in requests():
+        core = make_core(runner.facts, depth=1, prefix_cache=False)
+        core._memory.slide = lambda request: None  # type: ignore[method-assign]
+        tokens |= run(runner, [request], core).tokens()
+    return tokens
+
+
+def test_layers_are_grouped_by_their_windows(runner: Runner) -> None:
+    full, window = runner.facts.groups
+    assert (full.window, window.window) == (0, WINDOW)
+    assert {layer.group for layer in runner.kv} == {0, 1}
+    assert 2 * full.page_bytes == window.page_bytes  # four layers of six
+    assert full.pages > window.pages
+
+
+@pytest.mark.parametrize("limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 9}, {"step_tokens": 64}])
+def test_text_is_the_same_as_with_all_pages(
+    runner: Runner, alone: dict[str, list[int]], limits: dict[str, Any]
+) -> None:
+    core = make_core(runner.facts, **limits)
+    assert run(runner, requests(), core).tokens() == alone
+    cached = run(runner, requests(), core)
+    assert cached.tokens() == alone
+    assert cached["second"][0].cached_tokens >= 3 * WINDOW // PAGE * PAGE
+
+
+def test_pages_of_windows_are_used_again(runner: Runner, alone: dict[str, list[int]]) -> None:
+    """With no more of them than all rows read at a time, and nothing left for the tree; what they hold meanwhile is of others."""
+    core = make_core(runner.facts, windows=[1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)], reserve=0.0)
+    for _ in range(2):
+        assert run(runner, requests(), core).tokens() == alone
+    stats = core.stats()
+    assert stats.preemptions == 0
+    assert stats.pages_cached > 30
+
+
+def test_what_others_leave_behind_a_window_is_not_read(runner: Runner, alone: dict[str, list[int]]) -> None:
+    """Not even to multiply it with 0: it may be no number."""
+    core = make_core(runner.facts, depth=1, prefix_cache=False)
+    memory, plan, given_back = core._memory, core.plan, set[int]()
+    poisoned = 0
+
+    def slide(request: Any) -> None:
+        before = list(request.windows[0])
+        Memory.slide(memory, request)
+        given_back.update(page for page, now in zip(before, request.windows[0]) if page != now)
+
+    def poison_and_plan(now: float) -> StepPlan | None:
+        nonlocal poisoned
+        if not core._flights:
+            given_back.difference_update(page for other in core._running for page in other.windows[0])
+            poisoned += len(given_back)
+            for layer in runner.kv:
+                if layer.group:
+                    layer.k[list(given_back)] = layer.v[list(given_back)] = float("nan")
+            given_back.clear()
+        return plan(now)
+
+    memory.slide, core.plan = slide, poison_and_plan  # type: ignore[method-assign]
+    for request in requests():
+        assert run(runner, [request], core).tokens()[request.rid] == alone[request.rid]
+    assert poisoned > 20
+    for layer in runner.kv:
+        layer.k.zero_(), layer.v.zero_()
+
+
+def test_a_budget_is_shared_out_by_use() -> None:
+    state = [LayerState(0 if i % 6 == 5 else 512, 1, 256) for i in range(18)]
+    groups = kv_groups(state, 32768)
+    assert [(group.window, len(group.layers)) for group in groups] == [(0, 3), (512, 15)]
+
+    def pages(budget: int, rows: int) -> list[int]:
+        limits = {"available": 1 << 40, "wanted_context": None, "model_context": 32768}
+        return size_kv(Pool(groups, PAGE, "bfloat16", Demand(rows, 512)), budget=budget, **limits).pages
+
+    equal = (512 << 20) // (18 * 1024 * PAGE)
+    full, window = pages(512 << 20, 32)
+    assert window == 1 + -(-(512 << 20) // (18 * 1024 * PAGE)) * 3 // 4
+    assert full > 1.9 * equal
+    full, window = pages(8 << 30, 32)
+    assert window == 1 + 2 * 32 * 34 + 32  # no more are of use
+    assert full * 3 + window * 15 <= (8 << 30) // (1024 * PAGE) + 18
+    full, window = pages(8 << 20, 32)  # so little that all tokens have their pages
+    assert full == window

@@ -1,0 +1,63 @@
+"""Cache groups with windows: what a request holds, what the tree may lose, and what is served then."""
+
+from __future__ import annotations
+
+from simulation import Simulation, make_limits, make_submit
+
+from sgla.messages import CacheGroup
+
+WINDOW, PAGE = 9, 4  # one token reads 3 pages at most
+LONG = [(7 * i) % 50 for i in range(60)]
+
+
+def simulate(pages: int, **changes: object) -> Simulation:
+    limits = {"pages": 65, "context_len": 200, "windows": [CacheGroup(1 + pages, WINDOW)]}
+    return Simulation(make_limits(**limits | changes))
+
+
+def run(simulation: Simulation, rid: str, tokens: list[int], max_new: int = 4) -> int:
+    """How many tokens were served from the tree."""
+    simulation.offer(make_submit(rid, tokens, max_new))
+    simulation.run()
+    return simulation.deltas[rid][0].cached_tokens
+
+
+def test_a_request_holds_what_its_next_token_reads() -> None:
+    simulation = simulate(60, prefix_cache=False)
+    simulation.offer(make_submit("r", LONG, 60))
+    most = 0
+    while simulation.step():
+        [window] = simulation.core.stats().windows
+        most = max(most, window.total - window.free)
+    simulation.verify()
+    assert most <= 3 + 2 * 16 // PAGE  # and what two steps of 16 tokens write
+    [window] = simulation.core.stats().windows
+    assert window.free == window.total
+
+
+def test_as_few_pages_as_one_token_reads_are_enough() -> None:
+    simulation = simulate(3, slots=3)
+    for i in range(3):
+        simulation.offer(make_submit(f"r{i}", LONG[i:], 20))
+    simulation.run()
+    simulation.verify()
+
+
+def test_a_prefix_is_served_where_its_window_is_left() -> None:
+    simulation = simulate(60)
+    run(simulation, "first", LONG)
+    assert run(simulation, "whole", [*LONG, 1]) == 60
+    assert run(simulation, "branch", [*LONG[:30], 1, 2, 3]) == 28
+    simulation.verify()
+
+
+def test_the_tree_loses_pages_of_windows_before_tokens() -> None:
+    simulation = simulate(20)
+    run(simulation, "first", LONG)
+    run(
+        simulation, "other", LONG[::-1]
+    )  # takes 20 pages of the window, so the first ones of the other prompt go
+    assert simulation.core.stats().pages_cached > 20
+    assert run(simulation, "branch", [*LONG[:30], 1, 2, 3]) < 28
+    assert run(simulation, "again", [*LONG[:30], 1, 2, 3]) == 32  # it brought them back
+    simulation.verify()
