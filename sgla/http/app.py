@@ -224,16 +224,16 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         route if route in ROUTES else "unknown",
     )
     server.metrics.http_started(*named)
-    status = CLIENT_GONE
+    status, large = CLIENT_GONE, False
     try:
         response = await answer(request, path, route)
         status = response.status
-        in_pieces(response)
         if not request.content.is_eof() or request.content.exception() is not None or is_last(request):
             response.force_close()  # what still comes of the body is thrown away
+        large = in_pieces(response)
         return response
     finally:
-        if SHARE in request:
+        if SHARE in request and not large:  # that of a large answer is held until it is read
             request[SHARE].close()
         server.metrics.http_finished(*named, status)
         if server.metrics.tracing is not None and TRACE in request:

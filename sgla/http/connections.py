@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import Overloaded
+from sgla.http.bodies import SHARE
 from sgla.http.clients import without_key
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,11 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         if self.spare and self.transport is not None:
             self._timers["answer"] = self._loop.call_later(LINGER_SECONDS, self.transport.abort)
-        result = await super().finish_response(request, resp, start_time)
+        try:
+            result = await super().finish_response(request, resp, start_time)
+        finally:
+            if SHARE in request:
+                request[SHARE].close()
         self._handler = None
         self.lingering = not request.content.is_eof()
         return result

@@ -34,7 +34,9 @@ class Pieces(payload.Payload):
             await asyncio.sleep(0)
 
 
-def in_pieces(response: web.StreamResponse) -> None:
-    """Have the body of a large response written so."""
+def in_pieces(response: web.StreamResponse) -> bool:
+    """Have the body of a large response written so; whether it is one."""
     if isinstance(response, web.Response) and isinstance(response.body, bytes) and len(response.body) > PIECE:
         response.body = Pieces(response.body)
+        return True
+    return False

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 from http_fake import FakeIngress
 from http_site import Serve, Site, at_rest
 
@@ -383,6 +384,55 @@ async def test_large_events_are_read_in_parts(site: Site, monkeypatch: pytest.Mo
     budget.limit = 100
     assert (await site.get(path))[0] == 413
     assert budget.used == 0
+
+
+async def test_live_events_are_written_in_parts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    write = web.StreamResponse.write
+
+    async def told(self: web.StreamResponse, data: Any) -> None:
+        sizes.append(len(data))
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", told)
+    asked = {"input": "x", "background": True, "stream": True, "max_output_tokens": 200}
+    async with site.http.post("/v1/responses", json={**asked, "metadata": {"k": "v" * 300_000}}) as response:
+        whole = await response.read()
+    assert len(whole) > 900_000
+    assert max(sizes) == PART
+    (uid,) = await names(stored(site))
+    async with site.http.get(f"/v1/responses/{uid}?stream=true") as response:
+        assert await response.read() == whole
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+async def test_who_does_not_read_holds_memory_of_the_request(serve: Serve, replayed: bool) -> None:
+    """Of a stream in the background, that of its blocks, although the response has ended; of a stored response, its JSON."""
+    site = await serve(FakeIngress(manual=not replayed))
+    asked = {"input": "x", "background": True, "stream": not replayed, "metadata": {"k": "v" * 8_000_000}}
+    body = json.dumps(asked).encode()
+    budget = site.app[SERVER].budget
+    request = b"POST /v1/responses HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    if replayed:
+        uid = (await site.post("/v1/responses", asked))[1]["id"]
+        while stored(site).live(uid, "") is not None or budget.used:
+            await asyncio.sleep(0.01)
+        request = f"GET /v1/responses/{uid} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1024)
+    writer.write(request)
+    await writer.drain()
+    if not replayed:
+        while not site.ingress.open_jobs:
+            await asyncio.sleep(0.01)
+        for rid in list(site.ingress.open_jobs):
+            site.ingress.push(rid, Event(rid=rid, index=0, finish="stop", usage=Usage()))
+    await asyncio.sleep(0.5)
+    assert not site.ingress.open_jobs
+    assert budget.used > 7_000_000 * (1 if replayed else 4)
+    writer.transport.abort()
+    async with asyncio.timeout(5):
+        while budget.used:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])

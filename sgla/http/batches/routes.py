@@ -25,7 +25,7 @@ from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import Schema
 from sgla.http.responses.output import new_id
 from sgla.http.server import PATH_ID, SERVER
-from sgla.http.state.shelf import Row
+from sgla.http.state.shelf import UNREAD, Row
 from sgla.http.wire import encode, json_response
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
@@ -106,6 +106,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
         "Content-Length": str(left),
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(seen['filename'], safe='')}",
     }
+    request[SHARE].take(UNREAD)
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     if request.method != "HEAD":

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
+from sgla.errors import SglaError
 from sgla.http.answer.sse import HEADERS, PING, Encoder
+from sgla.http.bodies import SHARE, Share
 from sgla.http.server import SERVER
+from sgla.http.state.shelf import PART, UNREAD
 from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
 
 BLOCK = 64  # bytes that a block takes beside its text
-PIECE = 64  # blocks that are written at once, so that a client that does not read is not given everything
 
 
 class Recorder:
     """A sink that keeps the blocks of a stream with one choice, in order. ``ended`` is set after the last one.
 
-    ``size``: bytes that are kept; ``grown`` is called when there are more.
+    ``size``: bytes that are kept, which are in ``share``, if there is one; ``grown`` is called when there are more.
     """
 
-    def __init__(self, encoder: Encoder, grown: Callable[[], None]) -> None:
+    def __init__(self, encoder: Encoder, grown: Callable[[], None], share: Share | None = None) -> None:
+        """Raises Overloaded and TooLarge."""
         self.blocks: list[bytes] = []
         self.size = 0
         self._grown = grown
+        self._share = share
+        self._readers = 0
+        self._unread: Callable[[], None] | None = None
         self.ended = asyncio.Event()
         self._encoder = encoder
         self._news = asyncio.Event()
-        self._add(encoder.begin())
+        begun = encoder.begin()
+        if share is not None:
+            share.take(len(begun))
+        self._add(begun)
 
     def push(self, message: Event | Rejected) -> None:
         if self.ended.is_set():
@@ -40,8 +50,12 @@ class Recorder:
         try:
             if isinstance(message, Event):
                 data, over = self._encoder.encode(message), message.finish is not None
+                if self._share is not None:
+                    self._share.take(len(data))
             else:
                 data = self._encoder.error(message)
+        except SglaError as error:
+            data, over = self._encoder.error(error), True
         except Exception:  # a bug here must not reach the actor that serves all requests
             log.exception("a response in the background failed")
         self.add(data, over)
@@ -59,26 +73,54 @@ class Recorder:
         """End the stream from outside."""
         self.push(Event(rid="", index=0, finish="abort", usage=Usage()))
 
+    def when_unread(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when nobody reads the blocks any more."""
+        self._unread = then
+        if not self._readers:
+            then()
+
+    @contextmanager
+    def reader(self) -> Iterator[None]:
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            if not self._readers and self._unread is not None:
+                self._unread()
+
     def _add(self, data: bytes) -> None:
         blocks = [block + b"\n\n" for block in data.split(b"\n\n") if block]
         self.blocks += blocks
         self.size += sum(map(len, blocks)) + BLOCK * len(blocks)
 
     async def play(self, request: web.Request, start: int = 0) -> web.StreamResponse:
-        """Stream the blocks from number ``start`` on, those to come included, and comments while there are none."""
+        """Stream the blocks from number ``start`` on, those to come included, and comments while there are none. Raises Overloaded."""
+        request[SHARE].take(UNREAD)
         keepalive = request.app[SERVER].config.sse_keepalive
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
-        while True:
-            news, over = self._news, self.ended.is_set()
-            while start < len(self.blocks):
-                blocks = self.blocks[start : start + PIECE]
-                start += len(blocks)
-                await response.write(b"".join(blocks))
-            if over:
-                return response
-            try:
-                async with asyncio.timeout(keepalive or None):
-                    await news.wait()
-            except TimeoutError:
-                await response.write(PING)
+        with self.reader():
+            while True:
+                news, over = self._news, self.ended.is_set()
+                while start < len(self.blocks):
+                    start = await self._write(response, start)
+                if over:
+                    return response
+                try:
+                    async with asyncio.timeout(keepalive or None):
+                        await news.wait()
+                except TimeoutError:
+                    await response.write(PING)
+
+    async def _write(self, response: web.StreamResponse, start: int) -> int:
+        """Up to ``PART`` bytes of blocks, or one block a part at a time; returns the number of the next one."""
+        size, end = len(self.blocks[start]), start + 1
+        while end < len(self.blocks) and size + len(self.blocks[end]) <= PART:
+            size += len(self.blocks[end])
+            end += 1
+        blocks = self.blocks[start:end]
+        data = memoryview(blocks[0] if len(blocks) == 1 else b"".join(blocks))
+        for at in range(0, len(data), PART):
+            await response.write(data[at : at + PART])
+        return end

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,7 @@ from sgla.http.responses.items import kept, listed
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.responses.store import END, Found, Place, ResponseStore, Stored
 from sgla.http.server import PATH_ID, SERVER, Server, Work, check_logprobs
+from sgla.http.state.shelf import UNREAD
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.logprobs import chat_logprobs
@@ -136,7 +138,7 @@ async def respond(
     elif not fields.stream:
         sink = Taker(answer, share)
     elif fields.background:
-        sink = entry.recorder = Recorder(ResponseStream(answer), partial(store.grown, entry))
+        sink = entry.recorder = Recorder(ResponseStream(answer), partial(store.grown, entry), share)
     if sink is not None and not isinstance(sink, Agent):
         server.open(work, sink)
     context.turn = None  # it is the answer's
@@ -201,15 +203,19 @@ async def in_background(
     server, share = request.app[SERVER], request[SHARE]
     entry.stop = partial(server.end, work.uid)
     queued = shown(entry)
-    del request[SHARE]  # the memory is held until the response has ended, not its request
-    server.spawn(finish(server, work, sink, answer), share.close)
-    try:
-        await server.responses.put(entry, wait=True)
-    except StorageFailed:
-        server.end(work.uid)
-        answer.forget()
-        raise
-    return queued if entry.recorder is None else await entry.recorder.play(request)
+    # The memory is held until the response has ended and nobody reads it, not as long as its request.
+    request[SHARE] = Share(server.budget, request[CLIENT].name)
+    recorder = entry.recorder
+    done = share.close if recorder is None else partial(recorder.when_unread, share.close)
+    server.spawn(finish(server, work, sink, answer), done)
+    with nullcontext() if recorder is None else recorder.reader():
+        try:
+            await server.responses.put(entry, wait=True)
+        except StorageFailed:
+            server.end(work.uid)
+            answer.forget()
+            raise
+        return queued if recorder is None else await recorder.play(request)
 
 
 class Taker(Collector):
@@ -274,7 +280,10 @@ def shown(entry: Stored) -> web.Response:
 
 def shown_again(request: web.Request, entry: Stored | Found) -> web.Response:
     if isinstance(entry, Stored):
-        return shown(entry)
+        response = shown(entry)
+        assert isinstance(response.body, bytes)
+        request[SHARE].take(len(response.body))
+        return response
     request[SHARE].take(len(entry.row.json))
     return web.Response(body=entry.row.json, content_type="application/json")
 
@@ -299,7 +308,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
 
 async def play_again(request: web.Request, entry: Found, start: int) -> web.StreamResponse:
     """Stream the events from number ``start`` on of a response that has ended. If it was lost, the last one says so."""
-    request[SHARE].take(len(entry.row.json))
+    request[SHARE].take(len(entry.row.json) + UNREAD)
     response = web.StreamResponse(headers=sse.HEADERS)
     await response.prepare(request)
     async for data in request.app[SERVER].responses.events(request[CLIENT], entry, start):

@@ -22,7 +22,10 @@ T = TypeVar("T")
 BATCH = 16  # objects that make room in one transaction; more go in the next ones
 LARGE = 4 << 20  # bytes of JSON of which the same is true
 ENTRY = 4096  # bytes that an object counts for beside its JSON
-PART = 64 << 10  # bytes that are read at once, which is what a client that does not read can have held for it
+PART = 64 << 10  # bytes that are read at once
+UNREAD = (
+    3 * PART
+)  # bytes that a client that does not read can have held for it: a part, and what its connection takes before it waits
 PART_PIECES = 256  # and pieces
 
 # ``stamp``: seconds since 1970 when the object was put or last changed. ``totals`` and ``shares`` are sums that triggers keep.
