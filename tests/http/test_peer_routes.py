@@ -9,6 +9,9 @@ import pytest
 from http_fake import FakeIngress, ScriptedIngress
 from http_site import Serve, Site
 
+from sgla.http.openai import render
+from sgla.http.openai.render import preparer
+
 USER = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 4}
 
@@ -38,6 +41,20 @@ async def test_rendered_completions_are_a_list(site: Site) -> None:
     assert all(each["stream"] for each in reply)
     _, ids = await site.post("/v1/completions/render", {"prompt": [[1, 2, 3]], "truncate_prompt_tokens": 2})
     assert ids[0]["token_ids"] == [2, 3]
+
+
+async def test_what_prompts_repeat_is_written_while_it_is_sent(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in one go: their ids are few, and what stands beside them is long."""
+    prepared = []
+    monkeypatch.setattr(render, "preparer", lambda server: prepared.append(server) or preparer(server))
+    body = {"prompt": ["x"] * 64, "logit_bias": {str(i): 1 for i in range(500)}}
+    async with site.http.post("/v1/completions/render", json=body) as response:
+        assert response.headers.get("Transfer-Encoding") == "chunked"
+        reply = await response.json()
+    assert [len(each["sampling_params"]["logit_bias"]) for each in reply] == [500] * 64
+    assert len(prepared) == 1  # so that the parameters are checked once
 
 
 @pytest.mark.parametrize(

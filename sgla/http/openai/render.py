@@ -27,6 +27,7 @@ from sgla.messages import Job, Submit
 from sgla.text.prepare import Preparer
 
 MAX_REPEATED = 32 << 20  # bytes of an answer that repeat the same parameters
+VALUE = 8  # bytes of them that cost as much as an id
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -45,14 +46,16 @@ async def text(request: web.Request) -> web.StreamResponse:
     fields.model = server.model(fields.model)
     jobs = (await text_work(request, server, fields)).jobs
     check_size("prompt", [job.text or job.token_ids or "" for job in jobs], MAX_CHARS, "characters and ids")
-    check_repeated(jobs)
+    repeated = check_repeated(jobs)
     prepare = preparer(server)
     whole = [rendered(job, await submitted(request, prepare, job), fields) for job in jobs]
-    return await answered(request, sum(len(each["token_ids"]) for each in whole), lambda: whole)
+    size = sum(len(each["token_ids"]) for each in whole) + repeated // VALUE
+    return await answered(request, size, lambda: whole)
 
 
-def check_repeated(jobs: Sequence[Job]) -> None:
-    """Raise InvalidField for sampling parameters that are too long to be shown with each of the prompts, for which they are the same."""
+def check_repeated(jobs: Sequence[Job]) -> int:
+    """The bytes that the sampling parameters take, which are the same for all prompts and shown with each. Raises InvalidField for too
+    many."""
     size = len(jobs) * len(encode(jobs[0].sampling))
     if size > MAX_REPEATED:
         raise InvalidField(
@@ -60,6 +63,7 @@ def check_repeated(jobs: Sequence[Job]) -> None:
             f"{MAX_REPEATED} is the limit; send fewer prompts",
             param="prompt",
         )
+    return size
 
 
 async def submitted(request: web.Request, prepare: Preparer, job: Job) -> Submit:
