@@ -12,6 +12,7 @@ from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sgla.errors import BadRequest, Overloaded, TooLarge
+from sgla.http.turns import Door
 
 BODY_SECONDS = 120  # a client that sends its body more slowly is not waited for
 SLICE = 64 << 10  # bytes that are inflated at once; others run in between
@@ -38,6 +39,7 @@ class Budget:
         self.used = 0
         # One body at a time is inflated, and one that is large decoded, so that many add no more than one to a turn of the loop.
         self.inflating, self.decoding = asyncio.Lock(), asyncio.Lock()
+        self.reading = Door()  # for pieces of large bodies; what has not been read is not received either
         self.of_client: Counter[str] = Counter()
         self._arriving: dict[Share, float] = {}  # and since when, the longest first
 
@@ -122,6 +124,8 @@ class Share:
                 while data := await request.content.readany():
                     arrived += len(data)
                     check_length(arrived, limit)
+                    if arrived > SMALL:
+                        await self._budget.reading.enter(self._client)
                     if inflate is None:
                         self._add(body, data, limit)
                         continue

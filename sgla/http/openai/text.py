@@ -192,6 +192,7 @@ class Shapes:
         self._sampling = work.jobs[0].sampling
         self._tokenizer = tokenizer
         self._offsets: dict[int, TextOffsets] = {}
+        self._texts: dict[str, str] = {}  # of prompts that came as ids
 
     def choice(self, choice: Choice | Event) -> dict[str, Any]:
         """A choice object of what ``choice`` carries, prompt included if this is its first part."""
@@ -222,7 +223,9 @@ class Shapes:
         job = self._job(choice.index)
         if job.text is not None:
             return job.text
-        return self._tokenizer.decode(choice.prompt_tokens, skip_special_tokens=False)
+        if job.rid not in self._texts:  # its choices share it; a million ids take 40 ms of the loop
+            self._texts[job.rid] = self._tokenizer.decode(choice.prompt_tokens, skip_special_tokens=False)
+        return self._texts[job.rid]
 
     def logprobs(self, choice: Choice | Event) -> dict[str, Any] | None:
         if self._logprobs is None:
