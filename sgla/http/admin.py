@@ -13,6 +13,7 @@ from aiohttp import web
 from sgla import __version__
 from sgla.config import SECRETS
 from sgla.errors import InvalidField
+from sgla.http.clients import CLIENT
 from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
 from sgla.hub.demo import about
@@ -117,7 +118,10 @@ async def ready(request: web.Request) -> web.Response:
 async def health_generate(request: web.Request) -> web.Response:
     """200 if one token, or one vector, comes out of the engine."""
     server = request.app[SERVER]
-    await server.probe.check()
+    try:
+        await server.probe.check()
+    finally:  # thousands may have waited for the same answer
+        await server.door.enter(request[CLIENT].name)
     return json_response({"status": "ready"})
 
 

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MODELS = "/v1/models"
+LIVE = "/health/live"
 ASSETS = "/page"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
 
@@ -121,7 +122,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/docs": {"GET": page.reference},
     f"{ASSETS}/{{id}}": {"GET": page.asset},
     "/health": {"GET": admin.ready},
-    "/health/live": {"GET": admin.live},
+    LIVE: {"GET": admin.live},
     "/health/ready": {"GET": admin.ready},
     "/health_generate": {"GET": admin.health_generate},
     "/ready": {"GET": admin.ready},
@@ -249,6 +250,7 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
         check_spare(request, may=path.split("/")[1] in OPEN - PAGES)
         request[CLIENT] = request.app[GATE].check(request, path)
         asked(request, request[CLIENT].name)
+        await request.app[SERVER].door.enter(LIVE if route == LIVE else request[CLIENT].name)
         request[SHARE] = Share(request.app[SERVER].budget, request[CLIENT].name)
         return await find(request.method, route)(request)
     except SglaError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from aiohttp import web
@@ -33,7 +34,7 @@ async def abort_request(request: web.Request) -> web.Response:
     fields = await intake(request, ABORT)
     if not fields.rid and not fields.abort_all:
         raise InvalidField("give rid, or abort_all: true", param="rid")
-    aborted = request.app[SERVER].abort(None if fields.abort_all else fields.rid, request[CLIENT])
+    aborted = await request.app[SERVER].abort(None if fields.abort_all else fields.rid, request[CLIENT])
     return json_response({"success": True, "aborted": aborted})
 
 
@@ -45,7 +46,7 @@ async def pause(request: web.Request) -> web.Response:
     mode = fields.mode or request.query.get("mode") or "abort"
     if mode not in ("abort", *KEEPING):
         raise unsupported("mode", f" as {mode[:40]!r}: it is abort or in_place")
-    aborted = 0 if mode in KEEPING else server.abort(None, request[CLIENT])
+    aborted = 0 if mode in KEEPING else await server.abort(None, request[CLIENT])
     server.ingress.pause(True)
     return json_response({"status": "paused", "success": True, "aborted": aborted})
 
@@ -59,13 +60,18 @@ async def is_paused(request: web.Request) -> web.Response:
     return json_response({"is_paused": request.app[SERVER].ingress.paused})
 
 
+@cache
+def resolved(folder: str) -> Path:
+    return Path(folder).resolve()
+
+
 async def start_profile(request: web.Request) -> web.Response:
     """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder that the server's owner
     chose, or into one inside of it."""
     server = request.app[SERVER]
     fields = await optional_intake(request, PROFILE)
-    owned = Path(server.config.profile_folder).resolve()
-    folder = (owned / (fields.output_dir or "")).resolve()
+    owned = resolved(server.config.profile_folder)
+    folder = (owned / fields.output_dir).resolve() if fields.output_dir else owned
     if not folder.is_relative_to(owned):
         raise InvalidField(
             "output_dir must be a folder inside of --profile-folder, which the server was started with",

@@ -37,7 +37,7 @@ from sgla.http.responses.store import ResponseStore
 from sgla.http.state import leftovers, shelf
 from sgla.http.state.database import Database
 from sgla.http.state.shelf import bounds
-from sgla.http.turns import MANY, paced, pause
+from sgla.http.turns import MANY, Door, paced, pause
 from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
@@ -105,6 +105,7 @@ class Server:
             self.database.at_start(each.trim)
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.budget = Budget(config.request_memory_bytes)
+        self.door = Door()
         self.sessions = Sessions(in_memory.limit, in_memory.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)
         self.tools = ToolServers(config.tool_server, config.tool_timeout)
@@ -179,7 +180,7 @@ class Server:
         self.metrics.slow_reader()
         self.close(work, "slow")
 
-    def abort(self, rid: str | None, client: Client | None = None) -> int:
+    async def abort(self, rid: str | None, client: Client | None = None) -> int:
         """End the running requests with this id, or all of them for None; those of ``client`` alone, if it is given and no
         admin. Returns how many there were."""
         found = [
@@ -188,8 +189,7 @@ class Server:
             if (rid is None or rid in (work.rid, work.uid))
             and (client is None or client.admin or client.owner == work.client.owner)
         ]
-        for uid in found:
-            self.end(uid)
+        await paced(map(self.end, found))
         return len(found)
 
     def end(self, uid: str) -> None:

@@ -1,8 +1,9 @@
-"""Turns of the loop that handlers of large requests leave to others."""
+"""Turns of the loop that handlers of large requests, and of many at once, leave to others."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
@@ -11,7 +12,8 @@ from sgla import clock
 # That a small request takes from its bytes to its answer. Whoever comes between two pieces of long work would wait for a piece in each.
 TURNS = 3
 MANY = 256  # prompts, choices or messages, that some milliseconds of work are spent on
-SLICE = 0.005  # seconds of work on many items before others have the loop
+SLICE = 0.005  # seconds of work on many items, or of tasks that come together, before others have the loop
+AT_ONCE = 16  # tasks that have waited and go on in one turn
 
 T = TypeVar("T")
 
@@ -42,3 +44,39 @@ async def paced(items: Iterable[T]) -> list[T]:
             await pause()
             since = clock.now()
     return made
+
+
+class Door:
+    """Lets tasks go on as long as those of one turn of the loop have not taken ``SLICE`` together, and the others a few in each later
+    turn, by turns between clients: when thousands come at once, whoever comes then does not wait for all of them."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # when the first task of this turn went on
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def enter(self, client: str) -> None:
+        now = clock.now()
+        if self._since is None:
+            self._since = now
+            asyncio.get_running_loop().call_soon(self._turn)
+        if not self._waiting and now <= self._since + SLICE:
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(place)
+        await place
+
+    def _turn(self) -> None:
+        """A new turn has begun: those who wait come first."""
+        self._since = None
+        room = AT_ONCE
+        while self._waiting and room:
+            client, places = self._waiting.popitem(last=False)
+            place = places.popleft()
+            if places:
+                self._waiting[client] = places  # behind the others
+            if not place.done():  # else its task was cancelled
+                place.set_result(None)
+                room -= 1
+        if self._waiting:
+            self._since = clock.now()
+            asyncio.get_running_loop().call_soon(self._turn)

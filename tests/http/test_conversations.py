@@ -171,7 +171,7 @@ async def test_one_response_at_a_time(serve: Serve, background: bool, end: str) 
     elif end == "error":
         site.ingress.push(rid, WorkerDied("gone").rejected(rid))
     else:
-        site.app[SERVER].abort(None)
+        await site.app[SERVER].abort(None)
     await running
     while site.app[SERVER].conversations.busy:
         await asyncio.sleep(0.001)

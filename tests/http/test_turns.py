@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from http_site import Site
+from http_fake import FakeIngress
+from http_site import Serve, Site
 
 from sgla.errors import BadRequest, InvalidField
 from sgla.http import turns
@@ -19,7 +20,7 @@ from sgla.http.native.generate import SCHEMA as GENERATE
 from sgla.http.openai.text import SCHEMA
 from sgla.http.request import numbers
 from sgla.http.request.schema import CHECKED, LOOKED, Schema
-from sgla.http.turns import TURNS, paced, pause, stepped
+from sgla.http.turns import AT_ONCE, TURNS, Door, paced, pause, stepped
 
 
 async def turns_of_another(running: list[bool]) -> int:
@@ -193,3 +194,63 @@ async def test_whoever_comes_is_answered_between_two_looks(
     assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
     assert len(seen) > 2
     assert min(later - earlier for earlier, later in itertools.pairwise(seen)) >= TURNS
+
+
+async def test_tasks_that_come_together_go_on_a_few_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients take turns, who is cancelled has no place any more, and nobody is left."""
+    monkeypatch.setattr(turns, "SLICE", -1.0)  # each task takes too long
+    door, went = Door(), []
+
+    async def task(client: str, number: int) -> None:
+        await door.enter(client)
+        went.append((client, number))
+
+    greedy = [asyncio.ensure_future(task("greedy", i)) for i in range(4 * AT_ONCE)]
+    await asyncio.sleep(0)
+    modest = [asyncio.ensure_future(task("modest", i)) for i in range(2)]
+    greedy[3].cancel()
+    counts = []
+    while not all(each.done() for each in (*greedy, *modest)):
+        before = len(went)
+        await asyncio.sleep(0)
+        counts.append(len(went) - before)
+    assert max(counts) <= AT_ONCE
+    assert [number for client, number in went if client == "greedy"] == [
+        i for i in range(4 * AT_ONCE) if i != 3
+    ]
+    assert max(went.index(("modest", i)) for i in range(2)) < 2 * AT_ONCE
+    await task("greedy", -1)
+    assert not door._waiting
+
+
+async def test_a_task_alone_goes_on_at_once() -> None:
+    door = Door()
+    running = [True]
+    other = asyncio.ensure_future(turns_of_another(running))
+    for _ in range(5):
+        await door.enter("a")
+    running.clear()
+    assert await other == 0
+
+
+async def test_a_flood_of_requests_is_answered_in_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SLICE", -1.0)
+    bodies = [{"prompt": "x", "max_tokens": 1}] * 50
+    replies = await asyncio.gather(*(site.post("/v1/completions", body) for body in bodies))
+    assert {status for status, _ in replies} == {200}
+    assert {(await site.get("/health/live"))[0], (await site.get("/health_generate"))[0]} == {200}
+
+
+async def test_all_requests_are_aborted_with_pauses(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = await serve(ingress=FakeIngress(manual=True))
+    running = [
+        asyncio.ensure_future(site.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 9}}))
+        for _ in range(20)
+    ]
+    while len(site.ingress.jobs) < len(running):
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(turns, "SLICE", -1.0)
+    status, reply = await site.post("/abort_request", {"abort_all": True})
+    assert (status, reply["aborted"]) == (200, len(running))
+    for _, answer in await asyncio.gather(*running):
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
