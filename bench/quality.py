@@ -5,7 +5,7 @@
 The model continues PROMPTS greedily in float32. On these texts each quantization is measured: ``kl``, the divergence of its
 distribution from that of float32 in nats, the mean over all tokens; ``kl_p99``, the 99th percentile; ``top1``, how often both have the
 same most probable token. ``prefix``: how much of the greedy continuation is the same before the first token that differs, the mean
-over prompts. ``none`` is bfloat16 without quantization.
+over prompts. ``none`` is bfloat16 without quantization, ``gguf`` a quantized GGUF file as it is.
 """
 
 from __future__ import annotations
