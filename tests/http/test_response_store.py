@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from http_fake import FakeIngress
+from http_fake import FakeIngress, make_event
 from http_site import Serve, Site, at_rest
 
 from sgla import clock
@@ -205,7 +205,7 @@ async def test_what_a_conversation_needs_is_kept_and_counted_once() -> None:
             store.drop(new)
         elif chance.random() < 0.3:
             store.open(new)
-            await store.put(new, wait=False)
+            await store.put(new)
             store.end(new, [])
         else:
             put(store, new, {"id": f"{step}.out", "x": "y" * chance.randrange(50)})
@@ -234,7 +234,7 @@ async def test_what_the_disk_cannot_follow_leaves_nothing(put_first: bool) -> No
     new = entry("1", items=1, place=await behind(store, "0"))
     store.open(new)
     if put_first:
-        await store.put(new, wait=True)
+        await store.put(new)
     disk = threading.Event()
     store.shelf.database.queue(None, lambda tx: disk.wait(), BACKLOG_BYTES)
     store.end(new, [])
@@ -328,6 +328,32 @@ async def test_input_items_come_in_pages(site: Site) -> None:
     for wrong in ("limit=0", "limit=101", "limit=x", "after=i45", f"after={response.output[0].id}"):
         status, reply = await site.get(f"/v1/responses/{response.id}/input_items?{wrong}")
         assert (status, reply["error"]["param"]) == (400, wrong.split("=")[0])
+
+
+async def changes(store: ResponseStore) -> int:
+    await at_rest(store.shelf.database)
+    return await store.shelf.database.run(None, lambda tx: tx.total_changes)
+
+
+async def test_a_stream_in_memory_is_written_once_unless_somebody_asks(serve: Serve) -> None:
+    site = await serve(FakeIngress(manual=True))
+    store = site.app[SERVER].responses
+    for asked in (False, True):
+        before = await changes(store)
+        stream = await site.client.responses.create(model="fake", input="x", stream=True)
+        uid = (await anext(aiter(stream))).response.id  # type: ignore[union-attr]
+        if asked:
+            (item,) = (await site.client.responses.input_items.list(uid)).data
+            assert item.content[0].text == "x"  # type: ignore[union-attr]
+        else:
+            assert await changes(store) == before
+        job = site.ingress.jobs[-1]
+        site.ingress.push(job.rid, make_event(job, site.ingress.prompt(job), 0, 0, last=True))
+        async for _ in stream:
+            pass
+        assert (await site.client.responses.retrieve(uid)).status == "incomplete"
+        assert len((await site.client.responses.input_items.list(uid)).data) == 1
+    assert await rows(store, "SELECT count(*) FROM objects") == [(2,)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -163,7 +163,7 @@ async def stream(request: web.Request, work: Work, answer: Answer, entry: Stored
     server = request.app[SERVER]
     try:
         if answer.response["store"]:
-            await server.responses.put(entry, wait=False)
+            server.responses.begin(entry)
         response = await sse.stream(request, server, work, ResponseStream(answer))
     except SglaError:
         answer.forget()
@@ -183,7 +183,7 @@ async def stream_turns(
     running = asyncio.ensure_future(agent.run())
     try:
         if answer.response["store"]:
-            await server.responses.put(entry, wait=False)
+            server.responses.begin(entry)
         await sse.first_message(server, work, agent.wake)
         if agent.rejected is not None and not answer.called:
             raise SglaError.from_rejected(agent.rejected)
@@ -210,7 +210,7 @@ async def in_background(
     server.spawn(finish(server, work, sink, answer), done)
     with nullcontext() if recorder is None else recorder.reader():
         try:
-            await server.responses.put(entry, wait=True)
+            await server.responses.put(entry)
         except StorageFailed:
             server.end(work.uid)
             answer.forget()
@@ -343,9 +343,11 @@ async def cancel(request: web.Request) -> web.Response:
 async def input_list(request: web.Request) -> web.Response:
     """A page of what the request sent: newest first as OpenAI lists it, or oldest first with ``order=asc``."""
     limit, ascending = page_of(request)
-    uid, share = request[PATH_ID], request[SHARE]
-    after = request.query.get("after")
-    found = await request.app[SERVER].responses.page(uid, request[CLIENT], limit, after, ascending)
+    uid, client, share = request[PATH_ID], request[CLIENT], request[SHARE]
+    store, after = request.app[SERVER].responses, request.query.get("after")
+    if (entry := store.live(uid, client.owner)) is not None:
+        await store.put(entry)
+    found = await store.page(uid, client, limit, after, ascending)
     if found is None:
         raise not_found(uid)
     rows, more = found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sgla.errors import InvalidField, StorageFailed
+from sgla.errors import InvalidField, SglaError, StorageFailed
 from sgla.http.clients import Client
 from sgla.http.errors import Busy
 from sgla.http.responses import items as rows
@@ -145,17 +145,29 @@ class ResponseStore:
         entry = self._live.get(uid)
         return entry if entry is not None and entry.client.owner == owner else None
 
-    async def put(self, entry: Stored, wait: bool) -> None:
-        """Store a response that may be asked for before it has ended. Raises StorageFailed if it is to be waited for."""
+    def begin(self, entry: Stored) -> None:
+        """Store a response whose stream begins, so that it can be told of if the server ends before it does. In memory nobody could
+        ask for it then, so that is left to ``end``."""
+        if self.shelf.database.on_disk:
+            work, size = self._first(entry)
+            entry.put = self._queue(entry, work, size)
+
+    async def put(self, entry: Stored) -> None:
+        """Store a response that may be asked for before it has ended, if it is not. Raises StorageFailed and Overloaded."""
+        if entry.put:
+            return
+        entry.put = True
+        try:
+            await self.shelf.write(entry.client, entry.id, *self._first(entry))
+        except SglaError:
+            entry.put = False
+            raise
+
+    def _first(self, entry: Stored) -> tuple[Work[Any], int]:
         json = encode(entry.live)
         entry.live_size = len(json)
         work = partial(self._insert, entry, entry.asked, json, entry.size, True)
-        size = len(json) + rows.taken(entry.asked)
-        if wait:
-            entry.put = True
-            await self.shelf.write(entry.client, entry.id, work, size)
-        else:
-            entry.put = self._queue(entry, work, size)
+        return work, len(json) + rows.taken(entry.asked)
 
     def grown(self, entry: Stored) -> None:
         """More of its events have come; they are stored a few at a time."""
