@@ -406,6 +406,6 @@ def test_the_page_is_what_the_tables_are() -> None:
 def test_commands_of_peers_are_named_as_ours() -> None:
     with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit):
         parse(["fly"])
-    ours = set(re.findall(r"\w+", err.getvalue()))
+    ours = set(re.findall(r"[\w-]+", err.getvalue()))
     assert set(COMMANDS.values()) <= ours
     assert not COMMANDS.keys() & ours

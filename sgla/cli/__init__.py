@@ -12,7 +12,7 @@ from sgla.cli.args import parse
 from sgla.errors import ConfigError, SglaError
 from sgla.leaving import leave
 
-MODULES = {"list": "listing"}  # of commands that are not named as their modules
+MODULES = {"list": "listing", "run-batch": "run_batch"}  # of commands that are not named as their modules
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 

@@ -202,6 +202,10 @@ def build() -> Parser:
     evaluate = _command(commands, "eval", "measure a model on tasks of lm_eval")
     _add_eval(evaluate)
     _add_config(evaluate, groups=("model", "device", "scheduling and cache"))
+    batch = _command(commands, "run-batch", "answer the requests of a file, without a server")
+    _add_run_batch(batch)
+    tools = ("tool_server", "tool_timeout", "max_body_bytes", "log_level", "log_format")
+    _add_config(batch, groups=("model", "device", "scheduling and cache"), names=tools)
     doctor = _command(commands, "doctor", "show what of this machine will be used and what is missing")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
     health = _command(commands, "health", "say whether the server on this machine is ready")
@@ -233,7 +237,7 @@ def _command(commands: Any, name: str, help: str) -> Parser:
         help=help,
         usage=f"sgla {name} {ARGUMENTS.get(name, '[MODEL] [options]')}",
         description=help[0].upper() + help[1:] + ".",
-        epilog=EPILOG if name in ("serve", "chat", "eval", "explain") else None,
+        epilog=EPILOG if name in ("serve", "chat", "eval", "run-batch", "explain") else None,
     )
     parser.set_defaults(parser=parser)
     return parser
@@ -398,6 +402,25 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--apply-chat-template", action="store_true", help="ask through the model's chat template")
     add("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: %(default)s)")
     add("--output", metavar="FILE", help="append the results to it, a JSON object for each metric")
+
+
+def _add_run_batch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("batch").add_argument
+    what = "a JSON object on each line"
+    add(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help=f"the requests, {what}, as OpenAI's batches have them",
+    )
+    add(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help=f"the answers and errors, {what}, in the same order",
+    )
 
 
 def _words(text: str) -> list[str]:

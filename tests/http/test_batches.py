@@ -18,7 +18,6 @@ from http_site import Serve, Site
 from sgla import clock
 from sgla.errors import Overloaded
 from sgla.http.batches import asking as asking_module
-from sgla.http.batches import reading as reading_module
 from sgla.http.batches import runner as runner_module
 from sgla.http.batches import turns, usage
 from sgla.http.batches.files import COST, PIECE, Files
@@ -303,7 +302,7 @@ async def test_a_batch_without_a_good_line_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch, lines: list[Any], code: str
 ) -> None:
     monkeypatch.setattr(runner_module, "MAX_LINES", 8)
-    monkeypatch.setattr(reading_module, "MAX_NUMBER", 20)
+    monkeypatch.setattr(runner_module, "MAX_NUMBER", 20)
     batch = await ended(site.client, (await started(site.client, *lines)).id)
     assert batch.status == "failed"
     assert batch.failed_at is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -118,3 +120,32 @@ def test_choices_count_as_places_and_what_never_fits_is_refused(tiny_model: Path
         used = [each["response"]["body"]["usage"] for each in answers]
         assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in used)
         assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in used) > 0
+
+
+def test_a_file_is_answered_without_a_server(tiny_model: Path, tmp_path: Path) -> None:
+    """Lines for several routes, in their order, with errors of their own; nothing else is left."""
+    lines = [line(i, max_tokens=3) for i in range(30)]
+    lines[7]["url"] = "/v1/nowhere"
+    lines[11]["body"]["temperature"] = -1
+    asked = {"input": [{"role": "user", "content": "a"}], "max_output_tokens": 3}
+    lines.append({"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": asked})
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps(each) + "\n" for each in lines) + "\nno json\n")
+    command = [sys.executable, "-m", "sgla", "run-batch", "-i", str(given), "-o", str(output)]
+    flags = ["--model", str(tiny_model), "--executor", "fake", "--log-level", "warning"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "29 of 32 requests answered, 3 failed" in done.stderr
+    assert "run      requests 100% 32/32" in done.stderr
+    assert "line 8: url is '/v1/nowhere'" in done.stderr
+    answers = [json.loads(each) for each in output.read_text().splitlines()]
+    assert [each["custom_id"] for each in answers] == [*(each["custom_id"] for each in lines), None]
+    assert [each["error"] and each["error"]["line"] for each in answers] == [*[None] * 7, 8, *[None] * 23, 33]
+    assert answers[11]["response"]["status_code"] == 400
+    assert answers[30]["response"]["body"]["object"] == "response"
+    assert answers[0]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    missing = subprocess.run(
+        [*command[:4], "-i", "none", "-o", str(output), *flags], capture_output=True, text=True
+    )
+    assert (missing.returncode, missing.stderr) == (2, "sgla: --input-file none: No such file or directory\n")

@@ -13,6 +13,7 @@ from sgla.http.request.schema import invalid
 from sgla.http.wire import encode
 
 MAX_LINES = 50_000  # requests of one batch
+MAX_NUMBER = 1_000_000  # lines of its file, empty ones included
 MAX_ID = 512  # characters of a custom_id
 
 Value = msgspec.Raw | msgspec.UnsetType

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from functools import partial
 from typing import NamedTuple
@@ -10,14 +11,13 @@ from typing import NamedTuple
 from sgla.http.batches.files import PIECES, Files
 from sgla.http.clients import Client
 
-MAX_NUMBER = 1_000_000  # lines of a file, empty ones included
 BLANK = 4096  # lines with nothing but spaces that are passed in one turn of the loop
 BOM = b"\xef\xbb\xbf"
 LINE_ENDS = re.compile(rb"\n+")
 
 
 class TooManyLines(Exception):
-    """The file has more than ``MAX_NUMBER``."""
+    """The file has more lines than it may have."""
 
 
 class Place(NamedTuple):
@@ -39,14 +39,17 @@ class Numbered(NamedTuple):
 
 class Lines:
     """The lines of file ``number`` that are not empty. Those of up to ``kept`` bytes come with their text; of those longer than ``longest``
-    nobody gets it."""
+    nobody gets it. ``most``: lines, empty ones included."""
 
-    def __init__(self, files: Files, client: Client, number: int, longest: int, kept: int) -> None:
+    def __init__(
+        self, files: Files, client: Client, number: int, longest: int, kept: int, most: float = math.inf
+    ) -> None:
         self._files = files
         self._client = client
         self._file = number
         self._longest = longest
         self._kept = min(kept, longest)
+        self._most = most
         self._part = b""
         self._at = 0  # in the part
         self._place, self._behind = (0, 0), (0, 0)  # where the part begins, and the next one: piece and byte
@@ -122,5 +125,5 @@ class Lines:
 
     def _count(self, lines: int) -> None:
         self._number += lines
-        if self._number > MAX_NUMBER:
+        if self._number > self._most:
             raise TooManyLines

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from sgla.http.batches.asking import Handler, ask
 from sgla.http.batches.files import StorageFull
 from sgla.http.batches.lines import (
     MAX_LINES,
+    MAX_NUMBER,
     BadLine,
     Line,
     answer_line,
@@ -34,7 +36,7 @@ from sgla.http.batches.lines import (
     parsed,
     told,
 )
-from sgla.http.batches.reading import MAX_NUMBER, Lines, Numbered, TooManyLines
+from sgla.http.batches.reading import Lines, Numbered, TooManyLines
 from sgla.http.batches.store import Batch, BatchStore
 from sgla.http.batches.turns import Seat, Turns
 from sgla.http.openai import chat, text
@@ -222,7 +224,7 @@ class Runner:
             if (found := await lines.next()) is None:
                 return False
             batch.total += 1
-            if batch.total > MAX_LINES:
+            if batch.total > MAX_LINES and not batch.local:
                 message = f"the file has more than {MAX_LINES} requests; send several batches"
                 raise Refused(whole("too_many_lines", message))
             try:
@@ -276,7 +278,7 @@ class Runner:
             error.custom_id = None if text is None else name_of(text)
             raise
         await others(text)
-        check_request(line, (batch.seen["endpoint"],), self._server.model)
+        check_request(line, ROUTES if batch.local else (batch.seen["endpoint"],), self._server.model)
         await others(text)
         return line
 
@@ -318,7 +320,8 @@ class Runner:
     # lines -----------------------------------------------------------------------------------------------------------
 
     def _lines(self, batch: Batch, kept: int) -> Lines:
-        return Lines(self.store.files, batch.client, batch.input, self._longest, kept)
+        most = math.inf if batch.local else MAX_NUMBER
+        return Lines(self.store.files, batch.client, batch.input, self._longest, kept, most)
 
     async def _next(self, batch: Batch, lines: Lines, done: bytearray) -> Numbered | None:
         """The next line that is not done."""

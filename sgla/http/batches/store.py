@@ -55,6 +55,7 @@ class Batch:
         self.usage: dict[str, Any] = seen.setdefault("usage", no_usage())
         self.running = 0  # choices
         self.wanted = ""  # how it is to end, if somebody wants it to
+        self.local = False  # the operator's own: as many lines as there are, each for any route
 
     @property
     def id(self) -> str:
