@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import batch_attacks
 import lines
 import near_limits
 from hostile import (
@@ -267,7 +268,7 @@ BEYOND: dict[str, Attack] = {
     "burst": burst,
     "everything": everything,
 }
-# More arguments of ``sgla serve``, and the attacks on such a server.
+# More arguments of ``sgla serve``, in which FOLDER is one of its own, and the attacks on such a server.
 SERVERS: list[tuple[list[str], dict[str, Attack]]] = [
     ([], BEYOND | near_limits.PLAIN),
     (
@@ -276,6 +277,7 @@ SERVERS: list[tuple[list[str], dict[str, Attack]]] = [
     ),
     (["--max-connections", "8"], near_limits.FEW),
     (["--model", "minilm"], near_limits.VECTORS),
+    (["--state-path", "FOLDER/state", *batch_attacks.SERVERS], batch_attacks.ATTACKS),
 ]
 ATTACKS = {name: attack for _, attacks in SERVERS for name, attack in attacks.items()}
 
@@ -470,13 +472,14 @@ def main() -> int:
 
 def attacked(arguments: list[str], names: list[str], scale: float) -> list[dict[str, Any]]:
     """The results of attacks on a server of their own, in turn."""
-    port = free_port()
+    port, folder = free_port(), tempfile.mkdtemp()
     command = [
         *("sh", "-c", f'ulimit -S -n {DESCRIPTORS}; exec "$@"', "sh"),
         *(sys.executable, "-m", "sgla", "serve", "--port", str(port), "--drain-timeout", str(DRAIN)),
-        *("--api-key", KEY, "--api-key", OTHER, *arguments),
+        *("--api-key", KEY, "--api-key", OTHER),
+        *(word.replace("FOLDER", folder) for word in arguments),
     ]
-    log = Path(tempfile.mkdtemp()) / "server.log"
+    log = Path(folder) / "server.log"
     results = []
     with Server(command, f"http://127.0.0.1:{port}", "/health/ready", log) as server:
         target = Target(port, scale, server.process.pid)

@@ -16,6 +16,7 @@ from server_process import ServerProcess, serving
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import attack
+import batch_attacks
 import near_limits
 
 SCALE, NEAR_SCALE = 0.2, 0.05
@@ -33,7 +34,7 @@ def server(tiny_model: Path) -> Iterator[ServerProcess]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))  # a process that starts inherits it
     try:
-        process = ServerProcess("--model", str(tiny_model), *FLAGS)
+        process = ServerProcess("--model", str(tiny_model), *FLAGS, *batch_attacks.SERVERS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
@@ -54,7 +55,7 @@ def made(name: str, server: ServerProcess) -> attack.Outcome:
     return asyncio.run(attack.ATTACKS[name](attack.Target(server.port, scale, server.process.pid)))
 
 
-@pytest.mark.parametrize("name", attack.BEYOND | near_limits.PLAIN | near_limits.FAKE)
+@pytest.mark.parametrize("name", attack.BEYOND | near_limits.PLAIN | near_limits.FAKE | batch_attacks.ATTACKS)
 def test_an_attack_is_answered_and_costs_nobody_else(server: ServerProcess, before: int, name: str) -> None:
     outcome = made(name, server)
     assert not {0, 500} & set(outcome.statuses), server.output[-3000:]

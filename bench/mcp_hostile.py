@@ -37,10 +37,10 @@ def flood(make: Any) -> None:
 
 def call(number: Any, name: str, arguments: dict[str, Any]) -> None:
     if name == "slow":
-        time.sleep(arguments["seconds"])
+        time.sleep(arguments.get("seconds", 1))
         said(number, "slept")
     elif name == "long":
-        said(number, "x" * arguments["size"])
+        said(number, "x" * arguments.get("size", 9_000_000))
     elif name == "nameless":  # the id stands where nobody looks for it
         write(json.dumps({"result": {"a": "x" * 9_000_000}, "id": number, "extra": "x" * 2000}))
     elif name == "notify":
