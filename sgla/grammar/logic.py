@@ -20,7 +20,7 @@ KINDS = frozenset([*TYPES, "integer"])  # "number" stands for those that are no 
 STEPS = 200_000
 PATTERNS = 200  # steps that a comparison of two patterns counts for
 DEPTH = 8  # of references and branches that are followed
-VALUES = 64  # listed ones of which an opposite is made
+VALUES = 64  # listed ones of which an opposite is made, or integers between bounds
 PATTERN = 4096  # characters of the pattern for strings that are not listed
 LOWER = (("minimum", False), ("exclusiveMinimum", True))
 UPPER = (("maximum", False), ("exclusiveMaximum", True))
@@ -188,6 +188,44 @@ def listed(found: list[Object]) -> list[Json] | None:
         if isinstance(part.get("enum"), list):
             return list(part["enum"])
     return None
+
+
+def few_values(schema: Json, find: Find, depth: int = DEPTH) -> list[Json] | None:
+    """Values among which a document must be, more than once or not fitting some of them; None if they are not few."""
+    find.steps -= 1
+    if not isinstance(schema, dict) or find.steps < 0:
+        return [] if schema is False else None
+    found = list(parts(schema, find, depth))
+    values = listed(found)
+    if values is not None:
+        return values
+    for part in found if depth > 0 else ():
+        for key in ("anyOf", "oneOf"):
+            branches = part.get(key)
+            some = (
+                [few_values(each, find, depth - 1) for each in branches]
+                if isinstance(branches, list)
+                else [None]
+            )
+            if None not in some:
+                return [value for each in some for value in each or ()]
+    allowed = kinds(found)
+    if not allowed <= {"boolean", "null", "integer"}:
+        return None
+    values = [True, False] * ("boolean" in allowed) + [None] * ("null" in allowed)
+    if "integer" in allowed:
+        least, most = (
+            [math.trunc(part[key]) for part in found for key in keys if _finite(part.get(key))]
+            for keys in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+        )
+        if not least or not most or min(most) - max(least) > VALUES:
+            return None
+        values += range(max(least), min(most) + 1)
+    return values
+
+
+def _finite(value: Json) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def same(a: Json, b: Json) -> bool:

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.logic import (
     ANNOTATIONS,
-    ASSERTIONS,
     Find,
     Json,
     Object,
     apart,
     differing,
+    few_values,
     kinds,
     listed,
     matches,
     parts,
+    same,
     together,
 )
 from sgla.grammar.references import all_of, children, mapped, settle
@@ -114,7 +115,7 @@ OWN = frozenset(
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
 )
 FORMATS = MEANINGS | OWN | BOUNDS.keys() | NARROWER.keys() | PATTERNS.keys()
-LISTED = 10  # values of a set
+LISTED = 64  # values of which sets are made
 SETS = 1024  # arrays that a set of listed values may be
 EVERY = frozenset([".*$", "$", r"^[\s\S]*$"])  # patterns that every name matches
 ONE_CLASS = re.compile(
@@ -627,10 +628,10 @@ def _choose_exactly(schema: Object, given: Object, find: Find) -> None:
 
 
 def _list_sets(schema: Object, given: Object, find: Find) -> None:
-    """``uniqueItems`` of few listed values: all arrays that there may be, in any order if these are not too many, else each set at
+    """``uniqueItems`` of items with few values: all arrays that there may be, in any order if these are not too many, else each set at
     least in the order of the list."""
-    items, allowed = schema.get("items"), kinds([given])
-    if "array" not in allowed:
+    items = given.get("items")
+    if "array" not in kinds([given]):
         _drop(schema, "uniqueItems")
     if (
         schema.get("uniqueItems") is not True
@@ -638,14 +639,19 @@ def _list_sets(schema: Object, given: Object, find: Find) -> None:
         or not isinstance(items, dict)
     ):
         return
-    target = find(items["$ref"]) if set(items) == {"$ref"} else items
-    values = _values(target) if isinstance(target, dict) else None
-    if values is None or set(target) & ASSERTIONS or len(values) > LISTED:
+    some = few_values(items, find)
+    fits = None if some is None or len(some) > LISTED else find.validator(items)
+    if some is None or fits is None:
         return
-    values = [value for value in values if not apart({"const": value}, target, find)]
+    values: list[Json] = []
+    for value in filter(fits, some):
+        if not any(same(value, other) for other in values):
+            values.append(value)
     lengths = range(schema.get("minItems", 0), min(schema.get("maxItems", LISTED), len(values)) + 1)
     ordered = {size: math.comb(len(values), size) for size in lengths}
     total = sum(ordered.values())
+    if total > SETS:
+        return
     arrays: list[Json] = []
     for size in lengths:
         more = math.perm(len(values), size) - ordered[size]
@@ -653,7 +659,7 @@ def _list_sets(schema: Object, given: Object, find: Find) -> None:
         total += more if any_order else 0
         arrays += map(list, (itertools.permutations if any_order else itertools.combinations)(values, size))
     _drop(schema, "uniqueItems", "items", "minItems", "maxItems")
-    others = sorted(allowed - {"array"})
+    others = sorted(kinds([given]) - {"array"})
     _also(schema, {"anyOf": [{"enum": arrays}, {"type": others}]} if others else {"enum": arrays})
 
 

@@ -251,6 +251,62 @@ def test_sets_of_listed_values() -> None:
     assert not accepted(more, '["a", "b", "c", "d", "a"]')
 
 
+@pytest.mark.parametrize(
+    ("items", "least", "fits", "fails"),
+    [
+        ({"enum": ["a", "a", "b"]}, 0, ["[]", '["b", "a"]'], ['["a", "a"]']),
+        ({"enum": [1, 1.0, True, 2]}, 2, ["[1, 2]", "[true, 1]"], ["[1, 1]", "[1]"]),
+        ({"type": "integer", "minimum": 0, "exclusiveMaximum": 3}, 1, ["[2, 0]"], ["[0, 0]", "[3]", "[]"]),
+        (
+            {"type": "integer", "minimum": -2.5, "maximum": 2, "multipleOf": 2},
+            0,
+            ["[2, -2, 0]"],
+            ["[1]", "[2, 2]"],
+        ),
+        ({"type": ["boolean", "null"]}, 0, ["[null, true]"], ["[null, null]"]),
+        (
+            {"anyOf": [{"const": "a", "title": "A"}, {"$ref": "#/$defs/day"}]},
+            0,
+            ['["a", 2]'],
+            ["[2, 2]", "[4]"],
+        ),
+        (
+            {"enum": ["a", "bb", "ab"], "minLength": 2, "allOf": [{"pattern": "^a"}]},
+            0,
+            ['["ab"]'],
+            ['["bb"]'],
+        ),
+        ({"const": {"a": [1]}}, 0, ['[{"a": [1]}]'], ['[{"a": [1]}, {"a": [1]}]']),
+    ],
+)
+def test_sets_of_few_values(items: Any, least: int, fits: list[str], fails: list[str]) -> None:
+    schema = {"type": "array", "items": items, "uniqueItems": True, "minItems": least}
+    schema["$defs"] = {"day": {"type": "integer", "minimum": 1, "maximum": 3}}
+    valid = jsonschema_rs.validator_for(schema).is_valid
+    for text in fits:
+        assert valid(json.loads(text)), text
+        assert accepted(schema, text), text
+    for text in fails:
+        assert not valid(json.loads(text)), text
+        assert not accepted(schema, text), text
+
+
+@pytest.mark.parametrize(
+    ("items", "most"),
+    [
+        ({"enum": list("abcdefghijkl")}, None),
+        ({"enum": [str(i) for i in range(65)]}, 2),
+        ({"type": "integer", "minimum": 0}, 2),
+        ({"type": "integer", "minimum": 0, "maximum": 1e300}, 2),
+        ({"type": ["integer", "string"], "minimum": 0, "maximum": 3}, 2),
+        ({"anyOf": [{"const": 1}, {"type": "string"}]}, 2),
+    ],
+)
+def test_sets_of_too_much_are_refused(items: Any, most: int | None) -> None:
+    schema = {"type": "array", "items": items, "uniqueItems": True}
+    assert "uniqueItems" in adapt(schema if most is None else schema | {"maxItems": most})
+
+
 def test_listed_values_are_those_that_fit() -> None:
     listed = {"enum": [1, "ab", "b", [1, 1], {"a": 1}, None], "uniqueItems": True, "not": {"pattern": "b$"}}
     assert adapt(listed) == {"enum": [1, {"a": 1}, None]} or adapt(listed)["enum"] == []
