@@ -109,6 +109,34 @@ def test_more_than_an_answer_may_have_is_refused(server: ServerProcess) -> None:
     assert (status, reply["error"]["param"]) == (400, "return_hidden_states")
 
 
+def test_sessions(server: ServerProcess, hf: Any) -> None:
+    session = server.request("POST", "/open_session", {"capacity_of_str_len": 4096})[1]
+    first = generate(server, session_params={"id": session})
+    going_on = {"id": session, "rid": first["meta_info"]["id"]}
+    result = generate(server, " And then?", session_params=going_on)
+    prompt = ids_of(server, TEXT) + first["output_ids"] + ids_of(server, " And then?")
+    assert result["meta_info"]["prompt_tokens"] == len(prompt)
+    check(hf, result, prompt)
+
+
+async def test_what_a_session_has_counts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgla.http.native.generate.MAX_LOGPROBS", 400)
+    async with local_server(model=str(tiny_model), enable_return_hidden_states=True) as local:
+
+        async def ask(text: str, **fields: Any) -> tuple[int, Any]:
+            body = {"text": text, "return_hidden_states": True, "sampling_params": {"max_new_tokens": 1}}
+            status, reply = await local.post("/generate", body | fields)
+            return status, json.loads(reply)
+
+        session = json.loads((await local.post("/open_session", {"capacity_of_str_len": 1000}))[1])
+        status, first = await ask("x" * 90, session_params={"id": session})
+        assert (status, len(first["meta_info"]["hidden_states"][0])) == (200, 90)
+        going_on = {"id": session, "rid": first["meta_info"]["id"]}
+        status, reply = await ask("x" * 20, session_params=going_on)
+        assert (status, reply["error"]["param"]) == (400, "return_hidden_states")
+        assert (await ask("x", session_params=going_on))[0] == 200
+
+
 async def test_a_server_without_the_flag_names_it(tiny_model: Path) -> None:
     async with local_server(model=str(tiny_model)) as local:
         status, text = await local.post("/generate", {"text": "hi", "return_hidden_states": True})

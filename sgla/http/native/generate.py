@@ -26,6 +26,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, check_ids, first, sampling_params
 from sgla.http.request.schema import (
     MAX_CHOICES,
+    MAX_LOGPROBS,
     MAX_REPEATED,
     GenerateRequest,
     NativeSampling,
@@ -75,7 +76,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if fields.session_params is None:
         return await answer(request, server, work, shapes, many)
     turn = await begin_turn(request, server, fields.session_params, shown[0], work, many)
-    try:
+    try:  # the prompt is longer now
+        check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED if fields.stream else MAX_LOGPROBS)
         return await answer(request, server, work, shapes, many, turn)
     finally:
         turn.close()
