@@ -37,6 +37,7 @@ from sgla.processes import tied
 
 HERMES = "<think></think> <tool_call>"  # enough of a chat template to know the family by
 TOOLS = Path(__file__).parent / "mcp_tools.py"
+HOSTILE = Path(__file__).parents[2] / "bench" / "mcp_hostile.py"
 STDIO = f"two={sys.executable} {TOOLS} stdio"
 
 
@@ -570,7 +571,7 @@ async def tried(server: ToolServer, name: str, **arguments: Any) -> Any:
 
 @pytest_asyncio.fixture
 async def hostile(request: pytest.FixtureRequest) -> AsyncIterator[ToolServer]:
-    command = f"bad={sys.executable} {Path(__file__).parent / 'mcp_hostile.py'} {request.param}"
+    command = f"bad={sys.executable} {HOSTILE} {request.param}"
     tools = ToolServers([command], 60.0)
     found = tools.find("bad", None)
     assert found is not None
@@ -605,6 +606,23 @@ async def test_floods_and_ends_cost_others_nothing(hostile: ToolServer) -> None:
     assert await adding == "slept"
     assert hostile._open() is not session
     assert [code for code, _ in await asyncio.gather(*floods)] == [502, 502]
+
+
+@pytest.mark.parametrize("hostile", ["last"], indirect=True)
+async def test_a_server_that_answers_nothing_any_more_is_started_again(
+    hostile: ToolServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "SILENT", 0.5)
+    session = hostile._open()
+    with pytest.raises(ToolError, match="no answer within 0.2 s"):
+        await hostile.call("slow", json.dumps({"seconds": 0.5}), "a", 0.2)
+    assert hostile._pinging is not None
+    await hostile._pinging
+    assert not session.over, "it answers pings"
+    with pytest.raises(ToolError, match="no answer within 0.2 s"):
+        await hostile.call("deaf", "{}", "a", 0.2)
+    assert await tried(hostile, "add", a=1, b=2) == "3", "in a new session"
+    assert session.over
 
 
 async def only_that_call_fails(server: ToolServer, mark: Path, most: int) -> asyncio.Future[Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sgla.http.batches.files import PIECES, Files
 from sgla.http.clients import Client
 
-BLANK = 4096  # lines with nothing but spaces that are passed in one turn of the loop
+BLANK = 1024  # lines with nothing but spaces that are passed in one turn of the loop
 BOM = b"\xef\xbb\xbf"
 LINE_ENDS = re.compile(rb"\n+")
 

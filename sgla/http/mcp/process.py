@@ -181,6 +181,9 @@ class Speaker:
         try:
             if ask.verb == "list":
                 reply = await self._list()
+            elif ask.verb == "ping":
+                await self._client.session.send_ping()
+                reply = Reply(0)
             else:
                 reply = Reply(0, text=await self._call(ask))
         except asyncio.CancelledError:

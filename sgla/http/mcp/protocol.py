@@ -26,7 +26,7 @@ GONE, TOO_LARGE, CANCELLED, NO_ANSWER, LATE = (
 
 
 class Ask(msgspec.Struct):
-    """``verb``: list, call, or cancel what was asked under ``number``. ``arguments``: JSON."""
+    """``verb``: list, call, ping, or cancel what was asked under ``number``. ``arguments``: JSON."""
 
     number: int
     verb: str

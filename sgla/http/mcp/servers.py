@@ -29,6 +29,7 @@ START = 30.0  # seconds that a process may take to connect and to list the tools
 AGE = 60.0  # seconds after which the list is asked for again
 AGAIN = 5.0  # seconds after which one that failed is
 GRACE = 2.0  # seconds that a cancelled call may take to end before its process does
+SILENT = 30.0  # seconds that an MCP server which was late may take to answer a ping
 AT_ONCE = 16  # calls of one client to one MCP server; others wait, which is part of their time
 
 
@@ -154,6 +155,7 @@ class ToolServer:
         self._seconds = seconds
         self._session: Session | None = None
         self._listing: asyncio.Task[None] | None = None
+        self._pinging: asyncio.Task[None] | None = None
         self._listed: Reply | ToolError | None = None
         self._fresh = 0.0  # until then
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
@@ -200,7 +202,23 @@ class ToolServer:
             place.release()
 
     async def _call(self, name: str, arguments: str, until: float) -> str:
-        return (await self._open().ask("call", max(0.0, until - clock.now()), name, arguments)).text
+        session = self._open()
+        try:
+            return (await session.ask("call", max(0.0, until - clock.now()), name, arguments)).text
+        except ToolError as error:
+            if error.failure.code == LATE and self._pinging is None:
+                self._pinging = asyncio.ensure_future(self._ping(session))
+            raise
+
+    async def _ping(self, session: Session) -> None:
+        """End a session in which nothing is answered any more."""
+        try:
+            await session.ask("ping", SILENT)
+        except ToolError as error:
+            if error.failure.code == LATE:
+                session.close()
+        finally:
+            self._pinging = None
 
     def _only_reads(self, name: str) -> bool:
         """Whether the MCP server says that the tool changes nothing, so that it may be called twice."""
