@@ -46,6 +46,7 @@ class User:
         )
         self.statuses: Counter[int] = Counter()
         self.files: list[str] = []
+        self.begun = asyncio.Event()  # the first batch
 
     async def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """The answer; the status counts."""
@@ -69,7 +70,9 @@ class User:
         if file is None:
             return None
         body = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
-        return (await self.call("POST", BATCHES, json=body)).get("id")
+        uid = (await self.call("POST", BATCHES, json=body)).get("id")
+        self.begun.set()
+        return uid
 
     async def wait(self, uid: str, seconds: float) -> dict[str, Any]:
         """The batch when it has ended; it is cancelled after that time."""
@@ -96,9 +99,10 @@ async def beside(target: Target, attack: Callable[[User], Awaitable[None]]) -> O
     user, other = User(target, KEY), User(target, OTHER)
     attacking = asyncio.ensure_future(attack(user))
     try:
-        await asyncio.sleep(0.2)
+        file = await other.upload(b"".join(line(i) for i in range(3)))
+        await user.begun.wait()
         began = time.monotonic()
-        uid = await other.begin(await other.upload(b"".join(line(i) for i in range(3))))
+        uid = await other.begin(file)
         batch = await other.wait(uid, SLOW) if uid else {}
         served = batch.get("status") == "completed" and batch["request_counts"]["completed"] == 3
         more = {"other_s": round(time.monotonic() - began, 2), "other": {200: 1} if served else {0: 1}}
@@ -155,6 +159,16 @@ def hostile_lines(target: Target) -> bytes:
         b"a" * (17 * size),
     )
     return b"".join(raw(i, body) for i, body in enumerate(bodies)) + b"\n".join(bodies) + b"\n" + line(0)
+
+
+def too_many_bytes(target: Target) -> bytes:
+    return line(0) * target.many(4_000_000)
+
+
+def large(target: Target) -> bytes:
+    """Just below the limit of a file, in lines just below that of a body."""
+    body = b'{"max_tokens":1,"prompt":"' + b"word " * target.many(3_300_000) + b'"}'
+    return b"".join(raw(i, body) for i in range(12))
 
 
 async def many_batches(target: Target) -> Outcome:
@@ -215,7 +229,7 @@ ATTACKS: dict[str, Attack] = {
     "batch, 1M empty lines": batches(
         repeated(999_000, lambda i: b"\r\n"), repeated(1_100_000, lambda i: b"\n")
     ),
-    "batch of 200 MB": batches(lambda target: raw(0, b'{"prompt":"a"}') * target.many(3_000_000)),
+    "batch of 200 MB": batches(too_many_bytes, large),
     "batches, begun and cancelled": many_batches,
     "MCP servers": tools,
 }
