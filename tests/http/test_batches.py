@@ -629,8 +629,9 @@ async def test_lines_are_found_however_the_file_is_cut(site: Site, cut: int) -> 
 
     lines = Lines(files, anna, await files.database.run(anna, store), 20, kept=10)
     found = []
-    while (line := await lines.next()) is not None:
-        found.append(line)
+    while not lines.ended:
+        if (line := await lines.next()) is not None:
+            found.append(line)
     assert [(line.number, line.text) for line in found] == [
         (1, b"one"),
         (3, b"two"),
@@ -682,6 +683,19 @@ def test_the_usage_of_a_long_answer_is_found() -> None:
         usage.add(total, body.encode())
         assert (total["input_tokens"], total["output_tokens"], total["total_tokens"]) == (7, 3, 10)
         assert total["input_tokens_details"]["cached_tokens"] == 2
+
+
+async def test_lines_of_spaces_are_passed_a_few_at_a_time(site: Site) -> None:
+    files: Files = site.app[SERVER].files
+    file = await uploaded(site.client, b"\r\n" * 10_000, b"\n" * 10_000, line(0))
+    number = await files.database.run(None, lambda tx: files.shelf.number(tx, file))
+    lines = Lines(files, Client("127.0.0.1"), number, 1000, 1000)
+    found = []
+    while not lines.ended:
+        found.append(await lines.next())
+    assert len(found) > 5
+    (last,) = filter(None, found)
+    assert last.number == 20_003
 
 
 def two_clients(site: Site) -> tuple[openai.AsyncOpenAI, openai.AsyncOpenAI]:

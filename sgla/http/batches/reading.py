@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from functools import partial
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from sgla.http.batches.files import PIECES, Files
 from sgla.http.clients import Client
 
-BLANK = 1024  # lines with nothing but spaces that are passed in one turn of the loop
+BLANK = 1024  # lines with nothing but spaces that are passed at once
 BOM = b"\xef\xbb\xbf"
 LINE_ENDS = re.compile(rb"\n+")
 
@@ -54,9 +53,10 @@ class Lines:
         self._at = 0  # in the part
         self._place, self._behind = (0, 0), (0, 0)  # where the part begins, and the next one: piece and byte
         self._number = 0  # of the last line
+        self.ended = False
 
     async def next(self) -> Numbered | None:
-        """None at the end. Raises TooManyLines."""
+        """None if it has ``ended``, and after many lines with nothing but spaces. Raises TooManyLines."""
         text, size, place, blank, passed = bytearray(), 0, None, True, 0
         while self._at < len(self._part) or await self._read():
             part, at = self._part, self._at
@@ -83,8 +83,9 @@ class Lines:
             if not blank:
                 return self._found(text, size, place)
             text, size, place, blank, passed = bytearray(), 0, None, True, passed + 1
-            if passed % BLANK == 0:
-                await asyncio.sleep(0)
+            if passed == BLANK:
+                return None
+        self.ended = True
         if place is None or blank:
             return None
         self._count(1)

@@ -210,6 +210,7 @@ class Runner:
                 end = clock.now() + TURN
                 while more and clock.now() < end:
                     more = await step()
+            await asyncio.sleep(0)
 
     async def _validate(self, batch: Batch) -> None:
         """Count the lines, and answer those with errors that are no requests. Raises Refused."""
@@ -222,7 +223,7 @@ class Runner:
 
         async def check() -> bool:
             if (found := await lines.next()) is None:
-                return False
+                return not lines.ended
             batch.total += 1
             if batch.total > MAX_LINES and not batch.local:
                 message = f"the file has more than {MAX_LINES} requests; send several batches"
@@ -302,7 +303,7 @@ class Runner:
 
         async def answer() -> bool:
             if (found := await lines.next()) is None:
-                return False
+                return not lines.ended
             if is_done(done, found):
                 return True
             try:
@@ -330,7 +331,7 @@ class Runner:
         async def look() -> bool:
             nonlocal found
             found = await lines.next()
-            return found is not None and is_done(done, found)
+            return not lines.ended if found is None else is_done(done, found)
 
         await self._in_turns(batch, look)
         return found
