@@ -325,9 +325,12 @@ def probe(port: int) -> None:
 
 def memory(pid: int) -> int:
     """Resident bytes of the server and its helpers; what forked helpers share counts once. Model workers are left out: they touch their
-    KV pool little by little."""
+    KV pool little by little; and the commands of MCP servers, whose memory is their own."""
+    others = (b"sgla.executor.child", b"mcp_hostile")
     return sum(
-        proportional(child) for child in tree(pid) if b"sgla.executor.child" not in command_line(child)
+        proportional(child)
+        for child in tree(pid)
+        if child == pid or not any(name in command_line(child) for name in others)
     )
 
 
