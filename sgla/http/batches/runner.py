@@ -210,7 +210,8 @@ class Runner:
                 end = clock.now() + TURN
                 while more and clock.now() < end:
                     more = await step()
-            await asyncio.sleep(0)
+            if more:
+                await asyncio.sleep(0)
 
     async def _validate(self, batch: Batch) -> None:
         """Count the lines, and answer those with errors that are no requests. Raises Refused."""
