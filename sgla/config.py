@@ -157,6 +157,16 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     itl_target_ms: Annotated[
         float | None, Doc(description="inter-token target that limits prefill beside decode; 0 = no limit")
     ] = None
+    speculative_algorithm: Annotated[
+        Literal["ngram", "NGRAM"] | None,
+        Doc(
+            description="guess the next tokens and compute them in one step, which changes no text: ngram guesses what came behind the "
+            "same tokens before"
+        ),
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        int | None, Doc(description="tokens that a row may guess in a step, at most; 0: none")
+    ] = None
     policy: Annotated[
         Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"],
         Doc(

@@ -263,6 +263,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     pages: list[bytes]
     sampling: RowSampling
     segment: int = 0  # where the second text of a pair begins, for models that tell the two apart; 0: nowhere
+    limit: int = 0  # tokens it may have, outputs included; only where rows have drafts
 
 
 SAMPLE = 1  # StepPlan.flags: the row's last token is the last known one, so sample its successor
@@ -277,6 +278,9 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a decode row
     needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages of every cache group for
     ``page_slots[i]``.
+
+    A row with ``drafts[r] >= 0`` begins where its slot has got to, which is at most ``starts[r]``, and computes its pending token and at
+    most so many more, which the worker guesses. It samples a successor of each and keeps those up to the first wrong guess.
     """
 
     step: int
@@ -284,6 +288,7 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     starts: bytes  # int32[R]
     q_lens: bytes  # int32[R]
     flags: bytes  # uint8[R]
+    drafts: bytes = b""  # int32[R], -1: the row is as it stands here; b"": all are
     page_slots: bytes = b""  # int32[P]
     page_counts: bytes = b""  # int32[P]
     page_ids: list[bytes] = []  # int32[sum(page_counts)], one for each cache group
@@ -320,19 +325,19 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, kw_only=True):
-    """Worker rank 0 -> schedule. ``tokens`` int32[S]: one for each SAMPLE row, in row order."""
+    """Worker rank 0 -> schedule. ``tokens`` int32[*]: of the S SAMPLE rows in row order, ``counts[i]`` new ones of the i-th: those that it
+    guessed right and the next one, or the next one and those that a grammar forces behind it; none if the token it was planned to
+    sample has come already. KV is there of all but the last one, or the forced ones and the one before these. The token table has all."""
 
     step: int
     tokens: bytes
+    counts: bytes = b""  # int32[S], or b"": one each
     logprobs: list[LogprobBlock] = []
     seconds: float = 0.0  # duration of the step on the device
     gap: float = 0.0  # idle time of the worker before this step, waiting for a plan
     error: str | None = None  # the step failed; the worker ends, and the executor tells of its death
     failed: list[Failed] = []
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
-    # (i, int32[k]): tokens that the grammar forces behind the one of the i-th SAMPLE row; the token table has them. A row
-    # that was planned to sample one of them returns it.
-    forced: list[tuple[int, bytes]] = []
     # float32[q_len, width]: the hidden states behind the last norm, of each row of a request with ``hidden``, in row order
     hidden: list[bytes] = []
 
@@ -525,6 +530,7 @@ class Facts(msgspec.Struct, kw_only=True):
     grammars: bool = False  # the sampler honours RowSampling.grammar
     processors: list[str] = []  # names that RowSampling.processors may have
     pooling: Pooling | None = None  # the model answers with vectors alone
+    drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
 

@@ -24,6 +24,7 @@ from sgla.text.tools.families import choose
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
+DRAFTS = 8  # most tokens that a row guesses in a step, if nobody says otherwise
 BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
     "context_length": "the model's own limit, or what the KV cache holds",
@@ -121,6 +122,9 @@ def resolve(
             f"--enable-return-hidden-states cannot be honoured {where}; leave it out",
             param="enable_return_hidden_states",
         )
+    check_speculation(config, device, pooled or encoder)
+    if config.speculative_algorithm:
+        settle("speculative_num_draft_tokens", Choice(DRAFTS, "a row learns how many of them pay"))
     if config.deterministic:
         check_deterministic(config, device)
     dtype = settle("dtype", choose_dtype(encoder))
@@ -157,8 +161,9 @@ def resolve(
         room = settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, config.tp))
         if isinstance(spec, ModelSpec):
             planned = msgspec.structs.replace(config, **filled)
-            held = kv_pool(planned, spec, dtype).split(room)[0] * config.page_size
-            settle("context_length", choose_context(spec.context_len, held))
+            settle(
+                "context_length", choose_context(spec.context_len, kv_pool(planned, spec, dtype).tokens(room))
+            )
         elif config.context_length is None:
             reasons["context_length"] = BY_WORKERS["context_length"]
     if not config.served_model_name:
@@ -190,6 +195,32 @@ def check_gpus(config: Config, machine: Machine, pooled: bool) -> None:
     if config.tp > len(machine.gpus):
         raise ConfigError(
             f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
+        )
+
+
+def check_speculation(config: Config, device: str, vectors: bool) -> None:
+    """Raises ConfigError for ``--speculative-*`` where nothing can be guessed."""
+    name, count = config.speculative_algorithm, config.speculative_num_draft_tokens
+    if name is None:
+        if count:
+            raise ConfigError(
+                "--speculative-num-draft-tokens needs --speculative-algorithm ngram",
+                param="speculative_num_draft_tokens",
+            )
+        return
+    obstacle = None
+    if vectors:
+        obstacle = "by a model that answers with vectors"
+    elif device != "cpu":
+        obstacle = f"by --device {device} yet"
+    elif config.tp > 1:
+        obstacle = "by several ranks yet"
+    elif config.executor == "fake":
+        obstacle = "by --executor fake"
+    if obstacle:
+        raise ConfigError(
+            f"--speculative-algorithm {name} cannot be honoured {obstacle}; leave it out",
+            param="speculative_algorithm",
         )
 
 
@@ -287,6 +318,7 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
 
 
 RANGES: dict[str, tuple[float, float]] = {
+    "speculative_num_draft_tokens": (0, 63),
     "context_length": (1, LONGEST),
     "tp": (1, 1024),
     "threads": (1, 4096),

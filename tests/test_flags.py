@@ -290,10 +290,10 @@ def test_values_that_peers_write_differently() -> None:
 
 def test_all_refused_flags_are_named_at_once() -> None:
     text = refused(
-        "--speculative-algorithm", "EAGLE", "--hicache-ratio", "2", "a/b", "--hf-token=secret", "--prot", "1"
+        "--speculative-eagle-topk", "4", "--hicache-ratio", "2", "a/b", "--hf-token=secret", "--prot", "1"
     )
     for part in (
-        "--speculative-algorithm is not",
+        "--speculative-eagle-topk is not",
         "--hicache-ratio is not",
         "set HF_TOKEN",
         "did you mean --port?",

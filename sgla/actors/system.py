@@ -330,6 +330,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         mixed_tokens=facts.mixed_tokens,
         mixed_prompts=facts.mixed_prompts,
         mixed_longest=facts.mixed_longest,
+        drafts=facts.drafts,
         depth=config.depth or 2,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,
         policy=config.policy,

@@ -190,7 +190,7 @@ REFUSED: list[tuple[str, str]] = [
     (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
         "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",
-        "speculative and diffusion decoding are not supported; leave it out",
+        "of speculative decoding there is --speculative-algorithm ngram, on CPUs; leave this out",
     ),
     (
         "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens optimistic-prefill-attempts "

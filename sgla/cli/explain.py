@@ -63,7 +63,7 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
         return {"weights": weights, "kv_bytes_per_token": per_token}
     kv = config.kv_cache_bytes * config.tp
     dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
-    pages = kv_pool(config, spec, dtype).split(config.kv_cache_bytes)[0]
+    pages = kv_pool(config, spec, dtype).tokens(config.kv_cache_bytes) // config.page_size
     return {
         "weights": weights,
         "kv_cache": kv,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
 
 MASK = (1 << 64) - 1
+WRONG = -1  # what a wrong guess leaves in a page
 POOL_TOKENS = 1 << 20
 BYTES_PER_TOKEN = 1024  # what a token is said to take of --kv-cache-bytes
 FAKE_WIDTH = 4  # of hidden states
@@ -54,13 +55,14 @@ def ints(column: bytes) -> array[int]:
 class FakeSlot:
     """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``, the stand-in for the KV at ``p``."""
 
-    __slots__ = ("chain", "computed", "pages", "prompt_len", "sampling", "tokens")
+    __slots__ = ("chain", "computed", "limit", "pages", "prompt_len", "sampling", "tokens")
 
     def __init__(self, new: NewRow) -> None:
         self.tokens = ints(new.tokens).tolist()
         self.pages = [ints(pages).tolist() for pages in new.pages]
         self.prompt_len = new.prompt_len
         self.sampling = new.sampling
+        self.limit = new.limit
         self.computed = 0
         self.chain: list[int] = []
         self.hash_on()
@@ -73,9 +75,21 @@ class FakeSlot:
             self.chain.append(state)
 
 
+class FakeRow(NamedTuple):
+    """Computes the tokens ``start:end`` of a slot. ``run``: of a row with drafts, what it brings; ``wrong``: so many guesses behind ``end``
+    were wrong, and what they left in the pages is nobody's."""
+
+    slot: FakeSlot
+    start: int
+    end: int
+    flags: int
+    run: list[int] | None = None
+    wrong: int = 0
+
+
 class FakeModel:
     """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar forced them
-    behind the one it has sampled. ``verify``: keep a page store and check it: each row must find exactly its own prefix in
+    behind the one it has sampled. How many drafts of a row are right depends on its tokens alone, too. ``verify``: keep a page store and check it: each row must find exactly its own prefix in
     the pages it was given, and no page may be written by two rows of a step.
 
     ``cost(tokens, pairs)``: seconds that a step reports, ``pairs`` being the (query, key) pairs of attention.
@@ -119,9 +133,9 @@ class FakeModel:
         tokens = array("i")
         blocks: list[LogprobBlock] = []
         vectors: list[bytes] = []
-        forced: list[tuple[int, bytes]] = []
+        counts = array("i")
         hidden: list[bytes] = []
-        for r, (slot, start, end, flags) in enumerate(rows):
+        for r, (slot, start, end, flags, told, _) in enumerate(rows):
             slot.computed = end
             if slot.sampling.hidden:
                 hidden.append(self.states(slot.tokens[:end], start))
@@ -130,19 +144,22 @@ class FakeModel:
             if flags & POOL and end == slot.prompt_len:
                 vectors.append(self.vector(slot.tokens))
             if flags & SAMPLE:
-                if end == len(slot.tokens):
-                    token = self._next(slot)
-                    if slot.sampling.logprobs >= 0:
-                        blocks.append(self._block(r, slot, False, end, [token], slot.sampling.logprobs))
-                    elif not slot.sampling.hidden and (run := self._run(slot)):
-                        forced.append((len(tokens), array("i", run).tobytes()))
-                tokens.append(slot.tokens[end])
-        count = sum(end - start for _, start, end, _ in rows)
+                run = told or []
+                if told is None and end == len(slot.tokens):
+                    run = [self._next(slot)]
+                    if slot.sampling.logprobs < 0 and not slot.sampling.hidden and not slot.limit:
+                        run += self._run(slot)
+                if run and slot.sampling.logprobs >= 0:
+                    first = len(slot.tokens) - len(run)
+                    blocks.append(self._block(r, slot, False, first, run, slot.sampling.logprobs))
+                tokens.extend(run)
+                counts.append(len(run))
+        count = sum(row.end - row.start + row.wrong for row in rows)
         self.computed_tokens += count
         seconds = 0.0
         if self._cost is not None:
             seconds = self._cost(
-                count, sum((end - start) * (start + end + 1) // 2 for _, start, end, _ in rows)
+                count, sum((row.end - row.start) * (row.start + row.end + 1) // 2 for row in rows)
             )
         return StepResult(
             step=plan.step,
@@ -150,7 +167,7 @@ class FakeModel:
             logprobs=blocks,
             seconds=seconds,
             vectors=vectors,
-            forced=forced,
+            counts=b"" if all(n == 1 for n in counts) else counts.tobytes(),
             hidden=hidden,
         )
 
@@ -196,17 +213,21 @@ class FakeModel:
             at += count
         assert all(len(column) == at for column in ids), "page_counts and page_ids disagree"
 
-    def _rows(self, plan: StepPlan) -> list[tuple[FakeSlot, int, int, int]]:
-        """(slot, start, end, flags) of each row."""
+    def _rows(self, plan: StepPlan) -> list[FakeRow]:
         slots, starts, q_lens = ints(plan.slots), ints(plan.starts), ints(plan.q_lens)
         assert len(slots) == len(starts) == len(q_lens) == len(plan.flags) > 0, "columns of different lengths"
         assert len(set(slots)) == len(slots), "a slot has two rows"
         alone = self._encoder and len(q_lens) == 1
         assert alone or sum(q_lens) <= self.facts.step_tokens, "more tokens than a step may have"
         rows = []
-        for index, start, count, flags in zip(slots, starts, q_lens, plan.flags):
+        drafts = ints(plan.drafts) if plan.drafts else array("i", [-1]) * len(slots)
+        for index, start, count, flags, most in zip(slots, starts, q_lens, plan.flags, drafts, strict=True):
             slot = self._slots[index]
             assert slot is not None, "a row of an empty slot"
+            if most >= 0:
+                assert count == 1 + most, "a row with drafts of another length"
+                rows.append(self._guess(slot, start, most, flags))
+                continue
             end = start + count
             assert count > 0, "an empty row"
             assert slot.computed <= start, "a token is computed twice"
@@ -217,23 +238,41 @@ class FakeModel:
                 assert all(end <= len(pages) * self.facts.page_size for pages in slot.pages), (
                     "a row without pages"
                 )
-            rows.append((slot, start, end, flags))
+            rows.append(FakeRow(slot, start, end, flags))
         return rows
 
-    def _write(self, g: int, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
+    def _guess(self, slot: FakeSlot, latest: int, most: int, flags: int) -> FakeRow:
+        start = slot.computed
+        assert start <= latest, "a row has got further than it may have"
+        assert len(slot.tokens) == start + 1, "a row with drafts has more than one token to compute"
+        drafts = min(most, slot.limit - len(slot.tokens) - 1)
+        if drafts < 0:  # it has all its tokens, and the host does not know yet
+            return FakeRow(slot, start, start, flags, [])
+        right = (slot.chain[-1] >> 44) % (drafts + 1)
+        run = [self._next(slot) for _ in range(right + 1)]
+        end = start + 1 + right
+        size = self.facts.page_size
+        assert all(end + drafts - right <= len(pages) * size for pages in slot.pages), "a row without pages"
+        return FakeRow(slot, start, end, flags, run, drafts - right)
+
+    def _write(self, g: int, rows: list[FakeRow]) -> None:
         size, store = self.facts.page_size, self._stores[g]
         written: set[int] = set()
-        for slot, start, end, _ in rows:
-            pages = slot.pages[g][start // size : (end - 1) // size + 1]
+        for slot, start, end, _, _, wrong in rows:
+            if start == end:
+                continue
+            pages = slot.pages[g][start // size : (end + wrong - 1) // size + 1]
             assert 0 not in pages, "a row writes to the dummy page"
             assert written.isdisjoint(pages), "two rows write to one page"
             written.update(pages)
             for position in range(start, end):
                 store[slot.pages[g][position // size]][position % size] = slot.chain[position]
+            for position in range(end, end + wrong):
+                store[slot.pages[g][position // size]][position % size] = WRONG
 
-    def _read(self, g: int, rows: list[tuple[FakeSlot, int, int, int]]) -> None:
+    def _read(self, g: int, rows: list[FakeRow]) -> None:
         size, store, window = self.facts.page_size, self._stores[g], self.facts.groups[g].window
-        for slot, start, end, _ in rows:
+        for slot, start, end, *_ in rows:
             first = max(0, start - window + 1) if window else 0
             for i in range(first // size, (end - 1) // size + 1):
                 page, begin = slot.pages[g][i], max(i * size, first)

@@ -84,6 +84,12 @@ class Pool(NamedTuple):
         left = budget - sum(n * b for n, b in zip(windows, others))
         return [max(equal, left // first), *windows]
 
+    def tokens(self, budget: int) -> int:
+        """Tokens of whole histories that ``budget`` bytes hold for certain."""
+        if len(self.groups) == 1:
+            return int(budget // (self.groups[0].values * BYTES[self.dtype]))
+        return self.split(budget)[0] * self.page_size
+
     @property
     def _step(self) -> int:
         return pages_for(self.demand.step_tokens, self.page_size)

@@ -32,10 +32,12 @@ class Masks(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """``failed``: (i, why) of the i-th of the rows given; ``forced``: see StepResult."""
+    """``failed``: (i, why) of the i-th of the rows given; ``forced``: what comes behind the i-th; ``known``: those whose token is
+    not new."""
 
     failed: list[tuple[int, str]]
-    forced: list[tuple[int, bytes]]
+    forced: dict[int, Int32s]
+    known: set[int]
 
 
 def mask_threads() -> int:
@@ -132,6 +134,7 @@ class Constraints:
         failed: list[tuple[int, str]] = []
         runs: dict[int, list[int]] = {}
         few = self._jumps and len(slots) <= JUMP_ROWS
+        known = set(np.flatnonzero(self._has[slots] & (positions < self._known[slots])).tolist())
         due = self._has[slots] & (positions >= self._known[slots]) & (tokens >= 0)
         for i in np.flatnonzero(due).tolist():
             slot, position = int(slots[i]), int(positions[i])
@@ -146,13 +149,13 @@ class Constraints:
                 runs[i] = constraint.forced()
         # A step that reads several tokens of a row takes longer for all rows than one that reads one of each.
         if sum(len(run) - 1 for run in runs.values() if run) < len(slots):
-            return Taken(failed, [])
-        return Taken(failed, self._jump(slots, positions, runs, failed))
+            return Taken(failed, {}, known)
+        return Taken(failed, self._jump(slots, positions, runs, failed), known)
 
     def _jump(
         self, slots: Int32s, positions: Int32s, runs: dict[int, list[int]], failed: list[tuple[int, str]]
-    ) -> list[tuple[int, bytes]]:
-        forced: list[tuple[int, bytes]] = []
+    ) -> dict[int, Int32s]:
+        forced: dict[int, Int32s] = {}
         for i, run in runs.items():
             slot, first = int(slots[i]), int(positions[i]) + 1
             places = self._tokens[slot, first : first + len(run)]
@@ -164,7 +167,7 @@ class Constraints:
                 continue
             self._known[slot] = first + len(places)
             if len(places):
-                forced.append((i, places.tobytes()))
+                forced[i] = places.copy()
         return forced
 
     def _constraint(self, slot: int) -> Constraint:

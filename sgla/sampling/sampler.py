@@ -25,7 +25,8 @@ class Samples(NamedTuple):
     tokens: NDArray[np.int32]  # [S]
     logprobs: list[LogprobBlock]
     failed: list[Failed]
-    forced: list[tuple[int, bytes]]  # StepResult.forced
+    forced: dict[int, NDArray[np.int32]]  # behind the token of the i-th row, by its grammar
+    known: set[int]  # rows whose token is not new
 
 
 class Unusable(Exception):
@@ -114,28 +115,35 @@ class Sampler:
         slots: NDArray[np.int32],
         positions: NDArray[np.int32],
         draws: NDArray[Any] | None = None,
+        at: NDArray[Any] | None = None,
     ) -> Samples:
         """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token table, followed by
         those that its grammar then forces. A position that is known already keeps its token.
 
         ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry. ``draws``: those of
-        ``self.draws``; tokens that they have already are taken from there.
+        ``self.draws``; tokens that they have already are taken from there. ``at``: which of the logits and draws the others are about,
+        if not all.
         """
         blocks: list[LogprobBlock] = []
         failed: list[Failed] = []
-        forced: list[tuple[int, bytes]] = []
-        chosen = np.full(len(slots), -1, np.int32)
+        forced: dict[int, NDArray[np.int32]] = {}
+        known: set[int] = set()
+        chosen = np.full(len(logits), -1, np.int32)
         if draws is not None:
             chosen[draws["row"]] = draws["token"]
+        at = np.arange(len(logits)) if at is None else at
+        chosen = chosen[at]
         for i in np.flatnonzero(chosen < 0).tolist():
             row, slot, position = int(rows[i]), int(slots[i]), int(positions[i])
             if position < self._known[slot]:
                 chosen[i] = self._tokens[slot, position]
+                known.add(i)
                 continue
             try:
-                chosen[i] = self._sample_row(logits[i], row, slot, position, blocks)
-                if run := self._jump(slot, position, int(chosen[i])):
-                    forced.append((i, run))
+                chosen[i] = self._sample_row(logits[at[i]], row, slot, position, blocks)
+                run = self._jump(slot, position, int(chosen[i]))
+                if len(run):
+                    forced[i] = run
             except (MatchFailed, ProcessorFailed) as error:
                 chosen[i] = 0
                 failed.append(Failed(row, str(error)))
@@ -143,7 +151,7 @@ class Sampler:
                 chosen[i] = 0
                 failed.append(error.failed)
         self._tokens[slots, positions] = chosen
-        return Samples(chosen, blocks, failed, forced)
+        return Samples(chosen, blocks, failed, forced, known)
 
     def _sample_row(
         self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]
@@ -175,15 +183,15 @@ class Sampler:
             blocks.append(scores.block(row, False, position, len(choice.logprob_ids)))
         return token
 
-    def _jump(self, slot: int, position: int, token: int) -> bytes:
+    def _jump(self, slot: int, position: int, token: int) -> NDArray[np.int32]:
         """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None where logprobs or hidden
         states are wanted, which are those of samples, or rules may forbid them."""
         choice = self._choices[slot]
         assert choice is not None
         if not choice.jumps or choice.constraint is None:
-            return b""
+            return np.empty(0, np.int32)
         places = self._tokens[slot, position + 1 :]
         run = np.array(choice.constraint.jump(position, token)[: len(places)], np.int32)
         places[: len(run)] = run
         self._known[slot] = position + 1 + len(run)
-        return run.tobytes()
+        return run

@@ -32,27 +32,12 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     deltas: list[Delta] = []
     ended: list[Request] = []
     broken, faults = _fail(step, result, ended) if result.failed else ([], 0)
-    tokens = array("i", result.tokens)
-    assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
-    for request, token in zip(step.samples, tokens):
-        if request.finish is not None:
-            continue
-        if request.stale:
-            request.stale -= 1
-            continue
-        delta = Delta(rid=request.rid, tokens=[token])
-        deltas.append(delta)
-        if request.first_token is None:
-            _first(request, delta, now)
-        outputs = request.tokens
-        outputs.append(token)
-        # Most tokens are not the last: asking that here takes a seventh off the time of this loop.
-        if (
-            token in request.stop_ids or len(outputs) >= request.limit or request.loop is not None
-        ) and request.ends(token, delta):
-            ended.append(request)
-    sampled = len(deltas)
-    jumped = _jump(step, result, deltas, ended) if result.forced else 0
+    jumped = 0
+    if result.counts or step.drafts:
+        jumped = _commit_runs(step, result, deltas, ended, now)
+    else:
+        _commit_singles(step, result, deltas, ended, now)
+    outputs = sum(len(delta.tokens) for delta in deltas)
     if result.logprobs:
         attach(step.rows, result.logprobs, deltas)
     deltas += broken
@@ -67,7 +52,61 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
             ended.append(request)
     if result.hidden:
         _attach_states(step, deltas)
-    return Outcome(deltas, ended, sampled + jumped, jumped, faults)
+    return Outcome(deltas, ended, outputs, jumped, faults)
+
+
+def _commit_singles(
+    step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
+) -> None:
+    tokens = array("i", result.tokens)
+    assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
+    for request, token in zip(step.samples, tokens):
+        if request.finish is not None:
+            continue
+        delta = Delta(rid=request.rid, tokens=[token])
+        deltas.append(delta)
+        if request.first_token is None:
+            _first(request, delta, now)
+        outputs = request.tokens
+        outputs.append(token)
+        # Most tokens are not the last: asking that here takes a seventh off the time of this loop.
+        if (
+            token in request.stop_ids or len(outputs) >= request.limit or request.loop is not None
+        ) and request.ends(token, delta):
+            ended.append(request)
+
+
+def _commit_runs(
+    step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
+) -> int:
+    """For each row the tokens that it brought; returns how many of them a grammar forced. Those are planned like a prompt's next
+    part. Of rows with drafts it is known now how far they have got."""
+    tokens = array("i", result.tokens)
+    counts = array("i", result.counts) if result.counts else array("i", [1]) * len(tokens)
+    assert len(counts) == len(step.samples), "a count for each SAMPLE row"
+    assert sum(counts) == len(tokens), "counts and tokens disagree"
+    at = jumped = 0
+    for i, (request, count) in enumerate(zip(step.samples, counts)):
+        run, at = tokens[at : at + count], at + count
+        drafts = step.drafts[i] if i < len(step.drafts) else -1
+        if run and request.finish is None:
+            delta = Delta(rid=request.rid)
+            deltas.append(delta)
+            if request.first_token is None:
+                _first(request, delta, now)
+            for token in run:
+                delta.tokens.append(token)
+                request.tokens.append(token)
+                if request.ends(token, delta):
+                    ended.append(request)
+                    break
+            if drafts < 0:
+                jumped += len(delta.tokens) - 1
+        if drafts < 0:
+            request.known = max(request.known, len(request.tokens))
+        else:
+            request.landed(1 + drafts)
+    return jumped
 
 
 def _collect_states(step: Step, hidden: list[bytes]) -> None:
@@ -83,29 +122,6 @@ def _attach_states(step: Step, deltas: list[Delta]) -> None:
     for request in step.rows:
         if request.states is not None and (delta := by_rid.get(request.rid)) is not None:
             delta.hidden = request.states.take()
-
-
-def _jump(step: Step, result: StepResult, deltas: list[Delta], ended: list[Request]) -> int:
-    """Commit what the grammar forces behind sampled tokens; returns how many tokens. It is planned like a prompt's next part;
-    samples of it that are in flight bring nothing new."""
-    by_rid = {delta.rid: delta for delta in deltas}
-    total = 0
-    for index, run in result.forced:
-        request = step.samples[index]
-        if request.finish is not None:
-            continue
-        delta, in_flight = by_rid[request.rid], request.known - len(request.tokens)
-        for token in array("i", run):
-            delta.tokens.append(token)
-            request.tokens.append(token)
-            if request.ends(token, delta):
-                ended.append(request)
-                break
-        jumped = len(delta.tokens) - 1
-        request.stale = min(in_flight, jumped)
-        request.known = max(request.known, len(request.tokens))
-        total += jumped
-    return total
 
 
 def _fail(step: Step, result: StepResult, ended: list[Request]) -> tuple[list[Delta], int]:

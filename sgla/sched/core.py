@@ -20,7 +20,7 @@ from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import LONGEST, Delta, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
-from sgla.sched.limits import BROUGHT, IN_FLIGHT, Limits, wide_tokens
+from sgla.sched.limits import BROUGHT, IN_FLIGHT, VERIFIED, Limits, wide_tokens
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import Prompt, Request, State
@@ -189,7 +189,7 @@ class Core:
             return None
         step = Step(self._steps + 1, len(self.limits.groups))
         self._short = self._none
-        prefills = self._plan_decodes(step)
+        prefills = self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
         if prefills or self._waiting:
             first = prefills[0] if prefills else self._waiting[0]
             budget = self._budget(step, first.yields)
@@ -234,6 +234,31 @@ class Core:
         step.set_decodes(rows, slots, starts)
         return prefills
 
+    def _plan_verifies(self, step: Step) -> list[Request]:
+        """``_plan_decodes`` where rows may guess."""
+        prefills: list[Request] = []
+        running = list(islice(self._running, self._taking_part()))
+        room = min(VERIFIED, self.limits.step_tokens) // max(len(running), 1)
+        most = min(self.limits.drafts, max(room - 1, 0))
+        page = self.limits.page_size
+        for request in running:
+            if request.state is not State.RUNNING or request.planned >= request.goal:
+                continue
+            if request.planned < request.prompt_len or request.known - request.planned > 1:
+                prefills.append(request)
+                continue
+            drafts = most if request.drafting else 0
+            lacking = -(-(min(request.planned + 1 + drafts, request.goal) - request.allocated) // page)
+            if lacking > 0 and drafts and lacking > min(self._memory.available):
+                drafts = 0
+                lacking = -(-(request.planned + 1 - request.allocated) // page)
+            if lacking > 0:
+                if not self._grow(request, lacking):
+                    continue
+                step.tell_pages(request)
+            step.add_verify(request, drafts, request.goal)
+        return prefills
+
     def _taking_part(self) -> int | None:
         """How many of the running requests the step is for; None: all. Those that yield are the last: none of them while another request
         waits or reads its prompt, beside decode rows as many as make the step little longer, and one at least."""
@@ -253,20 +278,20 @@ class Core:
     def _budget(self, step: Step, yields: bool) -> Budget:
         """``yields``: the prompts are of requests that do."""
         limits = self.limits
-        seconds = self._costs.prefill_seconds(step.decodes, step.work)
+        seconds = self._costs.prefill_seconds(step.tokens, step.work)
         if yields:
             beside = bool(step.rows) and not step.rows[0].yields
-            least = self._costs.yielding_seconds(step.decodes, step.work, beside, limits.depth)
+            least = self._costs.yielding_seconds(step.tokens, step.work, beside, limits.depth)
             seconds = min(seconds, least)
         tokens, rows = limits.step_tokens, math.inf
         if limits.mixed_prompts and step.decodes and self._unhurried():
-            tokens, rows = min(tokens, max(limits.mixed_tokens, 2 * step.decodes)), limits.mixed_prompts
+            tokens, rows = min(tokens, max(limits.mixed_tokens, 2 * step.tokens)), limits.mixed_prompts
         return Budget(
-            tokens - step.decodes,
+            tokens - step.tokens,
             seconds,
             self._costs.coefficients,
             limits.page_size,
-            step.decodes,
+            step.tokens,
             limits.step_tile,
             rows,
         )
@@ -448,6 +473,7 @@ class Core:
             return False
         self._unlist(request)
         request.run(self._now)
+        request.drafting = bool(self.limits.drafts) and request.guesses
         insort(self._running, request, key=_by_rank)
         if request.preemptions == 0:
             self._ledger.counts.query_tokens += request.known

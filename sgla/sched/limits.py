@@ -13,6 +13,7 @@ from sgla.messages import LONGEST, CacheGroup, RowSampling, Submit
 # one; and one request has at most so many beside its tokens. Their pages come on top: with pages of one token as many bytes.
 BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
+VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
 WIDE = 256  # logprobs of a prompt token from which on a step has few such tokens, of one request
 ALTERNATIVES = 1 << 17  # of these tokens together; one token may have more
 STATES = 1 << 18  # bytes of the hidden states of one request's prompt in a step
@@ -33,6 +34,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     mixed_tokens: int = 0  # of steps with decode rows in which prompts that can wait are read
     mixed_prompts: int = 0  # in such a step; 0: they do not wait
     mixed_longest: int = LONGEST  # tokens of the longest prompt that can wait
+    drafts: int = 0  # most tokens that a decode row may guess and verify
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     policy: str = "fcfs"

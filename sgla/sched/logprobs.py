@@ -12,11 +12,11 @@ BYTES = 4  # of an int32 and of a float32
 
 
 def _entries(block: LogprobBlock, tokens: Sequence[int]) -> list[TokenLogprob]:
-    """One entry a token of ``tokens``, the tokens that the block is about."""
+    """One entry a token of ``tokens``, the first of those that the block is about."""
     values, ranks = array("f", block.values), array("i", block.ranks)
     ids, chances, width = block.top_ids, block.top_values, BYTES * block.k
-    assert len(values) == len(ranks) == len(tokens), "a logprob block of another length"
-    assert len(ids) == len(chances) == width * len(tokens), "a logprob block of another width"
+    assert len(values) == len(ranks) >= len(tokens), "a logprob block of another length"
+    assert len(ids) == len(chances) == width * len(values), "a logprob block of another width"
 
     def pairs(start: int, end: int) -> Pairs | tuple[()]:
         return Pairs(ids[start:end] + chances[start:end]) if end > start else ()
@@ -47,4 +47,5 @@ def attach(rows: Sequence[Request], blocks: Sequence[LogprobBlock], deltas: Sequ
     for block in blocks:
         delta = by_rid.get(rows[block.row].rid)
         if not block.prompt and delta is not None:
-            delta.logprobs = _entries(block, delta.tokens)
+            have, count = delta.logprobs or [], len(block.values) // BYTES
+            delta.logprobs = have + _entries(block, delta.tokens[len(have) : len(have) + count])

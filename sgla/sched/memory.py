@@ -109,10 +109,10 @@ class Memory:
         return True
 
     def slide(self, request: Request) -> None:
-        """Give back the pages that no token from ``planned`` on reads. Steps are computed in order, so those in flight still find them as they
+        """Give back the pages that no token still to be computed reads. Steps are computed in order, so those in flight still find them as they
         are. Not while a step is made in which the request has its row already."""
         for pool, pages, (g, behind) in zip(self.windows, request.windows, enumerate(request.behind)):
-            first = min(pool.first(request.planned), len(pages))
+            first = min(pool.first(request.least), len(pages))
             if first > behind:
                 shared = min(max(request.shared, behind), first)
                 pool.unhold(page for page in pages[behind:shared] if page)
@@ -157,7 +157,7 @@ class Memory:
             self._forget(request)
             return
         first = request.shared
-        last = max(first, min(request.planned, len(request.tokens)) // self.page_size)
+        last = max(first, min(request.least, len(request.tokens)) // self.page_size)
         tokens = request.tokens[first * self.page_size : last * self.page_size].tobytes()
         windows = [pages[first:last] for pages in request.windows]
         for g in range(len(self.windows)):
@@ -185,7 +185,9 @@ class Memory:
         self.slots.append(request.slot)
         request.node, request.pages, request.slot = None, [], -1
         request.windows, request.behind = [], []
-        request.shared = request.borrowed = request.told = request.allocated = request.planned = 0
+        request.shared = request.borrowed = request.told = request.allocated = request.planned = (
+            request.ahead
+        ) = 0
 
     def check(self, holders: Iterable[Request]) -> None:
         """``holders``: the requests that have a slot. Raises AssertionError if anything is lost, doubled or unlocked."""

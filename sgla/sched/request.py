@@ -67,12 +67,14 @@ class Request:
     """
 
     __slots__ = (
+        "ahead",
         "allocated",
         "arrival",
         "behind",
         "borrowed",
         "cached",
         "data",
+        "drafting",
         "finish",
         "first_token",
         "goal",
@@ -96,7 +98,6 @@ class Request:
         "shared",
         "slot",
         "spoiled",
-        "stale",
         "state",
         "states",
         "stop_ids",
@@ -142,9 +143,10 @@ class Request:
         self.planned = 0
         self.allocated = 0
         self.last_step = 0
-        self.stale = (
-            0  # next samples to come whose tokens are committed already, because a grammar forced them
+        self.drafting = (
+            False  # its decode rows may guess: ``planned`` and ``known`` are then the most there may be
         )
+        self.ahead = 0  # tokens that its rows in flight may bring
 
         self.cached = 0
         self.preemptions = 0
@@ -162,6 +164,12 @@ class Request:
         return self.submit.sampling.pool is not None
 
     @property
+    def guesses(self) -> bool:
+        """Whether its decode rows may have drafts: not where a grammar tells what comes, nor where a step brings states of its tokens."""
+        sampling = self.submit.sampling
+        return not (sampling.grammar or sampling.hidden or self.pools)
+
+    @property
     def weight(self) -> int:
         """Bytes of the plan in which it takes its slot."""
         return len(self.data) + self.submit.baggage
@@ -170,6 +178,11 @@ class Request:
     def reads_cache(self) -> bool:
         """Prompt logprobs and hidden states need the tokens computed, so a request that owes them reads no cached prefix."""
         return self.prompt_logprobs is None and self.states is None
+
+    @property
+    def least(self) -> int:
+        """Tokens whose KV is certain to be there when the steps in flight are done."""
+        return len(self.tokens) - 1 if self.ahead else self.planned
 
     @property
     def outputs(self) -> int:
@@ -190,6 +203,12 @@ class Request:
             return False
         self.finish = delta.finish
         return True
+
+    def landed(self, span: int) -> None:
+        """A row in flight that could bring ``span`` tokens has brought its own: correct what the host took for the most."""
+        self.ahead -= span
+        self.planned = min(len(self.tokens) - 1 + self.ahead, self.goal)
+        self.known = self.planned + 1
 
     def boost(self) -> None:
         """It has waited too long: from now on it goes before every request that has not."""
@@ -216,7 +235,7 @@ class Request:
         assert self.planned == 0
         self._move(State.DRAINING, State.WAITING)
         self.preemptions += 1
-        assert (self.known, self.stale) == (len(self.tokens), 0), "a sample is missing"
+        assert (self.known, self.ahead) == (len(self.tokens), 0), "a sample is missing"
         self.data = self.tokens.tobytes()
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:

@@ -22,6 +22,7 @@ class Step:
         "_starts",
         "brought",
         "decodes",
+        "drafts",
         "ends",
         "number",
         "rows",
@@ -36,7 +37,8 @@ class Step:
         self.rows: list[Request] = []
         self.samples: list[Request] = []
         self.ends: list[Request] = []
-        self.decodes = 0
+        self.decodes = 0  # rows
+        self.drafts: list[int] = []  # of decode rows; [] where no row may guess
         self.tokens = 0
         self.work = 0
         self.brought = 0  # bytes of the requests that take their slots
@@ -60,6 +62,25 @@ class Step:
         self._flags = bytearray((SAMPLE,)) * n
         self.decodes = self.tokens = n
         self.work = sum(starts) + n
+
+    def add_verify(self, request: Request, drafts: int, goal: int) -> None:
+        """A decode row that may guess so many tokens, with pages for them, before all prefills. It moves ``planned`` and ``known`` to the
+        most that there may be."""
+        start = request.planned
+        self.rows.append(request)
+        self.samples.append(request)
+        self._slots.append(request.slot)
+        self._starts.append(start)
+        self._q_lens.append(1 + drafts)
+        self._flags.append(SAMPLE)
+        self.drafts.append(drafts if request.drafting else -1)
+        request.planned = min(start + 1 + drafts, goal)
+        request.known = request.planned + 1
+        request.ahead += (1 + drafts) if request.drafting else 0
+        request.last_step = self.number
+        self.decodes += 1
+        self.tokens += 1 + drafts
+        self.work += pairs(start, 1 + drafts)
 
     def add_prefill(self, request: Request, count: int) -> None:
         """A row of ``count`` tokens, with pages for them; moves ``planned``, and ``known`` if the row samples."""
@@ -109,6 +130,7 @@ class Step:
                 pages=[int32(pages) for pages in (request.pages, *request.windows)],
                 sampling=request.submit.sampling,
                 segment=request.submit.segment,
+                limit=request.limit if request.drafting else 0,
             )
         )
         request.told = len(request.pages)
@@ -122,6 +144,7 @@ class Step:
             starts=int32(self._starts),
             q_lens=int32(self._q_lens),
             flags=bytes(self._flags),
+            drafts=int32(self.drafts + [-1] * (len(self.rows) - self.decodes)) if self.drafts else b"",
             page_slots=int32(self._page_slots),
             page_counts=int32(self._page_counts),
             page_ids=[int32(ids) for ids in self._page_ids],

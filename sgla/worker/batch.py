@@ -49,15 +49,22 @@ class Stated(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is to become of the logits. Arrays are int32[S] of the S SAMPLE rows."""
+    """What is to become of the logits. Arrays are int32[S] of the S tokens to sample: one of each SAMPLE row, or of one with drafts one
+    behind each token. ``runs``: how many of each SAMPLE row."""
 
     rows: Int32s
     slots: Int32s
     positions: Int32s  # of the tokens to sample
-    tokens: Int32s  # last token of the row: its logits say the next
+    tokens: Int32s  # the one before it in the step: its logits say the next
+    runs: Int32s
     prompt_spans: list[PromptSpan]
     pooled: list[PooledRow]
     stated: list[Stated]
+
+    @property
+    def first(self) -> Int32s:
+        """Index of the first token of each SAMPLE row."""
+        return np.cumsum(self.runs, dtype=np.int32) - self.runs
 
     @property
     def plain(self) -> bool:
@@ -65,9 +72,11 @@ class Wanted(NamedTuple):
         return not (self.prompt_spans or self.pooled or self.stated)
 
 
-def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
-    """Decode ``plan``, whose new rows ``tables`` has taken in."""
-    slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
+def read(
+    plan: StepPlan, tables: SlotTables, guessed: tuple[Int32s, Int32s] | None = None
+) -> tuple[Columns, Wanted]:
+    """Decode ``plan``, whose new rows ``tables`` has taken in. ``guessed``: starts and lengths of its rows, if some have drafts."""
+    slots, starts, q_lens = column(plan.slots), *(guessed or (column(plan.starts), column(plan.q_lens)))
     flags = np.frombuffer(plan.flags, np.uint8)
     ends = np.cumsum(q_lens, dtype=np.int32)
     sampled = np.flatnonzero(flags & SAMPLE).astype(np.int32)
@@ -75,7 +84,13 @@ def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
         _span(row, slots, starts, q_lens, ends, tables)
         for row in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist()
     ]
-    last = ends[sampled] - 1
+    last, runs, positions = ends[sampled] - 1, np.ones_like(sampled), (starts + q_lens)[sampled]
+    if plan.drafts:
+        runs = np.where(column(plan.drafts)[sampled] >= 0, q_lens[sampled], 1).astype(np.int32)
+        sampled = np.repeat(sampled, runs)
+        before = np.repeat(np.cumsum(runs), runs) - 1 - np.arange(len(sampled), dtype=np.int32)
+        last = (np.repeat(last, runs) - before).astype(np.int32)
+        positions = (np.repeat(positions, runs) - before).astype(np.int32)
     pooled = [
         PooledRow(row, int(ends[row]) - 1, int(slots[row]))
         for row in np.flatnonzero(flags & POOL).tolist()
@@ -84,7 +99,7 @@ def read(plan: StepPlan, tables: SlotTables) -> tuple[Columns, Wanted]:
     stated = [
         Stated(int(ends[row] - q_lens[row]), int(ends[row])) for row in np.flatnonzero(tables.hidden[slots])
     ]
-    wanted = Wanted(sampled, slots[sampled], (starts + q_lens)[sampled], last, spans, pooled, stated)
+    wanted = Wanted(sampled, slots[sampled], positions, last, runs, spans, pooled, stated)
     logits = last
     if not wanted.plain:
         tails = np.array([row.token for row in pooled], np.int32)

@@ -13,8 +13,10 @@ from sgla.messages import SAMPLE, Failed, StepPlan, StepResult
 from sgla.sampling import faults
 from sgla.sampling.constraints import Constraints, Masks
 from sgla.sampling.device import DeviceSampler, Pending, Scored, to_host
+from sgla.sampling.runs import ragged
+from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables
-from sgla.worker.state import column
+from sgla.worker.state import Int32s, column
 
 
 @dataclass(slots=True)
@@ -113,7 +115,10 @@ class Flights:
         unmet = flight.unmet
         if flight.on_host is not None and self._constraints is not None:
             taken = self._constraints.take(*flight.on_host, tokens)
-            unmet, result.forced = unmet + taken.failed, taken.forced
+            unmet = unmet + taken.failed
+            ones = np.ones(len(tokens), np.int32)
+            samples = Samples(tokens, [], [], taken.forced, taken.known)
+            result.tokens, result.counts = ragged(samples, np.arange(len(tokens), dtype=np.int32), ones)
             self._put(*flight.on_host, taken.forced)
         if unmet or (len(tokens) and tokens.min() < 0):
             result.failed += self._failed(flight.plan, unmet, tokens)
@@ -128,14 +133,13 @@ class Flights:
             for i in np.flatnonzero(tokens < 0)
         ]
 
-    def _put(self, slots: Any, positions: Any, forced: list[tuple[int, bytes]]) -> None:
+    def _put(self, slots: Any, positions: Any, forced: dict[int, Int32s]) -> None:
         """Bring forced tokens into the token table. Queued behind the next step, which may be on its way; it returns the
         first of them."""
         if not forced:
             return
         parts = []
-        for i, run in forced:
-            tokens = column(run)
+        for i, tokens in forced.items():
             place = positions[i] + 1 + np.arange(len(tokens))
             parts.append(np.stack([np.full(len(tokens), slots[i]), place, tokens]))
         self._tables.put(np.concatenate(parts, axis=1))

@@ -42,12 +42,14 @@ from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import load as load_processors
+from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
+from sgla.worker.drafts import NGrams, verify
 from sgla.worker.forward import Forward, Kept, describe, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv
 from sgla.worker.profile import Profiler
-from sgla.worker.state import SlotTables, column
+from sgla.worker.state import Int32s, SlotTables, column
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
@@ -107,6 +109,7 @@ class Runner:
         self._forward = self._make_forward(limits, config.native_kernels)
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
         self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups))
+        self._drafter = NGrams(self.tables)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
         jumps = self.shard.size == 1  # other ranks are told one token a row
@@ -129,6 +132,7 @@ class Runner:
             processors=list(processors),
             scores=True,
             hidden=0 if self._kept is None else spec.hidden,
+            drafts=(config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0,
         )
 
     def _load_model(
@@ -154,9 +158,10 @@ class Runner:
             zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
+            self._drafter.admit(new.slot)
             if new.sampling.pool is not None:
                 self._labels[new.slot] = new.sampling.pool
-        columns, wanted = read(plan, self.tables)
+        columns, wanted = read(plan, self.tables, self._drafter.guess(plan) if plan.drafts else None)
         parts = cut(columns, self._most_logits)
         vectors: list[bytes] = []
         hidden: list[bytes] = []
@@ -164,33 +169,49 @@ class Runner:
             batch = build(columns, self.tables)
             if self.shard.rank == 0:
                 batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
-            samples = self._sample(self._forward(batch), wanted, batch.draws)
+            samples, counts = self._sample(self._forward(batch), wanted, batch.draws)
         else:
-            samples = self._score_and_sample(parts, wanted, vectors, hidden)
+            samples, counts = self._score_and_sample(parts, wanted, vectors, hidden)
         self._profiler.step()
+        tokens, brought = ragged(samples, wanted.first, counts)
         return StepResult(
             step=plan.step,
-            tokens=samples.tokens.tobytes(),
+            tokens=tokens,
+            counts=brought,
             logprobs=samples.logprobs,
             failed=samples.failed,
             vectors=vectors,
-            forced=samples.forced,
             hidden=hidden,
         )
 
-    def _sample(self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None) -> Samples:
-        """The next token of each sampled row, in the token table of every rank."""
-        samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], [])
-        if self.shard.rank == 0 and len(samples.tokens):
-            samples = self.sampler.sample(logits.numpy(), wanted.rows, wanted.slots, wanted.positions, draws)
-        if len(samples.tokens):
+    def _sample(
+        self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None
+    ) -> tuple[Samples, Int32s]:
+        """The next token of each sampled row, in the token table of every rank; of a row with drafts as many as come. Returns also how
+        many each row has."""
+        tables, counts = self.tables, np.ones_like(wanted.runs)
+        samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], {}, set())
+        if not len(samples.tokens):
+            return samples, counts
+        if len(wanted.rows) > len(wanted.runs):  # there is one rank
+            drafts = tables.tokens[wanted.slots, wanted.positions]
+            samples, counts = verify(self.sampler, logits.numpy(), wanted, drafts, draws)
+            self._drafter.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
+        else:
+            if self.shard.rank == 0:
+                columns = wanted.rows, wanted.slots, wanted.positions
+                samples = self.sampler.sample(logits.numpy(), *columns, draws)
             self.shard.broadcast(torch.from_numpy(samples.tokens))
-            self.tables.tokens[wanted.slots, wanted.positions] = samples.tokens
-        return samples
+            tables.tokens[wanted.slots, wanted.positions] = samples.tokens
+        slots, limits = wanted.slots[wanted.first], tables.limit[wanted.slots[wanted.first]]
+        ended = (limits > 0) & (wanted.positions[wanted.first] >= limits)  # the host did not know yet
+        reached = wanted.positions[wanted.first + counts - 1]
+        tables.computed[slots] = np.where(ended, limits - 1, reached)
+        return samples, np.where(ended, 0, counts).astype(np.int32)
 
     def _score_and_sample(
         self, parts: list[Columns], wanted: Wanted, vectors: list[bytes], hidden: list[bytes]
-    ) -> Samples:
+    ) -> tuple[Samples, Int32s]:
         """A step with prompt logprobs, scores of labels, which go to ``vectors``, or states that go to ``hidden``; in parts, so that
         few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
@@ -223,7 +244,7 @@ class Runner:
                 own = (tokens >= stated.first) & (tokens < stated.end)
                 pieces.append(self._kept.states.numpy()[own].tobytes())
         hidden += map(b"".join, states)
-        samples = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
+        samples, counts = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = []
         for span, found in zip(wanted.prompt_spans, scores):
             if not found:
@@ -234,7 +255,7 @@ class Runner:
                 prompts.append(whole.block(span.row, True, span.start, asked))
             else:
                 failed.append(faults.no_logprobs(span.row))
-        return samples._replace(logprobs=prompts + samples.logprobs, failed=failed + samples.failed)
+        return samples._replace(logprobs=prompts + samples.logprobs, failed=failed + samples.failed), counts
 
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""

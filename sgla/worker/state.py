@@ -29,6 +29,8 @@ class SlotTables:
         self.prompt_len: Int32s = np.zeros(slots, np.int32)
         self.prompt_logprobs: Int32s = np.zeros(slots, np.int32)
         self.hidden: NDArray[np.bool_] = np.zeros(slots, bool)  # hidden states are wanted
+        self.computed: Int32s = np.zeros(slots, np.int32)  # tokens with KV, of slots that sample
+        self.limit: Int32s = np.zeros(slots, np.int32)  # NewRow.limit
 
     def apply(self, plan: StepPlan) -> None:
         """Take in the new rows, then the appended pages."""
@@ -54,4 +56,5 @@ class SlotTables:
             self.page_count[new.slot] = len(pages)
         self.prompt_len[new.slot] = new.prompt_len
         self.prompt_logprobs[new.slot] = new.sampling.prompt_logprobs
+        self.limit[new.slot] = new.limit
         self.hidden[new.slot] = new.sampling.hidden

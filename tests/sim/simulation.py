@@ -60,6 +60,7 @@ class Simulation:
             context_len=limits.context_len,
             vocab_size=VOCAB,
             step_tokens=limits.step_tokens,
+            drafts=limits.drafts,
             dtype="none",
             device="fake",
         )
@@ -184,6 +185,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "mixed_tokens": random.choice((2, 8, 30)),
         "mixed_prompts": random.choice((0, 1, 3)),
         "depth": random.randint(1, 3),
+        "drafts": random.choice((0, 0, 1, 3, 8)),
         "itl_target": random.choice((None, None, 2.0)),
         "policy": random.choice(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
         "eviction": random.choice(("lru", "lfu", "fifo", "mru")),

@@ -1,0 +1,97 @@
+"""Drafts without a model: what came behind the same few tokens the last time. And how a row with drafts is sampled.
+
+Source: A. Saxena, "Prompt Lookup Decoding", 2023; ``ngram`` of vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla.messages import StepPlan
+from sgla.sampling.sampler import Sampler, Samples
+from sgla.worker.batch import Wanted
+from sgla.worker.state import Int32s, SlotTables, column
+
+LONGEST, SHORTEST = 4, 2  # tokens that have come before
+FIRST = 2  # drafts of a row that has not guessed yet
+
+
+class NGrams:
+    """Guesses the next tokens of a slot from those in its table. A row's guesses grow by one each time all are right, and shrink to
+    what was right else: a wrong one takes time, and never changes what comes out."""
+
+    def __init__(self, tables: SlotTables) -> None:
+        self._tables = tables
+        self._trust = np.full(len(tables.limit), FIRST)
+
+    def admit(self, slot: int) -> None:
+        self._trust[slot] = FIRST
+
+    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s]:
+        """``starts`` and ``q_lens`` of a plan whose rows have drafts. These stand behind the known tokens in the token table then."""
+        tables = self._tables
+        slots, starts, q_lens = column(plan.slots), column(plan.starts).copy(), column(plan.q_lens).copy()
+        drafts = column(plan.drafts)
+        for row in np.flatnonzero(drafts >= 0).tolist():
+            slot = int(slots[row])
+            known = int(tables.computed[slot]) + 1
+            most = min(int(drafts[row]), int(tables.limit[slot]) - known - 1)
+            guessed = self.propose(tables.tokens[slot, :known], min(most, int(self._trust[slot])))
+            tables.tokens[slot, known : known + len(guessed)] = guessed
+            starts[row], q_lens[row] = known - 1, 1 + len(guessed)
+        return starts, q_lens
+
+    @staticmethod
+    def propose(tokens: Int32s, most: int) -> Int32s:
+        """At most ``most`` tokens that may follow ``tokens``."""
+        if most <= 0:
+            return tokens[:0]
+        for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+            ends = (
+                np.flatnonzero(tokens[size - 1 : -1] == tokens[-1]) + size
+            )  # behind a token like the last one
+            for back in range(2, size + 1):
+                ends = ends[tokens[ends - back] == tokens[-back]]
+            if len(ends):
+                behind = tokens[ends[-1] :]
+                return behind[np.arange(most) % len(behind)]  # and so on, if that goes on
+        return tokens[:0]
+
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        """Of so many guesses in each slot so many were right."""
+        wrong, all_right = right < guessed, (right == guessed) & (guessed > 0)
+        self._trust[slots[wrong]] = np.maximum(right[wrong], 1)
+        self._trust[slots[all_right]] += 1
+
+
+def verify(
+    sampler: Sampler,
+    logits: NDArray[np.float32],
+    wanted: Wanted,
+    drafts: Int32s,
+    draws: NDArray[Any] | None,
+) -> tuple[Samples, Int32s]:
+    """Sample each row of ``wanted.runs`` tokens one after the other, as if they were computed one by one, up to the first that is not
+    the one of ``drafts`` int32[S]. Returns also how many each row has; its others mean nothing. ``forced`` and ``known`` are about rows.
+
+    A token is drawn by its seed, position and id, so it is the same one that comes without drafts, at any temperature.
+    """
+    first, counts = wanted.first, np.zeros_like(wanted.runs)
+    whole = Samples(np.zeros(len(wanted.rows), np.int32), [], [], {}, set())
+    going = np.arange(len(first))
+    while len(going):
+        at = first[going] + counts[going]
+        part = sampler.sample(logits, wanted.rows[at], wanted.slots[at], wanted.positions[at], draws, at)
+        whole.tokens[at] = part.tokens
+        whole.logprobs.extend(part.logprobs)
+        whole.failed.extend(part.failed)
+        whole.forced.update({int(going[i]): run for i, run in part.forced.items()})
+        whole.known.update(int(going[i]) for i in part.known)
+        counts[going] += 1
+        right = (part.tokens == drafts[at]) & (counts[going] < wanted.runs[going])
+        right &= ~np.isin(wanted.rows[at], [failed.row for failed in part.failed])
+        going = going[right]
+    return whole, counts
