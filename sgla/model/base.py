@@ -51,7 +51,7 @@ class CausalLM(ABC):
 
     def state(self) -> list[LayerState]:
         """Of each layer."""
-        return state_of(self.spec, self.shard.size)
+        return state_of(self.spec, self.shard.size, self.shard.rank)
 
     def rope(self, rope: RopeSpec) -> Tensor:
         return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)

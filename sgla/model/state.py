@@ -34,9 +34,17 @@ class Demand(NamedTuple):
     step_tokens: int
 
 
-def state_of(spec: ModelSpec, ranks: int) -> list[LayerState]:
-    """Of each layer. With fewer KV heads than ranks each rank has one."""
-    return [LayerState(window, max(1, spec.kv_heads // ranks), spec.head_dim) for window in spec.windows]
+def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
+    """Of each layer, on ``rank`` or on the one that has most. The KV heads are split as ``Shard.range`` does; with fewer of them than
+    ranks each rank has one."""
+    heads = spec.kv_heads
+    if heads < ranks:
+        own = 1
+    elif rank is None:
+        own = -(-heads // ranks)
+    else:
+        own = (rank + 1) * heads // ranks - rank * heads // ranks
+    return [LayerState(window, own, spec.head_dim) for window in spec.windows]
 
 
 def kv_groups(state: Sequence[LayerState], context_len: int) -> list[KVGroup]:

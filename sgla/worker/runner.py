@@ -91,7 +91,7 @@ class Runner:
             slots = min(slots, max(1, STATE_BYTES // (4 * spec.hidden)))
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
         check_weights(weights, available_bytes())
-        state = state_of(spec, self.shard.size)
+        state = state_of(spec, self.shard.size, self.shard.rank)
         groups = kv_groups(state, config.context_length or spec.context_len)
         pool = Pool(groups, config.page_size, dtype, Demand(slots, step_tokens))
         size = size_kv(
