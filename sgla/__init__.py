@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from sgla.version import __version__
+
 __all__ = ["LLM", "BeamSearchParams", "Engine", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:

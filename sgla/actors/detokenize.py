@@ -11,7 +11,6 @@ from sgla.actors.base import Actor
 from sgla.messages import Cancel, Delta, Deltas, Event, Grammar, Opened, Rejected, Usage
 
 if TYPE_CHECKING:
-    from sgla.actors.schedule import Schedule
     from sgla.observe.metrics import Metrics
     from sgla.text.output import OutputStream
 
@@ -59,20 +58,21 @@ class Detokenize(Actor[Deltas]):
         make_output: Callable[[Opened], OutputStream],
         deliver: Callable[[Event], None],
         reject: Callable[[Rejected], None],
+        cancel: Callable[[Cancel], None],
         metrics: Metrics,
         on_crash: Callable[[str, BaseException], None],
         check: Callable[[Grammar, str], None] | None = None,
     ) -> None:
-        """``check`` is given each output that its grammar has brought to an end."""
+        """``cancel``: ends a child at the scheduler. ``check`` is given each output that its grammar has brought to an end."""
         super().__init__(on_crash)
         self._check = check
         self._metrics = metrics
         self._make_output = make_output
         self._deliver = deliver
         self._reject = reject
+        self._cancel = cancel
         self._children: dict[str, _Child] = {}
         self._backlog: deque[Delta] = deque()
-        self.schedule: Schedule | None = None  # set by the supervisor; the two actors know each other
 
     def open(self, opened: Opened) -> None:
         """Begin a child's text. Called, not posted: it must exist before the scheduler's first Delta."""
@@ -142,8 +142,7 @@ class Detokenize(Actor[Deltas]):
             finish, matched = "stop", piece.matched_stop
             child.ended = True
             if delta.finish is None:
-                assert self.schedule is not None
-                self.schedule.post(Cancel(delta.rid, "stop"))
+                self._cancel(Cancel(delta.rid, "stop"))
         if not (piece.text or piece.tokens or finish or first):
             return
         hidden, child.hidden = child.hidden, None

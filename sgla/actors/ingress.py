@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
+from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import Lanes
 from sgla.config import Config
 from sgla.defaults import Defaults
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 OPEN_BYTES = 256 << 20
 SILENT = 30.0  # seconds of a start without progress that are worth telling
 SHUTTING_DOWN = "the server is shutting down"
-MESSAGE = 64  # bytes that a message of a chat takes beside its text
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
 
 
@@ -324,21 +324,3 @@ def check_task(job: Job, facts: Facts | None) -> None:
             if job.pool
             else "this server's model makes text, not vectors; serve an embedding or classification model for this route"
         )
-
-
-def job_bytes(job: Job) -> int:
-    """Approximate size of the prompt in bytes."""
-    if job.text is not None:
-        return len(job.text) + len(job.pair or "")
-    if job.token_ids is not None:
-        return 8 * len(job.token_ids)
-    messages = job.messages or []
-    parts = sum(len(part) if isinstance(part, str) else 64 for m in messages for part in _texts(m))
-    return parts + MESSAGE * len(messages)
-
-
-def _texts(message: dict[str, Any]) -> list[Any]:
-    content = message.get("content")
-    if isinstance(content, list):
-        return [part.get("text") if isinstance(part, dict) else part for part in content]
-    return [content]

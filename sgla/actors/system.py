@@ -115,13 +115,13 @@ class System:
             lambda opened: make_output(tokenizer, opened),
             ingress.deliver,
             ingress.reject,
+            lambda cancel: schedule.post(cancel),  # made below: the two actors know each other
             self.metrics,
             self._crashed,
             compiler.check if compiler else None,
         )
         watchdog = self._watchdog = Watchdog(config.watchdog_timeout, self._stuck)
         schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._crashed)
-        detokenize.schedule = schedule
         preparer = Preparer(
             tokenizer, template, facts, ingress.random, compiler is not None, facts.processors
         )

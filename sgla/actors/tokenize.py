@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sgla.actors.base import Actor
-from sgla.actors.ingress import job_bytes
-from sgla.actors.lanes import INLINE_SIZE, Lanes
+from sgla.actors.cost import cost, size_beside
+from sgla.actors.lanes import Lanes
 from sgla.errors import SglaError
 from sgla.messages import Cancel, Grammar, Job, Opened, Rejected, Submit
 
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INLINE_IDS = 32768  # they are only looked at: ~1 us per 100
 # What one turn of the loop prepares, in bytes of text (~1 us per 20): about 8 ms, so that a batch of ordinary size comes to the
 # scheduler whole, and a half of it in each turn for what is left over, so that others need not wait for several such turns.
-# A job, a choice and an id cost as much as so many bytes.
 TURN = 1 << 17
-JOB, CHOICE, IDS_A_BYTE = 512, 512, 10
 
 Outcome = list[Submit] | Rejected
 
@@ -164,35 +161,6 @@ class Tokenize(Actor[Job]):
             self._detokenize.open(Opened(submit, job.sampling))
         for submit in outcome:
             self._schedule.post(submit)
-
-
-def size_beside(job: Job) -> int | None:
-    """Of the work in a lane; None: the job is prepared in the loop."""
-    added = added_bytes(job)
-    if job.token_ids is not None and added <= INLINE_SIZE:
-        return None if len(job.token_ids) <= INLINE_IDS else INLINE_SIZE
-    size = job_bytes(job) + added
-    if job.messages is not None:  # a template may take its time, and reads tools and other fields, too
-        return max(size, job.size)
-    return size if size > INLINE_SIZE else None
-
-
-def cost(job: Job) -> int:
-    """Of preparing the job, in bytes of text. What has many is prepared in a thread, as all chats are, and costs the loop no more than a
-    few."""
-    if job.messages is not None:
-        return JOB + CHOICE * job.sampling.n
-    text = job_bytes(job) if job.token_ids is None else len(job.token_ids) // IDS_A_BYTE
-    return JOB + CHOICE * job.sampling.n + min(INLINE_SIZE, text + added_bytes(job))
-
-
-def added_bytes(job: Job) -> int:
-    """Of the texts beside the prompt that are encoded or made an automaton of; an id that is checked and sorted (~0.1 us)
-    costs as much as a byte."""
-    sampling = job.sampling
-    ids = len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias)
-    texts = (*sampling.bad_words, *sampling.stop, *sampling.stop_regex)
-    return ids + len(job.suffix or "") + sum(map(len, texts))
 
 
 def child_rid(rid: str, index: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla import __version__
 from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, Always, Switch, refusal
 from sgla.cli.settings import (
     TOKENS,
@@ -28,6 +27,7 @@ from sgla.cli.settings import (
 from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
 from sgla.messages import MOST_PROFILED
+from sgla.version import __version__
 
 GROUPS = {
     "model": "model",

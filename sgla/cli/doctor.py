@@ -9,13 +9,13 @@ import platform
 import sys
 from typing import NamedTuple
 
-from sgla import __version__
 from sgla.cli.show import table
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, resolve
+from sgla.version import __version__
 
 PACKAGES = (
     "transformers",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgla.config import Config
+from sgla.engine.loop import EngineLoop
 from sgla.engine.progress import Bar
 from sgla.errors import UnsupportedTask
-from sgla.messages import Job, Pooling
+from sgla.messages import Pooling
 from sgla.text import reranking
 from sgla.text.vectors import check_dimensions, cosine, embedding, scores
-
-if TYPE_CHECKING:
-    from sgla.engine.engine import Output
 
 T = TypeVar("T")
 Floats = NDArray[np.float32]
@@ -24,10 +21,8 @@ Inputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 WINDOW = 256  # inputs of one call that are open at a time
 
 
-class VectorCalls:
+class VectorCalls(EngineLoop):
     """What ``Engine`` inherits. ``Inputs``: a text or token ids, or a list of either."""
-
-    config: Config
 
     def embed(
         self,
@@ -62,27 +57,6 @@ class VectorCalls:
     async def ascore(self, query: str, documents: str | Sequence[str]) -> Any:
         """``score`` for asyncio code."""
         return await self._acall(self._score(query, documents))
-
-    # what Engine has
-
-    @property
-    def tokenizer(self) -> Any:
-        raise NotImplementedError
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        raise NotImplementedError
-
-    async def _acall(self, work: Coroutine[Any, Any, T]) -> T:
-        raise NotImplementedError
-
-    def _job(self, sampling: None, **fields: Any) -> Job:
-        raise NotImplementedError
-
-    async def _collect(self, jobs: Iterable[Job], bar: Bar | None = None) -> list[list[Output]]:
-        raise NotImplementedError
-
-    def _pooling(self) -> Pooling | None:
-        raise NotImplementedError
 
     # inside
 

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from sgla import __version__
 from sgla.config import SECRETS
 from sgla.errors import InvalidField
 from sgla.http.clients import CLIENT
@@ -18,6 +17,7 @@ from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
 from sgla.hub.demo import about
 from sgla.sched.stats import Stats
+from sgla.version import __version__
 
 ANTHROPIC_VERSION = "anthropic-version"  # a header
 MAX_PAGE = 1000  # models

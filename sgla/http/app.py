@@ -198,7 +198,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
 async def keep_state(app: web.Application) -> AsyncIterator[None]:
     """Look after what is stored, from the start of the application to its end."""
     server = app[SERVER]
-    server.database.leftovers.tidy(server.database)
+    server.database.tidy()
     sweeping = asyncio.ensure_future(server.sweep())
     yield
     sweeping.cancel()

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from sgla import __version__, clock
+from sgla import clock
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
+from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.answer.reading import Reading, server_dialect
 from sgla.http.answer.whole import answered
@@ -34,6 +35,7 @@ from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_abo
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from sgla.version import __version__
 
 PREFIX = "/api"
 LATEST = ":latest"  # what Ollama's clients put behind a name
@@ -212,7 +214,7 @@ def error_response(error: SglaError) -> web.Response:
     return json_response({"error": error.message}, error.status, error_headers(error))
 
 
-class Lines(sse.Encoder):
+class Lines(Encoder):
     """Events -> lines of JSON. A call is one line, sent when its arguments are complete. ``kind``: message or response."""
 
     done = b""

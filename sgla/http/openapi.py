@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from sgla import __version__
 from sgla.http import admin, control, invocations, ollama, page
 from sgla.http import answers as to
 from sgla.http.anthropic import messages as anthropic
@@ -58,6 +57,7 @@ from sgla.http.responses.input import ResponsesRequest
 from sgla.http.server import SERVER
 from sgla.http.wire import encode
 from sgla.text.template import TEXT_PARTS
+from sgla.version import __version__
 
 JSON, EVENTS, TEXT, HTML = "application/json", "text/event-stream", "text/plain", "text/html"
 LINES = "application/x-ndjson"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from sgla import __version__, clock
+from sgla import clock
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
@@ -41,6 +41,7 @@ from sgla.http.turns import MANY, Door, paced, pause
 from sgla.messages import MAX_GRAMMAR, Facts, Job, SamplingParams
 from sgla.observe.metrics import Metrics
 from sgla.observe.requests import RequestDump
+from sgla.version import __version__
 
 SCHEMAS = (
     shelf.SCHEMA,

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from sgla import __version__
 from sgla.errors import ConfigError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 from sgla.sched.snapshot import freeze, thaw
+from sgla.version import __version__
 
 T = TypeVar("T")
 

@@ -18,9 +18,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from sgla import __version__, clock
+from sgla import clock
 from sgla.messages import Job, SamplingParams, Submit
 from sgla.sched.stats import Finished
+from sgla.version import __version__
 
 OPEN = 8192  # requests whose phases are awaited; the oldest are forgotten first
 ATTRIBUTES = {

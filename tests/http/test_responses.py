@@ -16,8 +16,8 @@ from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.sandbox import compile_grammar
 from sgla.http.answer.collect import Choice
+from sgla.http.responses.answer import Answer, ResponseStream
 from sgla.http.responses.input import RESPONSES, chat_request, check_fields, input_items, resolved
-from sgla.http.responses.routes import Answer, ResponseStream
 from sgla.messages import Event, TokenLogprob, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 

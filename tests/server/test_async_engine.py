@@ -72,8 +72,8 @@ def test_a_batch_is_opened_longest_first_and_answered_in_its_order(
         Ingress.open(ingress, job, sink)
 
     monkeypatch.setattr(ingress, "open", open_)
-    monkeypatch.setattr("sgla.engine.engine.FIRST_PART", 100)
-    monkeypatch.setattr("sgla.engine.engine.PART", 50)
+    monkeypatch.setattr("sgla.engine.loop.FIRST_PART", 100)
+    monkeypatch.setattr("sgla.engine.loop.PART", 50)
     prompts = [[1 + i % 7] * (3 + i) for i in range(20)]
     sampling = [SamplingParams(max_tokens=1 + 7 * i % 20, ignore_eos=True, seed=i) for i in range(20)]
     outputs = engine.generate(prompts, sampling)

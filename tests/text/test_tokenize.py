@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgla.actors.ingress import job_bytes
+from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import INLINE_SIZE, SMALL_SIZE, Lanes
 from sgla.actors.tokenize import TURN, Tokenize, cost
 from sgla.errors import SglaError

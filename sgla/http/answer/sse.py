@@ -12,50 +12,22 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 from sgla.errors import SglaError
 from sgla.http.answer.collect import Choice, total_usage
+from sgla.http.answer.encoder import Encoder
 from sgla.http.server import Server, Work
 from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
 
-HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
-DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
-
 # A refusal found after admission (prompt too long, bad template input, a grammar that takes too long) should still get its HTTP status.
 # So the headers wait for the first message: this long, in seconds, and twice as long again as long as the request is being prepared.
 GRACE = 0.1
 TOGETHER = 64  # tokens with logprobs that are encoded in one go: a few milliseconds with many alternatives
-
-
-class Encoder(Protocol):
-    """The wire format of one route. Each method returns complete blocks, or nothing."""
-
-    done: bytes = DONE  # the last block of every stream, errors included
-    ping: bytes = PING  # b"": none
-    headers: dict[str, str] = HEADERS
-    cumulative: bool = False  # each event shows all that came before it
-
-    def begin(self) -> bytes:
-        """What goes out with the headers."""
-        return b""
-
-    def encode(self, event: Event) -> bytes: ...
-
-    def end(self, usage: Usage) -> bytes:
-        """What follows the last event and precedes ``done``."""
-
-    def error(self, error: Rejected | SglaError) -> bytes: ...
 
 
 class SseSink:

@@ -12,6 +12,7 @@ from aiohttp import web
 from sgla.errors import SglaError
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
+from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
@@ -241,7 +242,7 @@ class Answer:
         return {**self.head(choice.usage), "content": self._blocks.content, **self.stop(choice)}
 
 
-class MessageStream(sse.Encoder):
+class MessageStream(Encoder):
     """Events -> message_start, the blocks, message_delta, message_stop."""
 
     done = b""

@@ -246,7 +246,7 @@ class Files:
 
     def tidy(self) -> None:
         """Remove what is left of removed files, some pieces at a time, so that others get their turn."""
-        self.database.leftovers.tidy(self.database)
+        self.database.tidy()
 
 
 def taken(tx: sqlite3.Connection, place: str, *values: str) -> tuple[int, int]:

@@ -105,7 +105,7 @@ class ConversationStore:
 
     async def delete(self, uid: str, client: Client) -> None:
         await self._with(uid, client, lambda tx, found: self.shelf.remove(tx, found.number))
-        self.shelf.database.leftovers.tidy(self.shelf.database)
+        self.shelf.database.tidy()
 
     async def add(self, uid: str, client: Client, items: Sequence[Kept]) -> None:
         """Raises InvalidField for more items than there may be, and for ids that are there already."""

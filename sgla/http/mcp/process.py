@@ -31,7 +31,6 @@ from mcp.shared.message import SessionMessage
 from mcp_types import CallToolResult, Implementation, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from sgla import __version__
 from sgla.grammar.llg import load_tokenizer
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.sandbox import compile_grammar
@@ -56,6 +55,7 @@ from sgla.http.mcp.protocol import (
 )
 from sgla.messages import MAX_GRAMMAR, Grammar
 from sgla.processes import die_with, tied
+from sgla.version import __version__
 
 DEPTH = 32  # of a schema
 MOMENT = 0.1  # seconds

@@ -14,6 +14,7 @@ from sgla import clock
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
+from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.answer.whole import Long, answered, encode_all, few, slices
 from sgla.http.errors import error_body
@@ -299,7 +300,7 @@ def add_rows(
         ]
 
 
-class NativeStream(sse.Encoder):
+class NativeStream(Encoder):
     """Events -> cumulative results. Batches and ``n > 1`` carry the choice's index."""
 
     cumulative = True

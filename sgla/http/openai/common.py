@@ -8,7 +8,7 @@ from typing import Any
 
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
-from sgla.http.answer.sse import Encoder
+from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.whole import encode_all, few, in_parts
 from sgla.http.errors import error_body
 from sgla.http.request.sampling import check_ids

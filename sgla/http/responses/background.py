@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from sgla.errors import SglaError
-from sgla.http.answer.sse import HEADERS, PING, Encoder
+from sgla.http.answer.encoder import HEADERS, PING, Encoder
 from sgla.http.bodies import SHARE, Share
-from sgla.http.server import SERVER
 from sgla.http.state.shelf import PART, UNREAD
 from sgla.messages import Event, Rejected, Usage
 
@@ -94,10 +93,10 @@ class Recorder:
         self.blocks += blocks
         self.size += sum(map(len, blocks)) + BLOCK * len(blocks)
 
-    async def play(self, request: web.Request, start: int = 0) -> web.StreamResponse:
-        """Stream the blocks from number ``start`` on, those to come included, and comments while there are none. Raises Overloaded."""
+    async def play(self, request: web.Request, keepalive: float, start: int = 0) -> web.StreamResponse:
+        """Stream the blocks from number ``start`` on, those to come included, and a comment after each ``keepalive`` seconds
+        without one (0: none). Raises Overloaded."""
         request[SHARE].take(UNREAD)
-        keepalive = request.app[SERVER].config.sse_keepalive
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
         with self.reader():

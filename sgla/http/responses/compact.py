@@ -18,11 +18,11 @@ from sgla.http.openai.render import preparer
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses import mcp
+from sgla.http.responses.answer import usage_object
 from sgla.http.responses.conversation import gather
 from sgla.http.responses.input import RESPONSES, Item, chat_request, check_fields, sealed
 from sgla.http.responses.items import listed
 from sgla.http.responses.output import new_id
-from sgla.http.responses.routes import usage_object
 from sgla.http.server import SERVER, raise_aborted
 from sgla.http.wire import json_response
 from sgla.text.tools.cursor import CONTENT

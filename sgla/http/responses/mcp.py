@@ -223,6 +223,16 @@ def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:
     return list(found.values())
 
 
+def untold(offers: Mapping[str, Offer], items: Iterable[Item]) -> list[Offer]:
+    """Those whose tools no item of the conversation lists yet."""
+    told = {
+        item.get("server_label")
+        for item in items
+        if item.get("type") == "mcp_list_tools" and item.get("tools")
+    }
+    return [offer for offer in offers.values() if offer.label not in told]
+
+
 def error_object(failure: Failure) -> dict[str, Any]:
     """A failed call as OpenAI tells of it."""
     if failure.kind == TOOL:

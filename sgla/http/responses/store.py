@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,13 +17,11 @@ from sgla.errors import InvalidField, SglaError, StorageFailed
 from sgla.http.clients import Client
 from sgla.http.errors import Busy
 from sgla.http.responses import items as rows
+from sgla.http.responses.background import Recorder
 from sgla.http.responses.items import Item, Kept, Part, kept
 from sgla.http.state.database import Database, Work
 from sgla.http.state.shelf import ENTRY, Bounds, Pieces, Row, Shelf, one
 from sgla.http.wire import encode
-
-if TYPE_CHECKING:
-    from sgla.http.responses.background import Recorder
 
 KIND = "response"
 EVENTS = 16 << 10  # bytes of a stream that are stored together
@@ -238,7 +236,7 @@ class ResponseStore:
         if entry is not None:
             self._stop(entry)
         there = await self.shelf.run(client, uid, work)
-        self.shelf.database.leftovers.tidy(self.shelf.database)
+        self.shelf.database.tidy()
         return there or entry is not None
 
     def drop(self, entry: Stored) -> None:
@@ -253,7 +251,7 @@ class ResponseStore:
                 self._release(place, tx)
 
         database = self.shelf.database
-        database.clean(entry.client, work, lambda _: database.leftovers.tidy(database))
+        database.clean(entry.client, work, lambda _: database.tidy())
 
     async def earlier(
         self,

@@ -72,6 +72,7 @@ class Database:
         self.failures = 0  # of writes that nobody waited for
         self.begun = 0  # works that are not done
         self.leftovers = Leftovers()
+        self._tidying = self._tidy_again = False
         self._lock = None if folder is None else locked(Path(folder))
         self._connection = connected(folder, schema)
         self._lines = Lines()
@@ -149,6 +150,19 @@ class Database:
                 then(result)  # type: ignore[arg-type]
 
         attempt()
+
+    def tidy(self) -> None:
+        """Free all leftovers, in turn with what clients ask for."""
+        if self._tidying:
+            self._tidy_again = True
+            return
+        self._tidying, self._tidy_again = True, False
+        self.clean(None, self.leftovers.free_all, lambda _: self._tidied())
+
+    def _tidied(self) -> None:
+        self._tidying = False
+        if self._tidy_again:
+            self.tidy()
 
     def give_back(self) -> None:
         """Let the file shrink by some of what is free in it."""

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sgla.http.state.database import Database
 
 SCHEMA = """
 CREATE TABLE leftovers (place TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (place, number)) WITHOUT ROWID;
@@ -30,7 +26,6 @@ class Leftovers:
 
     def __init__(self) -> None:
         self.ways: dict[str, Way] = {}
-        self._tidying = self._again = False
 
     def free(self, tx: sqlite3.Connection) -> bool:
         """Free about ``FREED`` bytes; whether there may be more."""
@@ -51,19 +46,6 @@ class Leftovers:
     def free_all(self, tx: sqlite3.Connection) -> Iterator[None]:
         while self.free(tx):
             yield
-
-    def tidy(self, database: Database) -> None:
-        """Free all of them, in turn with what clients ask for."""
-        if self._tidying:
-            self._again = True
-            return
-        self._tidying, self._again = True, False
-        database.clean(None, self.free_all, lambda _: self._tidied(database))
-
-    def _tidied(self, database: Database) -> None:
-        self._tidying = False
-        if self._again:
-            self.tidy(database)
 
 
 def off(tx: sqlite3.Connection, place: str, numbers: str, when: str = "1") -> None:

@@ -191,7 +191,7 @@ class Shelf:
             return
         if self._gone is not None:
             self._gone(trimmed.ids)
-        self.database.leftovers.tidy(self.database)
+        self.database.tidy()
         if trimmed.more:
             self.sweep()
 

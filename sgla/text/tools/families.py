@@ -13,7 +13,6 @@ from sgla.errors import ConfigError
 from sgla.text.reasoning.harmony import TAGS as HARMONY_TAGS
 from sgla.text.reasoning.think import Think
 from sgla.text.tools.calls import (
-    Format,
     json_call,
     listed_or_named_call,
     named_call,
@@ -21,6 +20,7 @@ from sgla.text.tools.calls import (
     python_call,
 )
 from sgla.text.tools.generic import shows_tools
+from sgla.text.tools.prose import Format
 from sgla.text.tools.values import Syntax
 from sgla.text.tools.writing import NAME, Writing
 from sgla.text.tools.xml import OTHER, STRING, Shape, xml_call

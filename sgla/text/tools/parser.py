@@ -7,9 +7,10 @@ from typing import Any
 from sgla.text.process import Parse
 from sgla.text.reasoning.harmony import harmony
 from sgla.text.reasoning.think import think
-from sgla.text.tools.calls import Toolbox, prose
+from sgla.text.tools.calls import Toolbox
 from sgla.text.tools.cursor import NO_TAGS, Cursor, Piece, Steps, tags
 from sgla.text.tools.families import BY_NAME, Dialect
+from sgla.text.tools.prose import prose
 
 
 class OutputParser:

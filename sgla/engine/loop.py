@@ -1,0 +1,192 @@
+"""The loop in a thread on which the actors of an ``Engine`` live, and what its calls put there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from sgla import messages
+from sgla.actors.cost import job_bytes
+from sgla.actors.system import System
+from sgla.config import Config
+from sgla.defaults import Defaults
+from sgla.engine.outputs import Collector, Output
+from sgla.engine.params import resolved
+from sgla.engine.progress import Bar, LoadBar, shown
+from sgla.errors import SglaError
+from sgla.messages import Event, Job, Pooling, Progress, Rejected
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Messages = list[dict[str, Any]]
+Message = Event | Rejected | Exception  # what a stream brings
+# Bytes of prompts that one turn of the loop opens: first those of two large steps, which takes a few milliseconds; then, beside
+# steps that run, so few that no result waits long.
+FIRST_PART, PART = 1 << 17, 1 << 15
+USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
+
+
+class EngineLoop:
+    """What the calls of ``Engine`` have in common. Use it as a context manager or call ``shutdown``."""
+
+    def __init__(
+        self, model: str = "demo", *, on_progress: Callable[[Progress], None] | None = None, **config: Any
+    ) -> None:
+        config.setdefault("itl_target_ms", 0)  # nobody watches single tokens: prefill at full speed
+        config.setdefault("max_queued_requests", 1 << 20)  # nor sends the rest of a batch elsewhere
+        self.config = msgspec.convert({"model": model, **config}, Config)
+        self._counter = itertools.count()
+        self._loop = new_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sgla-engine", daemon=True)
+        self._thread.start()
+        self._system: System | None = None
+        bar = LoadBar() if on_progress is None and shown(None) else None
+        try:
+            self._call(self._start(on_progress or bar))
+        except BaseException:
+            self.shutdown()
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer (``sgla.text.tokenizer.Tokenizer``)."""
+        return self._ready().ingress.tokenizer
+
+    def shutdown(self) -> None:
+        """End open requests, stop the workers and the thread; idempotent."""
+        if self._loop.is_closed():
+            return
+        if self._system is not None:
+            system, self._system = self._system, None
+            self._call(stop(system))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    # inside ----------------------------------------------------------------------------------------------------------
+
+    async def _start(self, on_progress: Callable[[Progress], None] | None) -> None:
+        self._system = System(self.config, on_progress)
+        await self._system.start()
+
+    def _pooling(self) -> Pooling | None:
+        facts = self._ready().ingress.facts
+        return None if facts is None else facts.pooling
+
+    @property
+    def _defaults(self) -> Defaults:
+        return self._ready().ingress.default_sampling
+
+    def _ready(self) -> System:
+        if self._system is None:
+            raise SglaError("the engine is shut down")
+        return self._system
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Whoever leaves, as by Ctrl-C, cancels the requests of the call."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _acall(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _job(self, sampling: messages.SamplingParams | None, **fields: Any) -> Job:
+        """Without ``sampling`` the model's defaults hold, and a chat may go on to the end of the context."""
+        if sampling is None:
+            fields["clip"] = True
+            sampling = self._defaults.params(None if "messages" in fields else USUAL)
+        return Job(rid=f"engine-{next(self._counter)}", sampling=resolved(sampling), **fields)
+
+    @staticmethod
+    def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:
+        if (prompt is None) == (messages is None):
+            raise TypeError("give either a prompt or messages")
+        if messages is not None:
+            return {"messages": messages}
+        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": list(prompt or [])}
+
+    def _begin(self, job: Job, push: Callable[[Message], None]) -> None:
+        """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a ``_cancel`` behind this
+        call also happens behind it."""
+        ingress = self._ready().ingress
+
+        def begin() -> None:
+            try:
+                ingress.open(job, _CallSink(push))
+            except Exception as error:
+                push(error)
+
+        self._loop.call_soon_threadsafe(begin)
+
+    async def _collect(self, jobs: Iterable[Job], bar: Bar | None = None) -> list[list[Output]]:
+        """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part at a time: the first
+        steps are computed while the rest is prepared, or waits for room."""
+        ingress = self._ready().ingress
+        sinks: dict[str, Collector] = {}
+        failed = asyncio.Event()
+        opened, part = 0, FIRST_PART
+        try:
+            for job in jobs:
+                await ingress.room(job)
+                if failed.is_set():
+                    break
+                sinks[job.rid] = Collector(job.sampling.n, failed, bar)
+                ingress.open(job, sinks[job.rid])
+                opened += job_bytes(job)
+                if opened >= part:
+                    opened, part = 0, PART
+                    await asyncio.sleep(0)
+            return await asyncio.gather(*(sink.done for sink in sinks.values()))
+        finally:
+            for rid in sinks:
+                ingress.cancel(rid, "client")
+
+    def _cancel(self, rid: str) -> None:
+        if self._system is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._system.ingress.cancel, rid, "client")
+
+
+class _CallSink:
+    def __init__(self, push: Callable[[Event | Rejected], None]) -> None:
+        self.push = push
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether it is a prompt, a text or token ids, and not several."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def stop(system: System) -> None:
+    """End all requests and the workers; the calls that wait for requests raise what these ended with."""
+    await system.drain(0.0)
+    await system.close()
+    calls = asyncio.all_tasks() - {asyncio.current_task()}
+    if calls:
+        await asyncio.wait(calls, timeout=1.0)

@@ -1,0 +1,109 @@
+"""The shape of the code: no circles between files, functions and classes of a readable length. The lists of what is not so yet can only
+shrink."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_FUNCTION, LONGEST_CLASS = 45, 350  # lines; a hundredth of the functions may be longer
+
+# Circles that are known, by the files in them.
+CIRCLES = {
+    frozenset({"sgla.kernels.ops", "sgla.kernels.record"}),
+    frozenset(
+        f"sgla.model.{name}" for name in ("base", "encoder", "families", "registry", "sizes", "spec", "state")
+    ),
+    frozenset(f"sgla.worker.{name}" for name in ("cuda", "graphs", "prompt_graphs", "warm_up")),
+}
+LONG_CLASSES = {"Core", "CudaRunner", "RadixCache"}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Each module of the package by its name; a package is named without ``__init__``."""
+    found = {}
+    for path in sorted((ROOT / "sgla").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Names of what a module imports, wherever it does so: in functions and for types alone, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """For each module those of ``trees`` that it imports."""
+    found: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        targets = found[name] = set()
+        for target in imported(tree):
+            while target and target not in trees:
+                target = target.rpartition(".")[0]
+            targets.add(target)
+        targets -= {"", name}
+    return found
+
+
+def circles(edges: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of nodes that reach each other."""
+    reached = {name: reachable(name, edges) for name in edges}
+    found = {frozenset(other for other in reached[name] if name in reached[other]) for name in edges}
+    return {circle for circle in found if circle}
+
+
+def reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    ahead = [name]
+    while ahead:
+        new = edges[ahead.pop()] - seen
+        seen |= new
+        ahead += new
+    return seen
+
+
+def lengths(*kinds: type[ast.stmt]) -> list[tuple[int, str]]:
+    """Lines and name of each definition of these kinds."""
+    return [
+        (node.end_lineno - node.lineno + 1, node.name)
+        for tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
+
+
+def test_circles_are_found() -> None:
+    sources = {
+        "p": "",
+        "p.a": "from p import b",
+        "p.b": "def f():\n    import p.c",
+        "p.c": "if TYPE_CHECKING:\n    from p.a import name",
+        "p.d": "from p.a import name",
+    }
+    edges = graph({name: ast.parse(source) for name, source in sources.items()})
+    assert circles(edges) == {frozenset({"p.a", "p.b", "p.c"})}
+
+
+def test_imports_between_files_go_one_way() -> None:
+    assert circles(graph(modules())) == CIRCLES
+
+
+def test_functions_are_short() -> None:
+    found = lengths(ast.FunctionDef, ast.AsyncFunctionDef)
+    long = sorted((each for each in found if each[0] > LONGEST_FUNCTION), reverse=True)
+    assert len(found) > 3000
+    assert len(long) <= len(found) // 100, long
+
+
+def test_classes_are_short() -> None:
+    assert {name for lines, name in lengths(ast.ClassDef) if lines > LONGEST_CLASS} == LONG_CLASSES
