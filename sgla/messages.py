@@ -254,7 +254,8 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     """A request takes (or, after preemption, takes again) a slot. Resets every per-slot state.
 
     ``tokens`` int32[known]: the prompt, then the outputs committed before a preemption.
-    ``pages`` int32[*], one for each cache group: pages it holds now, in order, the shared prefix first; 0 where it holds none.
+    ``pages`` int32[*], one for each cache group: pages it holds now, in order, the shared prefix first; 0 where it holds none. Of a group
+    of states its one unit.
     """
 
     slot: int
@@ -279,6 +280,9 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages of every cache group for
     ``page_slots[i]``.
 
+    A row goes on with the state in its slot's unit, with that of ``state_reads`` if it is named there, or without any from token 0 on, and leaves
+    its last one in the slot's unit. On the way it leaves ``checkpoints``. All rows read before any writes.
+
     A row with ``drafts[r] >= 0`` begins where its slot has got to, which is at most ``starts[r]``, and computes its pending token and at
     most so many more, which the worker guesses. It samples a successor of each and keeps those up to the first wrong guess.
     """
@@ -291,9 +295,13 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     drafts: bytes = b""  # int32[R], -1: the row is as it stands here; b"": all are
     page_slots: bytes = b""  # int32[P]
     page_counts: bytes = b""  # int32[P]
-    page_ids: list[bytes] = []  # int32[sum(page_counts)], one for each cache group
+    page_ids: list[bytes] = []  # int32[sum(page_counts)], one for each cache group of pages
     new: list[NewRow] = []
-    # int32[*], none or one for each cache group: pages to zero before the step. They may hold NaN, which masks do not hide everywhere.
+    state_reads: bytes = b""  # int32[*, 2]: a slot, and the unit that its row begins with instead of its own
+    checkpoints: bytes = (
+        b""  # int32[*, 3]: a slot, and a unit for the state behind so many tokens, which its row computes
+    )
+    # int32[*], none or one for each cache group of pages: pages to zero before the step. They may hold NaN, which masks do not hide everywhere.
     zeroed: list[bytes] = []
 
 
@@ -498,17 +506,18 @@ class Pooling(msgspec.Struct, kw_only=True):
 
 class CacheGroup(msgspec.Struct, frozen=True):
     """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly behind a window go back to
-    the pool while the request runs."""
+    the pool while the request runs. Or, with ``every``, states: layers that make one value of all tokens."""
 
-    pages: int  # including the dummy page 0
+    pages: int  # including the dummy page 0; or states, including the dummy state 0
     window: int = 0  # tokens that a token reads, itself included; 0: all
     page_bytes: int = 0  # of all its layers, on one rank
+    every: int = 0  # a text leaves a copy of its state in the prefix tree every so many tokens, whole pages; 0: it has none
 
 
 class Facts(msgspec.Struct, kw_only=True):
     """Executor -> main process once the model is loaded: what the scheduler's limits are made from.
 
-    The first of ``groups`` keeps all tokens, even where no layer needs that: the prefix tree is made of its pages.
+    The first of ``groups`` keeps all tokens, even where no layer needs that: the prefix tree is made of its pages. One with states is the last.
     """
 
     groups: list[CacheGroup]

@@ -4,7 +4,8 @@ Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a r
 ``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one ``memcmp``.
 
 The tree's own pages are those of the first cache group, which keeps whole histories. Beside each stands one of every group
-with a window, as long as it is there (``cache/window.py``).
+with a window, as long as it is there (``cache/window.py``), and behind the last one of a node a state, if there is one
+(``cache/states.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from sgla.cache.pages import PagePool
+from sgla.cache.states import StatePool
 from sgla.cache.window import WindowPool
 
 TOKEN_BYTES = 4
@@ -24,7 +26,8 @@ class Node:
     """A run of pages below ``parent``. ``key``: token bytes of the run; ``edge``: its key in ``parent.children``.
 
     ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the *lower* half, so
-    a request's reference goes on meaning the same prefix. ``windows``: tickets for as many pages of each group with a window.
+    a request's reference goes on meaning the same prefix, and its state the same tokens. ``windows``: tickets for as many pages of each group with
+    a window. ``state``: ticket of the checkpoint behind it.
     """
 
     __slots__ = (
@@ -36,6 +39,7 @@ class Node:
         "locks",
         "pages",
         "parent",
+        "state",
         "touched",
         "windows",
     )
@@ -57,17 +61,22 @@ class Node:
         self.children: dict[object, Node] = {}
         self.locks = 0
         self.hits = 0
+        self.state = 0
         self.born = self.touched = born
 
 
 class Match(NamedTuple):
     """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end. ``windows``: as many
-    pages of each group with a window, 0 where none is read from there on."""
+    pages of each group with a window, 0 where none is read from there on. ``state``: the unit of its checkpoint; 0: none. ``reach``: so many
+    tokens would match if only the first group counted. ``soon``: more would match with a checkpoint that the plan being made writes."""
 
     node: Node
     pages: list[int]
     length: int
     windows: list[list[int]]
+    state: int = 0
+    reach: int = 0
+    soon: bool = False
 
 
 # The leaf with the smallest key is evicted first.
@@ -87,10 +96,16 @@ class RadixCache:
     """
 
     def __init__(
-        self, page_size: int, pool: PagePool, eviction: str = "lru", windows: Sequence[WindowPool] = ()
+        self,
+        page_size: int,
+        pool: PagePool,
+        eviction: str = "lru",
+        windows: Sequence[WindowPool] = (),
+        states: StatePool | None = None,
     ) -> None:
         self.page_size = page_size
         self._windows = windows
+        self._states = states
         self.pages = 0
         self.evictable = 0
         self.version = 0
@@ -111,9 +126,10 @@ class RadixCache:
 
     def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
         """Like ``match``, but going on below ``node``, which ends at token ``start`` (whole pages)."""
-        top = node
-        if self._windows:
-            limit = max(start, self._served(*self._locate(node, namespace, tokens, start, limit)))
+        top, reach, soon = node, 0, False
+        if self._windows or self._states is not None:
+            end, reach = self._locate(node, namespace, tokens, start, limit)
+            limit, soon = self._served(end, reach, start)
         node, at, child, part = self._walk(node, namespace, tokens, start, limit)
         if child is not None:
             node = self._split(child, part)
@@ -122,7 +138,8 @@ class RadixCache:
         path = self._path(node, top)
         pages = [page for part in path for page in part.pages]
         windows = [self._in_window(g, path, at // TOKEN_BYTES, len(pages)) for g in range(len(self._windows))]
-        return Match(node, pages, at // TOKEN_BYTES - start, windows)
+        state = self._states.page(node.state) if self._states is not None and node is not top else 0
+        return Match(node, pages, at // TOKEN_BYTES - start, windows, state, reach - start, soon)
 
     def _path(self, node: Node, top: Node) -> list[Node]:
         """The nodes below ``top`` down to ``node``."""
@@ -140,14 +157,32 @@ class RadixCache:
         unread = min(max(pool.first(length) - (length // self.page_size - count), 0), count)
         return [0] * unread + [pool.page(ticket) for ticket in tickets[unread:]]
 
-    def _served(self, node: Node, length: int) -> int:
-        """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its pages."""
-        served = -1
+    def _served(self, node: Node, length: int, start: int) -> tuple[int, bool]:
+        """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its pages and which has a state, or
+        ``start`` tokens. And whether there will be a longer one when the plan being made is."""
+        served, soon = -1, False
         while served != length:
             served = length
             for g, pool in enumerate(self._windows):
                 length = self._windowed(g, pool, node, length)
-        return length
+            if self._states is not None:
+                length, fresh = self._stated(self._states, node, length)
+                soon |= fresh > start
+        return max(start, length), soon
+
+    def _stated(self, pool: StatePool, node: Node, length: int) -> tuple[int, int]:
+        """The longest prefix of ``length`` tokens with a checkpoint, and a longer one for which it is written in the plan being made,
+        or 0. ``node`` may end behind ``length``."""
+        end = self._depth(node) + len(node.pages)
+        fresh = 0
+        while node.parent is not None:
+            if end * self.page_size <= length and pool.has(node.state):
+                if pool.readable(node.state):
+                    break
+                fresh = fresh or end * self.page_size
+            end -= len(node.pages)
+            node = node.parent
+        return end * self.page_size, fresh
 
     def _windowed(self, g: int, pool: WindowPool, node: Node, length: int) -> int:
         """``_served`` for one group. ``node`` may end behind ``length``."""
@@ -221,6 +256,13 @@ class RadixCache:
             assert node.parent is not None
             node = node.parent
         self._offer(leaf)
+
+    def find(self, namespace: str, tokens: bytes, length: int) -> Node | None:
+        """The node that ends with ``tokens[:length]``, which are whole pages, by a split if need be; None: the tree lacks some of them."""
+        node, at, child, part = self._walk(self.root, namespace, tokens, 0, length)
+        if at + part * self._width < length * TOKEN_BYTES:
+            return None
+        return node if child is None else self._split(child, part)
 
     # --- holding
 
@@ -347,6 +389,7 @@ class RadixCache:
             for pool, tickets in zip(self._windows, node.windows):
                 pool.forget(tickets[-take:])
                 del tickets[-take:]
+            self._lose_state(node)
             if take < len(node.pages):
                 del node.pages[-take:]
                 node.key = node.key[: -take * self._width]
@@ -370,6 +413,7 @@ class RadixCache:
             pages += node.pages
             for pool, beside, gone in zip(self._windows, node.windows, windows):
                 gone += pool.forget(beside)
+            self._lose_state(node)
             self._remove(node)
             node = parent
         if pages:
@@ -383,6 +427,11 @@ class RadixCache:
         """Evict all that no request holds; true if nothing is left."""
         self.evict(self.evictable)
         return self.pages == 0
+
+    def _lose_state(self, node: Node) -> None:
+        if self._states is not None:
+            self._states.void(node.state)
+            node.state = 0
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -438,6 +487,9 @@ class RadixCache:
             if self._is_leaf(node):
                 assert (id(node), self._sort_key(node)) in queued, "an evictable leaf is not queued"
         assert len(set(pages)) == len(pages), "a page stands twice in the tree"
+        if self._states is not None:
+            valid = [node.state for node in self.walk() if self._states.has(node.state)]
+            assert len(set(valid)) == len(valid) == self._states.cached, "a checkpoint has no node"
         assert (self.pages, self.evictable, self.nodes) == (len(pages), evictable, nodes), "counters are off"
 
 
@@ -446,6 +498,9 @@ class NullCache(RadixCache):
 
     def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
         return Match(node, [], 0, [[] for _ in self._windows])
+
+    def find(self, namespace: str, tokens: bytes, length: int) -> Node | None:
+        return None
 
     def adopt(
         self,

@@ -53,13 +53,15 @@ def ints(column: bytes) -> array[int]:
 
 
 class FakeSlot:
-    """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``, the stand-in for the KV at ``p``."""
+    """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``, the stand-in for the KV at ``p`` and for the state behind it."""
 
-    __slots__ = ("chain", "computed", "limit", "pages", "prompt_len", "sampling", "tokens")
+    __slots__ = ("chain", "computed", "index", "limit", "pages", "prompt_len", "sampling", "tokens", "unit")
 
-    def __init__(self, new: NewRow) -> None:
+    def __init__(self, new: NewRow, recurrent: bool = False) -> None:
         self.tokens = ints(new.tokens).tolist()
+        self.index = new.slot
         self.pages = [ints(pages).tolist() for pages in new.pages]
+        self.unit = self.pages.pop()[0] if recurrent else 0
         self.prompt_len = new.prompt_len
         self.sampling = new.sampling
         self.limit = new.limit
@@ -110,9 +112,11 @@ class FakeModel:
         self._forced = forced
         self._slots: list[FakeSlot | None] = [None] * facts.slots
         self._encoder = facts.pooling is not None and facts.pooling.encoder
-        self._stores = [
-            [[0] * facts.page_size for _ in range(group.pages)] for group in facts.groups if verify
-        ]
+        self._recurrent = facts.groups[-1].every > 0
+        paged = facts.groups[:-1] if self._recurrent else facts.groups
+        self._stores = [[[0] * facts.page_size for _ in range(group.pages)] for group in paged if verify]
+        # Units of states: how many tokens each has seen, and their hash.
+        self._states = [(0, 0)] * facts.groups[-1].pages if self._recurrent and verify else []
         self._step = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -120,7 +124,7 @@ class FakeModel:
         assert plan.step == self._step + 1, f"step {plan.step} after {self._step}"
         self._step = plan.step
         for new in plan.new:
-            self._slots[new.slot] = FakeSlot(new)
+            self._slots[new.slot] = FakeSlot(new, self._recurrent)
         self._append_pages(plan)
         for store, pages in zip(self._stores, plan.zeroed):
             for page in ints(pages):
@@ -130,6 +134,8 @@ class FakeModel:
             for g in range(len(self._stores)):
                 self._write(g, rows)
                 self._read(g, rows)
+        if self._states:
+            self._advance(plan, rows)
         tokens = array("i")
         blocks: list[LogprobBlock] = []
         vectors: list[bytes] = []
@@ -279,6 +285,40 @@ class FakeModel:
                 expected = slot.chain[begin : min((i + 1) * size, end)]
                 found = store[page][begin % size :][: len(expected)]
                 assert found == expected, f"page {page} holds another prefix"
+
+    def _advance(self, plan: StepPlan, rows: list[FakeRow]) -> None:
+        """Each row goes on with the state it is told to begin with. All read before any writes, and no two write to one unit."""
+        told = ints(plan.state_reads)
+        begins = dict(zip(told[::2], told[1::2]))
+        assert begins.keys() <= {row.slot.index for row in rows}, "a state for no row"
+        found = [
+            self._states[begins.get(row.slot.index, row.slot.unit)] if row.start else (0, 0) for row in rows
+        ]
+        written: set[int] = set()
+        marks = ints(plan.checkpoints)
+        for row, state in zip(rows, found):
+            slot = row.slot
+            assert state == (row.start, slot.chain[row.start - 1] if row.start else 0), (
+                "a state of other tokens"
+            )
+            places = [(row.end, slot.unit)] if row.end > row.start else []
+            places += [
+                mark[1:] for mark in zip(marks[::3], marks[1::3], marks[2::3]) if mark[0] == slot.index
+            ]
+            for length, unit in places:
+                assert row.start < length <= row.end, "a checkpoint that the row does not compute"
+                assert unit, "a state in the dummy unit"
+                assert unit not in written, "two states for one unit"
+                written.add(unit)
+                self._states[unit] = (length, slot.chain[length - 1])
+        assert len(written) == sum(row.end > row.start for row in rows) + len(marks) // 3, (
+            "a checkpoint of no row"
+        )
+        owns = {row.slot.index: row.slot.unit for row in rows}
+        for slot_index, unit in begins.items():
+            assert unit not in written or unit == owns[slot_index], (
+                "a state is written while another row reads it"
+            )
 
     def _sample(self, slot: FakeSlot) -> int:
         sampling = slot.sampling

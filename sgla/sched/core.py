@@ -70,6 +70,7 @@ class Core:
         self._seq = 0
         self._steps = 0
         self._none = [0] * len(limits.groups)
+        self._paged = len(limits.groups) - limits.recurrent
         self._short = self._none  # pages that running rows lack in the plan being made, of each cache group
         self._reserved = self._none  # pages that they are expected to need
         self._ratio = limits.reserve  # part of its possible outputs that a request is expected to produce
@@ -187,7 +188,7 @@ class Core:
         self._now = now
         if len(self._flights) >= self.limits.depth or not (self._running or self._waiting):
             return None
-        step = Step(self._steps + 1, len(self.limits.groups))
+        step = Step(self._steps + 1, self._paged)
         self._short = self._none
         prefills = self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
         if prefills or self._waiting:
@@ -201,6 +202,9 @@ class Core:
             return None
         for request in step.rows[step.decodes :]:
             self._memory.slide(request)
+        if self.limits.recurrent:
+            self._checkpoint_outputs(step)
+            self._memory.planned()
         step.zeroed, self._memory.spoiled = self._memory.spoiled, []
         self._steps += 1
         self._flights.append(step)
@@ -249,7 +253,7 @@ class Core:
                 continue
             drafts = most if request.drafting else 0
             lacking = -(-(min(request.planned + 1 + drafts, request.goal) - request.allocated) // page)
-            if lacking > 0 and drafts and lacking > min(self._memory.available):
+            if lacking > 0 and drafts and lacking > self._memory.room(request):
                 drafts = 0
                 lacking = -(-(request.planned + 1 - request.allocated) // page)
             if lacking > 0:
@@ -310,7 +314,10 @@ class Core:
                 return
             if request.state is not State.RUNNING:  # retracted for an earlier row
                 continue
-            self._count_hit(request, self._memory.catch_up(request))
+            pages = self._memory.catch_up(request)
+            if pages is None:
+                continue
+            self._count_hit(request, pages)
             others = i + 1 < len(prefills) or bool(
                 self._waiting and self._waiting[0].yields <= request.yields
             )
@@ -357,7 +364,7 @@ class Core:
         lacking = -(-(request.planned + count - request.allocated) // page)
         if lacking > 0:
             self._memory.slide(request)
-            lacking = min(lacking, *self._memory.available)
+            lacking = min(lacking, self._memory.room(request))
             # With no page to be had it goes on with the room it has; a request with none takes it from others.
             stuck = not lacking and request.allocated == request.planned
             if (lacking or stuck) and not self._grow(request, max(lacking, 1)):
@@ -370,11 +377,27 @@ class Core:
         wide = self._wide(request) is not None
         budget.wide |= wide
         budget.spend(request.planned, count)
+        start = request.planned
         step.add_prefill(request, count)
         self._memory.share(request)
+        if self.limits.recurrent:
+            self._hand_states(step, request, start)
         if not (complete or long or wide):
             # The rest of an aligned chunk must not go to a request that would compute the same page.
             budget.close()
+
+    def _hand_states(self, step: Step, request: Request, start: int) -> None:
+        """Tell the states that the request's row, which begins at ``start``, reads and leaves in the tree."""
+        assert self._memory.states is not None
+        if request.read:
+            self._memory.states.pin(request.read)
+            step.read_state(request)
+        step.add_checkpoints(request, self._memory.checkpoint(request, start))
+
+    def _checkpoint_outputs(self, step: Step) -> None:
+        for request in step.rows[: step.decodes]:
+            if not request.drafting:  # where its rows begin is known
+                step.add_checkpoints(request, self._memory.checkpoint_output(request))
 
     # --- page pressure
 
@@ -384,7 +407,8 @@ class Core:
         memory, before = self._memory, self._short
         if memory.grow(request, n):
             return True
-        self._short = [s + (n if n > a else 0) for s, a in zip(before, memory.available)]
+        wanted = zip(before, memory.wanted(request, n), memory.available)
+        self._short = [short + (w if w > there else 0) for short, w, there in wanted]
         while not _at_most(self._short, self._coming()):
             victim = self._victim(request)
             if victim is None:
@@ -457,16 +481,18 @@ class Core:
         return True
 
     def _seat(self, step: Step, request: Request, budget: Budget, others: bool) -> bool:
-        """Start a waiting request in this step, if it fits beside what the running ones will need."""
+        """Start a waiting request in this step, if it fits beside what the running ones will need, or leave it to the next, which can begin with
+        more of it. False: it does not fit."""
         memory = self._memory
-        memory.attach(request)
+        if not memory.attach(request):
+            return True
         while not self._fits(request):
             if self._draining or not self._displace(request):
                 memory.release(request)
                 return False
         count = self._chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // self.limits.page_size)
-        lacking = min(lacking, *memory.available)
+        lacking = min(lacking, memory.room(request))
         roomy = self.limits.encoder and count > 0
         if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
             memory.release(request)

@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     """Capacities come from ``Facts``, choices from ``Config``."""
 
     slots: int
-    groups: list[CacheGroup]  # the first one keeps all tokens
+    groups: list[CacheGroup]  # the first one keeps all tokens; one with states is the last
     page_size: int
     context_len: int
     step_tokens: int  # most tokens in one step
@@ -49,8 +49,20 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
         assert self.context_len <= LONGEST, "plans cannot carry such contexts"
-        assert not self.groups[0].window, "the first group keeps all tokens"
+        first, *others = self.groups
+        assert not first.window, "the first group keeps all tokens"
+        assert not first.every, "the first group keeps all tokens"
+        assert all(group.window for group in others[:-1]), "one group of states at most, which is the last"
+        assert not others or bool(others[-1].window) != bool(others[-1].every), (
+            "a group is of windows or of states"
+        )
+        assert self.groups[-1].every % self.page_size == 0, "a checkpoint lies within a page"
         assert self.encoder or all(group.pages > 1 for group in self.groups), "no pages but the dummy"
+
+    @property
+    def recurrent(self) -> bool:
+        """The last group has states."""
+        return self.groups[-1].every > 0
 
     @property
     def rows(self) -> int:

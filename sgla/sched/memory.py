@@ -1,7 +1,8 @@
 """Slots and pages: every function here that moves ownership says so.
 
 ``free + tree + private = total - 1`` in the pool of each cache group. A request owns ``pages[shared:]``; ``pages[:shared]`` belong to the tree and are
-kept by the request's lock on ``node``. The same holds for the pages of windows, of which the tree's are held one by one.
+kept by the request's lock on ``node``. The same holds for the pages of windows, of which the tree's are held one by one. Of a group of states a
+request owns ``unit``, and ``mark``, a checkpoint for the tree to take over at the end.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache
+from sgla.cache.states import StatePool
 from sgla.cache.window import WindowPool
 from sgla.sched.limits import Limits
 from sgla.sched.request import Request
 
 
 class Memory:
-    """The pools, the tree and the free slots. Numbers of pages come as lists, one for each cache group."""
+    """The pools, the tree and the free slots. Numbers of pages and states come as lists, one for each cache group."""
 
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
-        first, *windows = limits.groups
+        first, *others = limits.groups
         self.pool = PagePool(first.pages)
-        self.windows = [WindowPool(group.pages, group.window, limits.page_size) for group in windows]
+        self.windows = [
+            WindowPool(group.pages, group.window, limits.page_size) for group in others if group.window
+        ]
+        self.states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
         kind = RadixCache if limits.prefix_cache else NullCache
-        self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows)
+        self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, self.states)
         self.slots = list(range(limits.rows - 1, -1, -1))
         # Free pages of each group with NaN, which the next plan has zeroed before anybody uses them; or nothing.
         self.spoiled: list[list[int]] = []
@@ -32,11 +37,31 @@ class Memory:
 
     @property
     def available(self) -> list[int]:
-        """Pages that are free or can be made so by eviction."""
+        """Units that are free or can be made so by eviction."""
         available = [len(self.pool) + self.cache.evictable]
         for pool in self.windows:
             available.append(len(pool) + pool.evictable)
+        if self.states is not None:
+            available.append(self.states.available)
         return available
+
+    def wanted(self, request: Request, n: int) -> list[int]:
+        """What ``grow`` takes for ``n`` more pages."""
+        wanted = [n] * (1 + len(self.windows))
+        if self.states is not None:
+            wanted.append(self._states_wanted(self.states, request))
+        return wanted
+
+    def _states_wanted(self, pool: StatePool, request: Request) -> int:
+        """A request with none of its own can go on in the checkpoint that it begins with, if nobody else uses that: the tree loses it."""
+        return int(not (request.unit or (request.read and pool.seizable(request.read))))
+
+    def room(self, request: Request) -> int:
+        """By how many pages the request can grow."""
+        if self.states is None:
+            return min(self.available)
+        *pages, states = self.available
+        return min(pages) if self._states_wanted(self.states, request) <= states else 0
 
     def lacking(self, request: Request, tokens: int) -> list[int]:
         """Pages that the request would need beside those it has to go on to ``tokens``, one at a time."""
@@ -44,22 +69,28 @@ class Memory:
         lacking = [max(needed - len(request.pages), 0)]
         for pool, pages, behind in zip(self.windows, request.windows, request.behind):
             lacking.append(max(min(needed, pool.most) - (len(pages) - behind), 0))
+        if self.states is not None:
+            lacking.append(self._states_wanted(self.states, request))
         return lacking
 
     def own(self, request: Request) -> list[int]:
-        """Pages that the request holds and has not found in the tree."""
+        """Units that the request holds and has not found in the tree."""
         own = [len(request.pages) - request.borrowed]
         for pages, behind in zip(request.windows, request.behind):
             own.append(len(pages) - max(behind, request.borrowed))
+        if self.states is not None:
+            own.append(bool(request.unit) + (request.mark is not None))
         return own
 
-    def attach(self, request: Request) -> None:
+    def attach(self, request: Request) -> bool:
         """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never matched:
-        it must be computed to have a successor."""
+        it must be computed to have a successor. False: the next step can begin with more of it, so nothing was done."""
         assert request.node is None
         assert not request.pages
         limit = request.known - 1 if request.reads_cache else 0
         match = self.cache.match(request.namespace, request.data, limit)
+        if match.soon:
+            return False
         self.cache.lock(match.node)
         request.node, request.pages, request.windows = match.node, match.pages, match.windows
         request.shared = request.borrowed = len(match.pages)
@@ -67,17 +98,33 @@ class Memory:
         request.behind = [min(pool.first(match.length), len(match.pages)) for pool in self.windows]
         for pool, pages, behind in zip(self.windows, request.windows, request.behind):
             pool.hold(pages[behind:])
+        request.branch = match.reach
+        self._begin_with(request, match.state)
         request.slot = self.slots.pop()
+        return True
 
-    def catch_up(self, request: Request) -> int:
-        """Lock pages that others have computed below the request's own, and skip their tokens; returns how many pages."""
+    def _begin_with(self, request: Request, state: int) -> None:
+        """The request's next row reads that checkpoint of the tree, if it is one, which the request holds until then."""
+        if state:
+            assert self.states is not None
+            self.states.hold((state,))
+            if request.read:
+                self.states.unhold((request.read,))
+            request.read = state
+
+    def catch_up(self, request: Request) -> int | None:
+        """Lock pages that others have computed below the request's own, and skip their tokens; returns how many pages. None: the next step
+        can skip some."""
         at = request.planned
         if at != request.shared * self.page_size or at != request.allocated or not request.reads_cache:
             return 0
         assert request.node is not None
         limit = len(request.data) // TOKEN_BYTES - 1
         match = self.cache.extend(request.node, request.namespace, request.data, at, limit)
+        if match.soon:
+            return None
         if match.pages:
+            self._begin_with(request, match.state)
             self.cache.lock(match.node, above=request.node)
             request.node = match.node
             request.pages += match.pages
@@ -91,8 +138,10 @@ class Memory:
         return len(match.pages)
 
     def grow(self, request: Request, n: int) -> bool:
-        """Move ``n`` pages of every group from the pools to the request, evicting if need be; false if there are not as many. Those behind its
-        windows go back first."""
+        """Move ``n`` pages of every group from the pools to the request, and a state if it has none, evicting if need be; false if there are not
+        as many. Pages behind its windows go back first."""
+        if self.states is not None and self._states_wanted(self.states, request) > self.states.available:
+            return False
         if self.windows:
             self.slide(request)
             if any(n > len(pool) + pool.evictable for pool in self.windows):
@@ -105,8 +154,16 @@ class Memory:
             if n > len(pool):
                 pool.evict(n - len(pool))
             pages += pool.alloc(n)
+        if self.states is not None and not request.unit:
+            self._own_state(self.states, request)
         request.allocated += n * self.page_size
         return True
+
+    def _own_state(self, pool: StatePool, request: Request) -> None:
+        request.unit = pool.take()
+        if not request.unit:
+            pool.seize(request.read)
+            request.unit, request.read = request.read, 0
 
     def slide(self, request: Request) -> None:
         """Give back the pages that no token still to be computed reads. Steps are computed in order, so those in flight still find them as they
@@ -141,6 +198,53 @@ class Memory:
             request.node = node
             request.shared = last
 
+    def checkpoint(self, request: Request, start: int) -> list[int]:
+        """Checkpoints that the request's row of the plan, which reads its prompt from ``start`` on and has been shared, is to write: each as its
+        length in tokens and its unit. The tree takes over those for which it has the pages, the request the last one of the others."""
+        pool, told = self.states, list[int]()
+        if pool is None or isinstance(self.cache, NullCache):
+            return told
+        private = 0
+        for length in self._places(pool, request, start):
+            node = self.cache.find(request.namespace, request.data, length)
+            if node is None:
+                private = length
+            elif not pool.has(node.state) and (unit := pool.take()):
+                node.state = pool.write(unit)
+                request.given.append(node.state)
+                told += (length, unit)
+        return told + self._mark(pool, request, private) if private else told
+
+    def checkpoint_output(self, request: Request) -> list[int]:
+        """``checkpoint`` for a row of one token that the host does not know yet."""
+        pool = self.states
+        if pool is None or isinstance(self.cache, NullCache) or request.planned % pool.every:
+            return []
+        return self._mark(pool, request, request.planned)
+
+    def _places(self, pool: StatePool, request: Request, start: int) -> list[int]:
+        """Where a prompt leaves checkpoints: at its last page, where others have gone on differently, and every so many tokens."""
+        known = len(request.data) // TOKEN_BYTES
+        end = min(request.planned, known)
+        places = set(range((start // pool.every + 1) * pool.every, end + 1, pool.every))
+        places |= {request.branch, (known - 1) // self.page_size * self.page_size}
+        return sorted(length for length in places if start < length <= end)
+
+    def _mark(self, pool: StatePool, request: Request, length: int) -> list[int]:
+        """A checkpoint that the request owns until it ends, instead of the one before; if there are states enough for all free slots."""
+        if pool.available <= len(self.slots):
+            return []
+        if request.mark is not None:
+            pool.free(request.mark[1:])
+        unit = pool.take()
+        request.mark = (length, unit)
+        return [length, unit]
+
+    def planned(self) -> None:
+        """The plan is made."""
+        if self.states is not None:
+            self.states.planned()
+
     def release(self, request: Request) -> None:
         """The only exit; idempotent. Pages of committed tokens go to the tree, other private pages to the pool,
         the lock and the slot are given back. No submitted step may contain the request. Of a ``spoiled`` one nothing is kept."""
@@ -154,6 +258,7 @@ class Memory:
             pages, windows = self.cache.discard(request.node)
             gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
             self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
+            self._release_states(request, 0)
             self._forget(request)
             return
         first = request.shared
@@ -171,7 +276,29 @@ class Memory:
                 pool.free(pages)
         self.pool.free(request.pages[last:])
         self.cache.unlock(request.node)
+        self._release_states(request, last * self.page_size)
         self._forget(request)
+
+    def _release_states(self, request: Request, length: int) -> None:
+        """Give the request's states back, and its checkpoint to the tree, which has ``length`` of its tokens. No checkpoint is left of a
+        ``spoiled`` one."""
+        pool = self.states
+        if pool is None:
+            return
+        if request.read:
+            pool.unhold((request.read,))
+        if request.unit:
+            pool.free((request.unit,))
+        if request.mark is not None:
+            at, unit = request.mark
+            node = self.cache.find(request.namespace, request.tokens.tobytes(), at) if at <= length else None
+            if node is not None and not pool.has(node.state):
+                [node.state] = pool.give((unit,), held=False)
+            else:
+                pool.free((unit,))
+        if request.spoiled:
+            for ticket in request.given:
+                pool.void(ticket)
 
     def _let_go(self, g: int, request: Request, private: int) -> list[int]:
         """Hold no more pages of the tree in a window, and free those of the last ``private`` that are there. Returns these."""
@@ -185,6 +312,8 @@ class Memory:
         self.slots.append(request.slot)
         request.node, request.pages, request.slot = None, [], -1
         request.windows, request.behind = [], []
+        request.unit = request.read = request.branch = 0
+        request.mark, request.given = None, []
         request.shared = request.borrowed = request.told = request.allocated = request.planned = (
             request.ahead
         ) = 0
@@ -202,6 +331,10 @@ class Memory:
         assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
         for g in range(len(self.windows)):
             self._check_window(g, holders)
+        if self.states is not None:
+            owned = [request.unit for request in holders]
+            owned += [request.mark[1] for request in holders if request.mark is not None]
+            self.states.check_states(owned, [request.read for request in holders if request.read])
         for request in holders:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
@@ -237,12 +370,13 @@ class SlotsOnly(Memory):
     def available(self) -> list[int]:
         return [1 << 60]
 
-    def attach(self, request: Request) -> None:
+    def attach(self, request: Request) -> bool:
         request.node = self.cache.root
         request.allocated = request.known
         request.slot = self.slots.pop()
+        return True
 
-    def catch_up(self, request: Request) -> int:
+    def catch_up(self, request: Request) -> int | None:
         return 0
 
     def share(self, request: Request) -> None:

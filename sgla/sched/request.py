@@ -62,7 +62,8 @@ class Request:
     """One child. Token counts: ``len(tokens)`` committed, ``planned``, ``known``, ``allocated`` (docs/design.md).
 
     Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones. Of each group with a window it has
-    as many in ``windows``, but holds only those from the index ``behind`` on; the others are 0.
+    as many in ``windows``, but holds only those from the index ``behind`` on; the others are 0. Of a group of states it owns ``unit``, and until its
+    next row holds ``read``, the checkpoint which that begins with; ``mark`` is the length of a checkpoint of its own, and its unit.
     ``goal`` is the number of tokens whose KV is ever needed: the last output's is not.
     """
 
@@ -72,16 +73,19 @@ class Request:
         "arrival",
         "behind",
         "borrowed",
+        "branch",
         "cached",
         "data",
         "drafting",
         "finish",
         "first_token",
+        "given",
         "goal",
         "known",
         "last_step",
         "limit",
         "loop",
+        "mark",
         "min_tokens",
         "namespace",
         "node",
@@ -92,6 +96,7 @@ class Request:
         "prompt_len",
         "prompt_logprobs",
         "rank",
+        "read",
         "rid",
         "scheduled",
         "seq",
@@ -104,6 +109,7 @@ class Request:
         "submit",
         "tokens",
         "told",
+        "unit",
         "windows",
         "yields",
     )
@@ -135,6 +141,11 @@ class Request:
         self.pages: list[int] = []
         self.windows: list[list[int]] = []
         self.behind: list[int] = []
+        self.unit = 0
+        self.read = 0
+        self.mark: tuple[int, int] | None = None
+        self.given: list[int] = []  # tickets of the checkpoints that it has brought to the tree
+        self.branch = 0  # where the text that the tree knew of it ended, in tokens
         self.node: Node | None = None
         self.shared = 0
         self.borrowed = 0  # pages it found in the tree

@@ -12,6 +12,7 @@ class Step:
     whose prompt is complete with this step."""
 
     __slots__ = (
+        "_checkpoints",
         "_flags",
         "_new",
         "_page_counts",
@@ -20,6 +21,7 @@ class Step:
         "_q_lens",
         "_slots",
         "_starts",
+        "_state_reads",
         "brought",
         "decodes",
         "drafts",
@@ -33,6 +35,7 @@ class Step:
     )
 
     def __init__(self, number: int, groups: int = 1) -> None:
+        """``groups``: how many have pages."""
         self.number = number
         self.rows: list[Request] = []
         self.samples: list[Request] = []
@@ -50,6 +53,8 @@ class Step:
         self._page_slots: list[int] = []
         self._page_counts: list[int] = []
         self._page_ids: list[list[int]] = [[] for _ in range(groups)]
+        self._state_reads: list[int] = []
+        self._checkpoints: list[int] = []
         self._new: list[NewRow] = []
 
     def set_decodes(self, rows: list[Request], slots: list[int], starts: list[int]) -> None:
@@ -120,14 +125,27 @@ class Step:
                 ids += pages[request.told :]
             request.told = len(request.pages)
 
+    def read_state(self, request: Request) -> None:
+        """The row of the request begins with the checkpoint that it holds."""
+        self._state_reads += (request.slot, request.read)
+        request.read = 0
+
+    def add_checkpoints(self, request: Request, places: list[int]) -> None:
+        """The row of the request writes checkpoints: lengths and units in turn."""
+        for length, unit in zip(places[::2], places[1::2]):
+            self._checkpoints += (request.slot, length, unit)
+
     def add_new(self, request: Request) -> None:
         """The request takes its slot in this step, with the pages it holds now."""
+        pages = [request.pages, *request.windows]
+        if request.unit:
+            pages.append([request.unit])
         self._new.append(
             NewRow(
                 slot=request.slot,
                 tokens=request.data,
                 prompt_len=request.prompt_len,
-                pages=[int32(pages) for pages in (request.pages, *request.windows)],
+                pages=[int32(column) for column in pages],
                 sampling=request.submit.sampling,
                 segment=request.submit.segment,
                 limit=request.limit if request.drafting else 0,
@@ -148,6 +166,8 @@ class Step:
             page_slots=int32(self._page_slots),
             page_counts=int32(self._page_counts),
             page_ids=[int32(ids) for ids in self._page_ids],
+            state_reads=int32(self._state_reads),
+            checkpoints=int32(self._checkpoints),
             new=self._new,
             zeroed=[int32(pages) for pages in self.zeroed],
         )

@@ -175,6 +175,10 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         window = random.choice((1, 2, 5, 9, 16))
         least = (window + page_size - 2) // page_size + 1
         groups.append(CacheGroup(1 + least + random.choice((0, 1, 4, 60 // page_size)), window))
+    if random.random() < 0.5:
+        groups.append(
+            CacheGroup(random.choice((2, 3, 5, 12, 40)), every=page_size * random.choice((1, 2, 5)))
+        )
     values: dict[str, Any] = {
         "slots": random.randint(1, 6),
         "page_size": page_size,

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import Node, NullCache, RadixCache
+from sgla.cache.radix import Match, Node, NullCache, RadixCache
 
 EVICTIONS = ("lru", "lfu", "fifo", "mru")
 
@@ -179,7 +179,8 @@ def test_no_cache_finds_and_keeps_nothing() -> None:
     pages = pool.alloc(2)
     assert cache.insert(cache.root, "", packed([1, 2]), pages) == (pages, [])
     assert cache.adopt(cache.root, "", packed([1, 2]), pages) is None
-    assert cache.match("", packed([1, 2]), 2) == (cache.root, [], 0, [])
+    assert cache.match("", packed([1, 2]), 2) == Match(cache.root, [], 0, [])
+    assert cache.find("", packed([1, 2]), 2) is None
     assert cache.probe("", packed([1, 2]), 2) == (cache.root, 0)
 
 

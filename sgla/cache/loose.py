@@ -1,0 +1,101 @@
+"""Units of the prefix tree that it may lose one by one, and go on with the tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from sgla.cache.pages import PagePool
+
+
+class LoosePool(PagePool):
+    """A unit is free, owned by one request, or in the prefix tree, held there by so many requests.
+
+    The tree may lose any unit that nobody holds. It knows its units by tickets, numbers that are given out once: that of a unit it has
+    lost is void, and the unit need not know where it stood. Unit 0 and ticket 0 stand for none.
+    """
+
+    __slots__ = ("_given", "_holds", "_idle", "_page", "_ticket")
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self._given = 0  # tickets
+        self._ticket = [0] * total  # of each unit
+        self._page: dict[int, int] = {}  # the unit of each valid ticket
+        self._holds = [0] * total
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the tree and held by nobody, longest first
+
+    @property
+    def evictable(self) -> int:
+        """Units in the tree that no request holds."""
+        return len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Units in the tree."""
+        return len(self._page)
+
+    def has(self, ticket: int) -> bool:
+        """Whether the tree still has that unit."""
+        return ticket in self._page
+
+    def page(self, ticket: int) -> int:
+        """The unit of a valid ticket."""
+        return self._page[ticket]
+
+    def give(self, pages: Iterable[int], held: bool) -> list[int]:
+        """The tree takes over ``pages``, units of a request, which goes on to hold them if they are ``held``. Returns their tickets."""
+        tickets = []
+        for page in pages:
+            if page:
+                self._given += 1
+                self._ticket[page], self._page[self._given] = self._given, page
+                self._holds[page] = int(held)
+                if not held:
+                    self._idle[page] = None
+            tickets.append(self._given if page else 0)
+        return tickets
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """A request holds these units of the tree."""
+        for page in pages:
+            if not self._holds[page]:
+                del self._idle[page]
+            self._holds[page] += 1
+
+    def unhold(self, pages: Iterable[int]) -> None:
+        """Undo one ``hold``."""
+        for page in pages:
+            self._holds[page] -= 1
+            if not self._holds[page]:
+                self._idle[page] = None
+
+    def forget(self, tickets: Iterable[int]) -> list[int]:
+        """The tree forgets these units, which nobody holds. Returns those that it still had, which are free now."""
+        pages = [self._page[ticket] for ticket in tickets if ticket in self._page]
+        for page in pages:
+            del self._idle[page]
+        self._lose(pages)
+        return pages
+
+    def evict(self, n: int) -> None:
+        """Free ``n`` units of the tree, those that nobody has held for longest."""
+        self._lose([self._idle.popitem(last=False)[0] for _ in range(n)])
+
+    def _lose(self, pages: list[int]) -> None:
+        for page in pages:
+            del self._page[self._ticket[page]]
+            self._ticket[page] = 0
+        self.free(pages)
+
+    def check_holds(self, held: Sequence[int]) -> None:
+        """``held``: the tree's units that requests hold, once for each. Raises AssertionError."""
+        self.check()
+        counts = [0] * self.total
+        for page in held:
+            counts[page] += 1
+        assert counts == self._holds, "holds are off"
+        idle = {page for page in self._page.values() if not self._holds[page]}
+        assert idle == set(self._idle), "an idle unit is not queued"
+        assert all(self._out[page] for page in self._page.values()), "a unit of the tree is free"
+        assert all(self._ticket[page] == ticket for ticket, page in self._page.items()), "tickets disagree"
