@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import batch_attacks
 import lines
 import near_limits
+import stored
 from hostile import (
     CHAT,
     KEY,
@@ -56,6 +57,7 @@ SETTLE = 20.0  # seconds that memory may take to come back
 BACK = 1.15  # times what a warm server takes
 DRAIN = 3.0
 LIMIT = 100.0  # milliseconds that a /health/live may take
+OTHERS = 500  # and another client's look at what it has stored
 
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +275,7 @@ SERVERS: list[tuple[list[str], dict[str, Attack]]] = [
     ([], BEYOND | near_limits.PLAIN),
     (
         ["--executor", "fake", "--fake-step-ms", "1", "--max-queued-requests", "4096"],
-        near_limits.FAKE,
+        near_limits.FAKE | stored.STORED,
     ),
     (["--max-connections", "8"], near_limits.FEW),
     (["--model", "minilm"], near_limits.VECTORS),
@@ -513,7 +515,7 @@ def faults(result: dict[str, Any]) -> list[str]:
             "500": "500" in result["statuses"],
             "no answer": "0" in result["statuses"],
             "broken streams": result.get("broken", 0) > 0,
-            "others suffer": result.get("other", {200: 1}) != {200: 1},
+            "others suffer": result.get("other", {200: 1}) != {200: 1} or result.get("other_ms", 0) > OTHERS,
         }
     return [name for name, so in found.items() if so]
 

@@ -19,7 +19,7 @@ from sgla import clock
 from sgla.errors import Overloaded
 from sgla.http.batches import asking as asking_module
 from sgla.http.batches import runner as runner_module
-from sgla.http.batches import turns, usage
+from sgla.http.batches import turns, upload, usage
 from sgla.http.batches.files import COST, PIECE, Files
 from sgla.http.batches.reading import BOM, Lines
 from sgla.http.batches.runner import RUNNER, Runner
@@ -146,12 +146,19 @@ async def test_forms_that_are_no_upload_leave_nothing(
     await nothing_is_kept(site)
 
 
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n--b--\r\n'
+)
+
+
 @pytest.mark.parametrize(
     ("headers", "body"),
     [
         ({"Content-Type": "application/json"}, b"{}"),
         ({"Content-Type": "multipart/form-data"}, b"x"),
         ({"Content-Type": "multipart/form-data; boundary=b"}, b"no boundary"),
+        ({"Content-Type": "multipart/form-data; boundary=b"}, b"\n" * upload.MAX_LINES + FORM),
         (
             {"Content-Type": "multipart/form-data; boundary=b"},
             b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx',

@@ -22,7 +22,7 @@ from sgla.http.clients import Client
 from sgla.http.errors import error_headers
 from sgla.http.server import SCHEMAS
 from sgla.http.state import shelf
-from sgla.http.state.database import BACKLOG_BYTES, NAME, VERSION, WAITING, Database
+from sgla.http.state.database import BACKLOG_BYTES, NAME, VACUUMED, VERSION, WAITING, Database
 from sgla.messages import Event, Usage
 
 ANNA, BEN = Client("anna", "anna"), Client("ben", "ben")
@@ -182,6 +182,25 @@ async def test_what_waits_for_a_client_is_bounded() -> None:
     assert set(await asyncio.gather(*asking)) == {1}
     await at_rest(database)
     assert await database.run(ANNA, lambda tx: 2) == 2
+    await database.close()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+async def test_what_is_free_is_given_back(folder: Path, on_disk: bool) -> None:
+    database = Database(str(folder) if on_disk else None, ["CREATE TABLE large (x BLOB);"])
+    large = (VACUUMED + 1000) * 4096
+
+    def pages(tx: sqlite3.Connection) -> int:
+        return int(tx.execute("PRAGMA page_count").fetchone()[0])
+
+    await database.run(None, lambda tx: tx.execute("INSERT INTO large VALUES (zeroblob(?))", (large,)))
+    await database.run(None, lambda tx: tx.execute("DELETE FROM large"))
+    before = await database.run(None, pages)
+    database.give_back()
+    await at_rest(database)
+    after = await database.run(None, pages)
+    assert before > VACUUMED + 1000
+    assert after < 1100 if on_disk else abs(after - VACUUMED) < 300
     await database.close()
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import attack
 import batch_attacks
 import near_limits
+import stored
 
 SCALE, NEAR_SCALE = 0.2, 0.05
 MEMORY = 48 << 20  # bytes that may be left of all the attacks, beside 15 % of what a warm server takes
@@ -55,7 +56,9 @@ def made(name: str, server: ServerProcess) -> attack.Outcome:
     return asyncio.run(attack.ATTACKS[name](attack.Target(server.port, scale, server.process.pid)))
 
 
-@pytest.mark.parametrize("name", attack.BEYOND | near_limits.PLAIN | near_limits.FAKE | batch_attacks.ATTACKS)
+@pytest.mark.parametrize(
+    "name", attack.BEYOND | near_limits.PLAIN | near_limits.FAKE | stored.STORED | batch_attacks.ATTACKS
+)
 def test_an_attack_is_answered_and_costs_nobody_else(server: ServerProcess, before: int, name: str) -> None:
     outcome = made(name, server)
     assert not {0, 500} & set(outcome.statuses), server.output[-3000:]

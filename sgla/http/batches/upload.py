@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import BodyPartReader, web
+from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
 from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
@@ -24,6 +24,7 @@ PURPOSES = ("assistants", "batch_output", "evals", "fine-tune", "user_data", "vi
 SECONDS = 3600  # that an upload may take
 SILENT = 60  # seconds after which the next piece must have come
 MAX_FIELDS = 16  # of the form
+MAX_LINES = 4096  # of the form outside of its fields: headers, boundaries, and what stands before these
 MAX_VALUE = 4096  # bytes of a field that is no file
 MAX_FILENAME = 255  # characters
 HELD = 4 * PIECE  # bytes of memory that an upload takes
@@ -74,6 +75,23 @@ async def create(request: web.Request) -> web.Response:
         upload.close()
 
 
+class Content:
+    """What a form is read from. A line takes microseconds of the loop, however short it is: too many raise BadRequest."""
+
+    def __init__(self, content: StreamReader) -> None:
+        self._content = content
+        self._lines = 0
+
+    async def readline(self, **options: Any) -> bytes:
+        self._lines += 1
+        if self._lines > MAX_LINES:
+            raise BadRequest(f"the form has more than {MAX_LINES} lines outside of its fields")
+        return await self._content.readline(**options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+
 class Upload:
     """A form on its way."""
 
@@ -86,7 +104,7 @@ class Upload:
         self._size = 0
 
     async def read(self, request: web.Request) -> None:
-        reader = await request.multipart()
+        reader = MultipartReader(request.headers, Content(request.content))  # type: ignore[arg-type]
         for _ in range(MAX_FIELDS):
             async with asyncio.timeout(SILENT):
                 part = await reader.next()

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from sgla.errors import ContextTooLong, Overloaded, SglaError
 from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.parts import Reader
@@ -164,10 +166,10 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "conversation": None if (uid := conversation_id(fields)) is None else {"id": uid},
         "error": None,
         "incomplete_details": None,
-        "instructions": fields.instructions,
+        "instructions": once(fields.instructions),
         "max_output_tokens": fields.max_output_tokens,
         "max_tool_calls": fields.max_tool_calls,
-        "metadata": fields.metadata or {},
+        "metadata": once(fields.metadata or {}),
         "model": fields.model,
         "output": [],
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
@@ -175,14 +177,19 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "store": may_store and fields.store is not False,
         "temperature": fields.temperature,
-        "text": {"format": (text and text.format) or {"type": "text"}},
-        "tool_choice": fields.tool_choice or "auto",
-        "tools": fields.tools or [],
+        "text": {"format": once((text and text.format) or {"type": "text"})},
+        "tool_choice": once(fields.tool_choice or "auto"),
+        "tools": once(fields.tools or []),
         "top_p": fields.top_p,
         "top_logprobs": fields.top_logprobs or 0,
         "truncation": fields.truncation or "disabled",
         "usage": None,
     }
+
+
+def once(value: Any) -> msgspec.Raw:
+    """What the client may have made large: a response is written many times."""
+    return msgspec.Raw(encode(value))
 
 
 def usage_object(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:

@@ -89,9 +89,13 @@ class Recorder:
                 self._unread()
 
     def _add(self, data: bytes) -> None:
-        blocks = [block + b"\n\n" for block in data.split(b"\n\n") if block]
-        self.blocks += blocks
-        self.size += sum(map(len, blocks)) + BLOCK * len(blocks)
+        """Without a copy of a block that comes alone."""
+        start = 0
+        while start < len(data):
+            end = data.index(b"\n\n", start) + 2
+            self.blocks.append(data[start:end])
+            self.size += end - start + BLOCK
+            start = end
 
     async def play(self, request: web.Request, keepalive: float, start: int = 0) -> web.StreamResponse:
         """Stream the blocks from number ``start`` on, those to come included, and a comment after each ``keepalive`` seconds

@@ -215,7 +215,7 @@ async def in_background(
 ) -> web.StreamResponse:
     server, share = request.app[SERVER], request[SHARE]
     entry.stop = partial(server.end, work.uid)
-    queued = shown(entry)
+    queued = shown(entry) if entry.recorder is None else None
     # The memory is held until the response has ended and nobody reads it, not as long as its request.
     request[SHARE] = Share(server.budget, request[CLIENT].name)
     recorder = entry.recorder
@@ -228,7 +228,10 @@ async def in_background(
             server.end(work.uid)
             answer.forget()
             raise
-        return queued if recorder is None else await recorder.play(request, server.config.sse_keepalive)
+        if recorder is not None:
+            return await recorder.play(request, server.config.sse_keepalive)
+        assert queued is not None
+        return queued
 
 
 class Taker(Collector):

@@ -42,10 +42,8 @@ PAUSES = (1.0, 60.0)  # seconds before a clean-up that failed is tried again: at
 LATE = 4096  # clean-ups that wait for that
 CHECKED = 1 << 30  # bytes of a file that is read to its end at the start, which takes a second or two
 CENTRAL = ("objects", "shares", "totals")  # tables of which a larger one is checked
-VACUUMED, VACUUMED_AT_ONCE = (
-    4096,
-    32,
-)  # pages of 4 KiB that the file gets smaller by in a minute, and in one transaction
+VACUUMED = 4096  # pages of 4 KiB that the file gets smaller by in a minute
+VACUUMED_AT_ONCE = 256  # in one transaction
 PRAGMAS = """
 PRAGMA foreign_keys = ON;
 PRAGMA temp_store = MEMORY;
@@ -163,13 +161,17 @@ class Database:
         self._tidying = False
         if self._tidy_again:
             self.tidy()
+        elif not self.on_disk:
+            self.give_back()
 
     def give_back(self) -> None:
-        """Let the file shrink by some of what is free in it."""
+        """Let the file shrink by some of what is free in it, or the memory by what is more than that."""
 
         def work(tx: sqlite3.Connection) -> Iterator[None]:
-            for _ in range(VACUUMED // VACUUMED_AT_ONCE):
-                tx.execute(f"PRAGMA incremental_vacuum({VACUUMED_AT_ONCE})").fetchall()
+            (free,) = tx.execute("PRAGMA freelist_count").fetchone()
+            for _ in range(0, min(free, VACUUMED) if self.on_disk else free - VACUUMED, VACUUMED_AT_ONCE):
+                # It has a step for each page, of which execute takes the first one; executescript ends the transaction.
+                tx.executescript(f"PRAGMA incremental_vacuum({VACUUMED_AT_ONCE}); BEGIN")
                 yield
 
         self.clean(None, work)
