@@ -124,7 +124,7 @@ def walk(matcher: Any, rng: random.Random) -> tuple[str, bool | None]:
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         closing = [t for t in allowed if t == 256 or (len(output) > LENGTH / 4 and chr(t) in '"]}')]
-        if not len(allowed):
+        if not len(allowed) or matcher.is_error():
             return output.decode("utf-8", "replace"), None
         token = int(rng.choice(closing or list(allowed)))
         if token == 256:

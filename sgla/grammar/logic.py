@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from sgla.grammar.patterns import PatternError, portable
+
 Json = Any
 Object = dict[str, Any]
 
@@ -306,10 +308,12 @@ def _property(schema: Object, name: str) -> Json:
 
 
 def matches(pattern: str, text: str) -> bool | None:
-    """None: it cannot be read."""
+    """None: it cannot be told."""
+    if text.endswith("\n"):  # before which Python's ``$`` matches
+        return None
     try:
-        return re.search(pattern, text, re.ASCII) is not None
-    except re.error:
+        return re.search(portable(pattern), text, re.ASCII) is not None
+    except (PatternError, re.error):
         return None
 
 
@@ -330,7 +334,12 @@ def together(*patterns: str) -> str:
     """Why the matcher says that a string may match two of these; "" if none can."""
     from llguidance import LLMatcher
 
-    source = LLMatcher.grammar_from_json_schema({"patternProperties": dict.fromkeys(patterns, True)})
+    try:
+        source = LLMatcher.grammar_from_json_schema(
+            {"patternProperties": dict.fromkeys(map(portable, patterns), True)}
+        )
+    except PatternError as error:
+        return str(error)
     return str(LLMatcher.validate_grammar(source))
 
 

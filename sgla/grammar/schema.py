@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.logic import (
@@ -28,6 +28,7 @@ from sgla.grammar.logic import (
     same,
     together,
 )
+from sgla.grammar.patterns import texts
 from sgla.grammar.references import all_of, children, mapped, settle
 
 COUNTS = (
@@ -182,6 +183,62 @@ def object_schema(schema: Json) -> Object:
     if schema is False:
         raise GrammarError("no document fits the schema false")
     return {} if schema is True else schema
+
+
+def open_beside(schema: Json) -> bool:
+    """Whether an object may have further properties beside those with a schema of their own."""
+    if not isinstance(schema, dict):
+        return False
+    known = bool(schema.get("properties") or schema.get("patternProperties"))
+    if known and schema.get("additionalProperties", True) is not False:
+        return True
+    return any(open_beside(item) for _, item in children(schema))
+
+
+def escapes(schema: Json) -> Object:
+    """Options of the matcher, which spells names that are not declared with any escape of JSON, so that one may be a declared name in
+    disguise: then there are only the escapes that a character needs. Raises GrammarError where a listed value has others."""
+    if not open_beside(schema):
+        return {}
+    if re.search(r"[\x00-\x07\x0b\x0e-\x1f]", "".join(_strings(schema))):
+        raise GrammarError(
+            "control characters are not supported beside properties that are not declared", True
+        )
+    return {"json_allowed_escapes": 'nrbtf\\"'}
+
+
+def _strings(value: Json) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for each in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        yield from _strings(each)
+
+
+def uncounted(
+    schema: Json, path: str = "", needed: frozenset[str] = frozenset(), closed: bool = False
+) -> str | None:
+    """JSON pointer of the first ``minProperties`` for which a name that comes twice might count twice; None if there is none. ``needed``
+    and ``closed``: what holds around it for the same document."""
+    if not isinstance(schema, dict):
+        return None
+    for part in _same_document(schema):
+        needed |= frozenset(part.get("required", ()))
+        closed |= part.get("additionalProperties") is False and not part.get("patternProperties")
+    if schema.get("minProperties", 0) - len(needed) > 1 and not closed:
+        return path or "/"
+    for step, item in children(schema):
+        beside = step.split("/")[0] in ("allOf", "anyOf", "oneOf")
+        found = uncounted(item, f"{path}/{step}", *((needed, closed) if beside else ()))
+        if found is not None:
+            return found
+    return None
+
+
+def _same_document(schema: Json) -> Iterator[Object]:
+    if isinstance(schema, dict):
+        yield schema
+        for part in schema.get("allOf", ()):
+            yield from _same_document(part)
 
 
 def _counted(key: str, value: Json) -> Json:
@@ -404,6 +461,23 @@ def _pattern_of(names: Json) -> str | None:
     return None
 
 
+def _list_names(schema: Object) -> None:
+    """Patterns that few names match become these names: the matcher cannot tell when there are no more of them."""
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict):
+        return
+    properties = dict(schema.get("properties", {}))
+    for pattern, each in patterns.items():
+        for name in texts(pattern) or ():
+            properties[name] = all_of([properties[name], each] if name in properties else [each])
+    schema["properties"] = properties
+    schema["patternProperties"] = {
+        pattern: each for pattern, each in patterns.items() if texts(pattern) is None
+    }
+    if not schema["patternProperties"]:
+        del schema["patternProperties"]
+
+
 def _may_be(schema: Object, kind: str) -> bool:
     types = schema.get("type", kind)
     return kind in ([types] if isinstance(types, str) else types)
@@ -476,10 +550,9 @@ def _count(schema: Object) -> None:
     size, exactly = len(optional), {"inside": True, "outside": True}
     bounds = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
     if not closed and 2**size <= FEW:
-        _drop(schema, *bounds)
-        return _also(
-            schema, {"anyOf": [each | bounds for each in _sets(optional, range(size + 1), **exactly)]}
-        )
+        some = [each | bounds for each in _sets(optional, range(max(0, least - 1), size + 1), **exactly)]
+        _drop(schema, *(bounds if some else ()))
+        return _also(schema, {"anyOf": some}) if some else None
     if least <= 0:
         sizes, sides = [int(min(most, size))], {"outside": True}
     elif most >= size:
@@ -494,7 +567,7 @@ def _count(schema: Object) -> None:
             known = dict.fromkeys(properties, True)
             found = [each | {"properties": known | each.get("properties", {})} for each in found]
             found = [each | {"additionalProperties": False} for each in found]
-        found.append(_absent(*optional) | bounds)
+        found += [_absent(*optional) | bounds] * (least <= 1)
     _drop(schema, *bounds)
     _also(schema, {"anyOf": found})
 
@@ -551,6 +624,7 @@ RULES: tuple[Callable[[Object], None], ...] = (
     _decide,
     _part_patterns,
     _name_properties,
+    _list_names,
     _choose_one,
     _know_formats,
     _limit,

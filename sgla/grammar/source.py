@@ -12,8 +12,9 @@ from llguidance import LLMatcher
 from sgla.grammar.closing import close
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
-from sgla.grammar.references import bare, unroll
-from sgla.grammar.schema import adapt, object_schema, where
+from sgla.grammar.patterns import PatternError, portable
+from sgla.grammar.references import all_of, bare, mapped, unroll
+from sgla.grammar.schema import adapt, escapes, object_schema, uncounted, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import MAX_GRAMMAR, Grammar
 
@@ -44,7 +45,8 @@ def _make(grammar: Grammar, special: dict[str, int]) -> str:
     match grammar.kind:
         case "json_schema":
             schema = object_schema(json_schema(parse(grammar.text), bool(grammar.additional)))
-            return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(grammar.whitespace))
+            options = json_options(grammar.whitespace) | escapes(schema)
+            return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         case "json_object":
             return LLMatcher.grammar_from_json_schema(
                 {"type": "object"}, overrides=json_options(grammar.whitespace)
@@ -71,9 +73,40 @@ def parse(text: str) -> Any:
 def json_schema(schema: Any, additional: bool) -> Any:
     """In the matcher's dialect; see ``Grammar.additional``. Raises GrammarError, also for what is no schema."""
     try:
-        return bare(unroll(adapt(schema) if additional else close(adapt(schema))))
+        adapted = adapt(schema)
+        found = ported(bare(unroll(adapted if additional else close(adapted))), adapted)
+        place = uncounted(found)
     except (AttributeError, KeyError, TypeError) as error:
         raise GrammarError(flaw(schema) or "it is not a JSON Schema of a draft that is supported") from error
+    if place is not None:
+        why = "cannot be more than 1 where properties are not declared, since a name may come twice"
+        raise GrammarError(f"JSON Schema keyword 'minProperties' (at {place}) {why}", unsupported=True)
+    return found
+
+
+def ported(schema: Any, whole: Any) -> Any:
+    """With patterns as the matcher reads them. ``whole``: where errors say that they stand."""
+    if not isinstance(schema, dict):
+        return schema
+    out = mapped(schema, lambda item: ported(item, whole))
+    if isinstance(out.get("pattern"), str):
+        out["pattern"] = read(out["pattern"], whole, "pattern")
+    if isinstance(out.get("patternProperties"), dict):
+        found: dict[str, list[Any]] = {}
+        for pattern, each in out["patternProperties"].items():
+            found.setdefault(read(pattern, whole, "patternProperties"), []).append(each)
+        out["patternProperties"] = {pattern: all_of(each) for pattern, each in found.items()}
+    return out
+
+
+def read(pattern: str, whole: Any, keyword: str) -> str:
+    """For the matcher. Raises GrammarError."""
+    try:
+        return portable(pattern)
+    except PatternError as error:
+        place = where(whole, keyword, value=pattern) or where(whole, keyword)
+        told = f"JSON Schema keyword '{keyword}'" + (f" (at {place})" if place else "")
+        raise GrammarError(f"{told}: {pattern[:80]}: {error}", unsupported=True) from error
 
 
 DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/20(19-09|20-12))/schema#?")

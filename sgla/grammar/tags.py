@@ -16,7 +16,7 @@ from llguidance import regex_to_lark
 
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.notations import as_in_python, ebnf_lark
-from sgla.grammar.schema import object_schema
+from sgla.grammar.schema import escapes, object_schema
 
 Json = Any
 
@@ -119,7 +119,7 @@ class _Writer:
         if spec.get("style", "json") != "json":
             raise GrammarError(f"structural tag: 'style' {spec['style']!r} is not supported")
         schema = object_schema(self._adapt(spec.get("json_schema", {})))
-        return self.rule("%json " + json.dumps(schema | {"x-guidance": self._json_options}))
+        return self.rule("%json " + json.dumps(schema | {"x-guidance": self._json_options | escapes(schema)}))
 
     def _regex(self, spec: dict[str, Json]) -> str:
         name = f"REGEX{len(self._rules)}"

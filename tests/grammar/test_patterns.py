@@ -1,0 +1,121 @@
+"""Regular expressions of ECMA-262: what each stands for, by Python and by the matcher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+from test_rewriting import accepted
+
+from sgla.grammar.errors import GrammarError
+from sgla.grammar.patterns import PatternError, portable, texts
+from sgla.grammar.source import json_schema
+
+
+def found(pattern: str, text: str) -> bool:
+    return re.search(portable(pattern), text, re.ASCII) is not None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (r"^\s$", "\t\v\f\r \u00a0\u1680\u2003\u2028\u202f\u205f\u3000\ufeff", "\u0085\u200b\u180ea"),
+        (r"^\S$", "\u0085\u200ba", "\u00a0\ufeff\u2028\t"),
+        (r"^[^\s]$", "\u0085a", "\ufeff\u2029"),
+        (r"^\d$", "09", "\u0663a"),
+        (r"^[\D]$", "\u0663a", "0"),
+        (r"^\w$", "aZ_9", "é\u0663-"),
+        (r"^[^\W_]$", "a9", "_é"),
+        (r"^.$", "a\u0085", "\r\u2028\u2029"),
+        (r"^[\s\S]$", "a\u2028", ""),
+        (r"^[^]$", "a\u2028", ""),
+        (r"^[[a]$", "[a", "]"),
+        (r"^[a&&b]$", "a&b", "-"),
+        (r"^[\w-.]$", "a-.", ","),
+        (r"^[+--]$", "+,-", "."),
+        (r"^[\b]$", "\b", "b"),
+        (r"^\<$", "<", ">"),
+        (r"^(\x41|\cI|\u0042)$", "AB\t", "C"),
+        (r"^[\uD83D\uDE00-\u{1F602}]$", "\U0001f600\U0001f601", "\U0001f603"),
+        (r"(?i)^k$", "kK", "\u212a"),
+        (r"^{$", "{", "}"),
+    ],
+)
+def test_characters(pattern: str, yes: str, no: str) -> None:
+    for text, fits in (*((text, True) for text in yes), *((text, False) for text in no)):
+        assert found(pattern, text) is fits, text
+        if text != "\u212a":  # which the matcher takes for a k
+            output = json.dumps(text, ensure_ascii=ord(text) < 32)
+            assert accepted({"type": "string", "pattern": pattern}, output) is fits, text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("^a|b$", "(^|b)a($|c)", "^(a($|b))*$", "^$|^a$", "(a|b$)(a|$)c?", "^(a|^b)+", "a(b$)?", "(^a)+b"),
+        *("^(a|b|)$", "(?i)^aB$", "a{2}|^c{0,1}$", "^(a$|b)", "(?:^a|b)c"),
+    ],
+)
+def test_anchors_anywhere(pattern: str) -> None:
+    """Python knows them, too."""
+    for size in range(4):
+        for chars in itertools.product("abcB" if "i" in pattern else "abc", repeat=size):
+            text = "".join(chars)
+            assert found(pattern, text) == (re.search(pattern, text) is not None), text
+    assert accepted({"type": "string", "pattern": pattern}, '"cccc"') == found(pattern, "cccc")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "all_of_them"),
+    [
+        ("^[a-d]$", ["a", "b", "c", "d"]),
+        ("^(foo|ba{0,2})?$", ["", "foo", "b", "ba", "baa"]),
+        ("^(a|a)(|b)$", ["a", "ab"]),
+        ("^a$|^b$", ["a", "b"]),
+        ("^((){99}){99}$", [""]),
+        ("^[]$", []),
+        ("a", None),
+        ("^a*$", None),
+        ("^[a-z]{2}$", None),
+        ("^(((a{64}){64}){64}){64}$", None),
+        ("(a|b|c$)" * 40, None),
+        ("^[^a]$", None),
+    ],
+)
+def test_texts_that_can_be_listed(pattern: str, all_of_them: list[str] | None) -> None:
+    listed = texts(pattern)
+    assert listed == all_of_them
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"a\bc", "word boundaries"),
+        (r"(a)\1", "backreferences"),
+        ("a{,3}", "brace"),
+        ("[[:alpha:]]", "POSIX"),
+        ("a{2}{3}", "behind a quantifier"),
+        ("a{3,2}", "wrong order"),
+        ("[b-a]", "wrong order"),
+        ("(a", "not closed"),
+        ("a)", "closes nothing"),
+        ("*a", "nothing to repeat"),
+        (r"\h", "no escape"),
+        ("[a", "ends too early"),
+        ("a\\", "ends too early"),
+        ("^(^a$){2}$", "anchors"),
+        ("(a|b|c$)" * 40, "too long"),
+        (r"\u{110000}", "no character"),
+    ],
+)
+def test_others_are_refused_by_name(pattern: str, why: str) -> None:
+    with pytest.raises(PatternError, match=why):
+        portable(pattern)
+    for schema, keyword in (
+        ({"pattern": pattern}, "pattern"),
+        ({"patternProperties": {pattern: {}}}, "patternP"),
+    ):
+        with pytest.raises(GrammarError, match=f"'{keyword}.*/properties/x.*{why}"):
+            json_schema({"properties": {"x": schema}}, additional=True)
