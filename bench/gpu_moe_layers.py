@@ -64,7 +64,7 @@ def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
     assert spec.moe is not None
     shape = attention.Shape(spec.heads, spec.kv_heads, spec.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST)
     attend = attention.choose("auto", shape, spec.attention_scale)[0]
-    ops, decode, top_k = gpu.install(attend, mixtures=True), attend.decode, spec.moe.top_k
+    ops, decode, top_k = gpu.GpuOps(attend, mixtures=True), attend.decode, spec.moe.top_k
     batch, cos_sin = mixed(rows), torch.randn(LONGEST, spec.head_dim, device="cuda")
     first, residual = torch.randn(2, rows, spec.hidden, dtype=BF16, device="cuda")
 

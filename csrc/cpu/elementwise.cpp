@@ -1,4 +1,4 @@
-// Operations over rows: embedding, norms, rotary embedding with the KV store, activations, gather, argmax.
+// Operations over rows: embedding, norms, rotary embedding with the KV store, activations, gather, largest numbers.
 
 #include <cmath>
 
@@ -237,11 +237,4 @@ int32_t argmax_row(const float* x, int64_t n) {
   if (!std::isfinite(best)) return -1;
   while (x[place] != best) place++;
   return (int32_t)place;
-}
-
-// in: 0 x [rows, k]; out: 0 int32[rows]
-void run_argmax(Context& c, const Instr& i) {
-  spread_rows(c, c.rows(i), 1, [&](int64_t t) {
-    ((int32_t*)c.at(i.out[0]))[t] = argmax_row(c.at(i.in[0]) + t * i.k, i.k);
-  });
 }

@@ -108,7 +108,6 @@ void execute(Context& c, const Instr& i) {
     case ATTENTION: return run_attention(c, i);
     case ACT_MUL: return run_act_mul(c, i);
     case GATHER: return run_gather(c, i);
-    case ARGMAX: return run_argmax(c, i);
     case TO_BF16: return run_to_bf16(c, i);
     case SELF_ATTENTION: return run_self_attention(c, i);
     case LAYER_NORM: return run_layer_norm(c, i);

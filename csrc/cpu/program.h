@@ -16,7 +16,6 @@ enum Op : int32_t {
   ATTENTION,
   ACT_MUL,
   GATHER,
-  ARGMAX,
   TO_BF16,
   SELF_ATTENTION,
   LAYER_NORM,
@@ -121,7 +120,6 @@ void run_add(Context& c, const Instr& i);
 void run_rope_store(Context& c, const Instr& i);
 void run_act_mul(Context& c, const Instr& i);
 void run_gather(Context& c, const Instr& i);
-void run_argmax(Context& c, const Instr& i);
 void run_to_bf16(Context& c, const Instr& i);
 void run_self_attention(Context& c, const Instr& i);
 void run_layer_norm(Context& c, const Instr& i);

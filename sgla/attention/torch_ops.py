@@ -25,7 +25,7 @@ class TorchDecode:
         for begin in range(0, rows, few):
             end = min(begin + few, rows)
             part = rows_of(batch, begin, end)
-            out[begin:end] = _oracle(q[begin:end], kv, part, scale, window, softcap)
+            out[begin:end] = ops.attention.body(q[begin:end], kv, part, scale, window, softcap)
         return out
 
 
@@ -56,7 +56,9 @@ class TorchExtend:
                 part = rows_of(batch, batch.decode_rows + row, batch.decode_rows + row + 1)
                 part.q_start = part.q_start.new_tensor([0, count])
                 part.kv_len = part.kv_len.new_tensor([kv_len - q_len + begin + count])
-                out[at : at + count] = _oracle(q[at : at + count], kv, part, scale, window, softcap)
+                out[at : at + count] = ops.attention.body(
+                    q[at : at + count], kv, part, scale, window, softcap
+                )
                 at += count
 
 
@@ -77,11 +79,3 @@ def rows_of(batch: DeviceBatch, start: int, stop: int) -> DeviceBatch:
         page_size=batch.page_size,
         sample_rows=batch.sample_rows,
     )
-
-
-def _oracle(q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float) -> Tensor:
-    recorder, ops.recorder = ops.recorder, None
-    try:
-        return ops.attention(q, kv, batch, scale, window, softcap)
-    finally:
-        ops.recorder = recorder

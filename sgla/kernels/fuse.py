@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sgla.kernels.native import Op
+from sgla.kernels.native import Opcode
 from sgla.kernels.panels import FORMATS, WIDTH
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 
 # Places in Node.a that linear, act_mul, rms_norm and attention give to flags (csrc/cpu).
 A_KIND, A_ACT, A_X_BF16 = 0, 1, 2
-A_Y_BF16 = {Op.LINEAR: 3, Op.RMS_NORM: 0, Op.ADD_RMS_NORM: 0, Op.ATTENTION: 8}
+A_Y_BF16 = {Opcode.LINEAR: 3, Opcode.RMS_NORM: 0, Opcode.ADD_RMS_NORM: 0, Opcode.ATTENTION: 8}
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,6 @@ class Buffer:
     width: int
     sampled: bool
     dtype: torch.dtype = torch.float32
-    scalar: bool = False  # one value a row, without a dimension for it
     offset: int = -1
 
     @property
@@ -38,7 +37,7 @@ class Buffer:
 class Node:
     """One instruction, or a Python call. Field meanings: see each op in csrc/cpu."""
 
-    op: Op
+    op: Opcode
     sampled: bool
     inputs: list[Buffer | None]  # always two
     outputs: list[Buffer]
@@ -87,9 +86,9 @@ def _fuse_activation(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
         x = node.inputs[0]
         source = made.get(x) if x is not None else None
         if (
-            node.op == Op.ACT_MUL
+            node.op == Opcode.ACT_MUL
             and source is not None
-            and source.op == Op.LINEAR
+            and source.op == Opcode.LINEAR
             and uses[source.outputs[0]] == 1
             and node.n % WIDTH == 0
         ):
@@ -111,8 +110,8 @@ def _fuse_residual(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
             continue
         source.inputs[1] = other
         source.outputs = [node.outputs[-1]]
-        if node.op == Op.ADD_RMS_NORM:
-            node.op, node.inputs, node.outputs = Op.RMS_NORM, [source.outputs[0], None], node.outputs[:1]
+        if node.op == Opcode.ADD_RMS_NORM:
+            node.op, node.inputs, node.outputs = Opcode.RMS_NORM, [source.outputs[0], None], node.outputs[:1]
             kept.append(node)
     return kept
 
@@ -121,14 +120,14 @@ def _addend(
     node: Node, uses: dict[Buffer, int], made: dict[Buffer, Node], order: dict[Buffer, int]
 ) -> tuple[Node | None, Buffer | None]:
     """The linear whose output ``node`` adds to something that exists before that linear, and that something."""
-    if node.op not in (Op.ADD, Op.ADD_RMS_NORM):
+    if node.op not in (Opcode.ADD, Opcode.ADD_RMS_NORM):
         return None, None
     first, second = node.inputs
     for x, other in ((first, second), (second, first)):
         assert x is not None
         assert other is not None
         source = made.get(x)
-        fits = source is not None and source.op == Op.LINEAR and uses[x] == 1
+        fits = source is not None and source.op == Opcode.LINEAR and uses[x] == 1
         if (
             fits
             and source is not None
@@ -146,7 +145,7 @@ def _use_bf16(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
     The producer writes them if nobody else wants float32; otherwise a conversion is inserted.
     """
     uses, made = _uses(nodes, outputs), _producers(nodes)
-    linears = [n for n in nodes if n.op == Op.LINEAR and FORMATS[n.a[A_KIND]] == "bf16"]
+    linears = [n for n in nodes if n.op == Opcode.LINEAR and FORMATS[n.a[A_KIND]] == "bf16"]
     wanted: dict[Buffer, int] = {}
     for node in linears:
         assert node.inputs[0] is not None
@@ -172,7 +171,7 @@ def _use_bf16(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
                 node.inputs[0] = converted[x]
             else:
                 narrow = converted[x] = Buffer(x.width, x.sampled, torch.bfloat16)
-                result.append(Node(Op.TO_BF16, x.sampled, [x, None], [narrow], k=x.width))
+                result.append(Node(Opcode.TO_BF16, x.sampled, [x, None], [narrow], k=x.width))
                 node.inputs[0] = narrow
         result.append(node)
     return result

@@ -1,6 +1,6 @@
 """The operations of ``kernels/ops.py`` on an NVIDIA GPU: Triton, cuBLAS, and CUDA C++ for small batches.
 
-``install`` puts a dispatcher in the place of the recorder. With at most ``skinny_gemm.MAX_ROWS`` tokens (set by
+``GpuOps`` is the dispatcher of one model. With at most ``skinny_gemm.MAX_ROWS`` tokens (set by
 ``fused``), norms and linear layers are held back until their consumer is known, so that
 
     add into the residual -> RMSNorm -> linear -> gate activation
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.cuda.router import MAX_ROWS
 from sgla.kernels.device import this_device
+from sgla.kernels.dispatch import Lowerings, Op, using
+from sgla.kernels.lazy import Lazy, force
 from sgla.kernels.ops import Activation, KVLayer, Norm, Ranks
 from sgla.kernels.triton import elementwise, fp8, invariant
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from sgla.quant import Weight
 
 
+R = TypeVar("R")
 WIDE = 8 << 20  # elements of a weight
 
 
@@ -70,20 +73,20 @@ class Output:
     drawn: bool = False
 
 
-@dataclass(slots=True)
-class LazyNorm:
+@dataclass(slots=True, eq=False)
+class LazyNorm(Lazy):
     """RMSNorm of ``x`` that the next linear computes on the way."""
 
     x: Tensor
     weight: Tensor
     eps: float
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return elementwise.rms_norm(self.x, self.weight, self.eps)
 
 
-@dataclass(slots=True)
-class LazyLinear:
+@dataclass(slots=True, eq=False)
+class LazyLinear(Lazy):
     """A linear layer whose epilogue is not known yet."""
 
     x: Tensor | LazyNorm
@@ -107,7 +110,7 @@ class LazyLinear:
             x, self.weight, scale=self.scale, bias=self.bias, epilogue=epilogue, out=out
         )
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         if self.fusable:
             return self.run()
         if self.scale is not None:
@@ -116,19 +119,19 @@ class LazyLinear:
         return F.linear(force(self.x), self.weight, bias)
 
 
-@dataclass(slots=True)
-class LazyScale:
+@dataclass(slots=True, eq=False)
+class LazyScale(Lazy):
     """An RMSNorm of which the next linear layer does the rest."""
 
     rows: batch_gemm.Unscaled
     norm: Norm
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return elementwise.rms_norm(*self.norm)
 
 
-@dataclass(slots=True)
-class LazyBatch:
+@dataclass(slots=True, eq=False)
+class LazyBatch(Lazy):
     """A linear layer of more rows, whose epilogue is not known yet."""
 
     x: Tensor | LazyScale
@@ -156,7 +159,7 @@ class LazyBatch:
             x, self.weight, config, bias=self.bias, epilogue=batch_gemm.DRAW, out=output.out, draw=draw
         )
 
-    def add(self, norm: Norm) -> LazyScale | None:
+    def add_norm(self, norm: Norm) -> LazyScale | None:
         """The norm, whose residual is added to in place. None: the kernel does not gain."""
         config = self._choose()
         if config is None:
@@ -188,7 +191,7 @@ class LazyBatch:
     def _choose(self, gated: bool = False) -> batch_gemm.Config | None:
         return batch_gemm.choose(*self._shape, gated)
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         y = self.run(batch_gemm.STORE)
         return self.plain() if y is None else y
 
@@ -198,8 +201,8 @@ class LazyBatch:
         return F.linear(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-@dataclass(slots=True)
-class LazyQuery:
+@dataclass(slots=True, eq=False)
+class LazyQuery(Lazy):
     """The projection's output, which an attention kernel that can makes q, k and v of."""
 
     qkv: Tensor
@@ -209,7 +212,7 @@ class LazyQuery:
     out_loc: Tensor
     in_place: bool
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         p = self.projection
         return elementwise.qk_norm_rope_store(
             self.qkv, self.positions, p.cos_sin, p.q_norm, p.k_norm, p.eps,
@@ -217,44 +220,38 @@ class LazyQuery:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class LazySum:
+@dataclass(slots=True, eq=False)
+class LazySum(Lazy):
     """A sum over the ranks that an add and a norm may follow."""
 
     x: Tensor
     ranks: Ranks
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         self.ranks.all_reduce(self.x)
         return self.x
 
 
-@dataclass(slots=True)
-class LazyActivation:
+@dataclass(slots=True, eq=False)
+class LazyActivation(Lazy):
     """A gated activation whose result may be wanted in e4m3."""
 
     x: Tensor
     kind: Activation
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return elementwise.act_mul(self.x, self.kind)
 
 
-@dataclass(slots=True)
-class Both:
+@dataclass(slots=True, eq=False)
+class Both(Lazy):
     """A tensor, and its values in e4m3."""
 
     x: Tensor
     rounded: fp8.Rounded
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return self.x
-
-
-LAZY = (
-    LazyNorm, LazyLinear, LazyScale, LazyBatch, LazyQuery, LazySum, LazyActivation, Both,
-    mixture.AddNorm, mixture.Few, mixture.Grouped,
-)  # fmt: skip
 
 
 def rounded(x: Any) -> fp8.Rounded:
@@ -266,16 +263,14 @@ def rounded(x: Any) -> fp8.Rounded:
     return fp8.quantize(force(x))
 
 
-def force(x: Any) -> Tensor:
-    """The tensor behind a held-back value."""
-    result: Tensor = x.force() if isinstance(x, LAZY) else x
-    return result
+LOWERINGS = Lowerings()
 
 
 class GpuOps:
-    """Takes the place of ``ops.recorder``: same methods, computing at once (or, fused, a little later).
+    """The ops of one model, computing at once (or, fused, a little later). An op without a function here runs its body.
 
-    ``deterministic``: nothing is fused, and a token's results do not depend on the others."""
+    ``deterministic``: nothing is fused, and a token's results do not depend on the others. ``e4m3``: linear layers have such weights;
+    ``mixtures``: layers have mixtures of experts."""
 
     def __init__(
         self, attend: Attend, deterministic: bool = False, e4m3: bool = False, mixtures: bool = False
@@ -285,6 +280,10 @@ class GpuOps:
         self._decode: FusedDecode | None = None
         self._output: Output | None = None  # the next linear is the output layer
         self._shapes: set[tuple[int, int]] = set()  # n and k of the others that were ``LazyBatch``
+
+    def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        made = LOWERINGS.run(self, op, args, kwargs)
+        return op.body(*args, **kwargs) if made is NotImplemented else made
 
     def sizes(self, most: int) -> list[int]:
         """Numbers of tokens up to ``most`` with which the linear layers that were called take every kernel that they take with
@@ -306,7 +305,8 @@ class GpuOps:
         able = this_device().wgmma and not self._deterministic
         self._tokens, self._decode = tokens if able else None, decode
         try:
-            yield
+            with using(self):
+                yield
         finally:
             self._tokens, self._decode = None, None
 
@@ -334,21 +334,25 @@ class GpuOps:
         """Linear layers give float32, as logits should be, if possible in ``out``. If possible they do ``draw`` too."""
         self._output = Output(out, draw)
         try:
-            yield self._output
+            with using(self):
+                yield self._output
         finally:
             self._output = None
 
-    def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float) -> Tensor:
+    @LOWERINGS.of(ops.embedding)
+    def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
         if isinstance(weight, Tensor):
             return elementwise.take_rows(weight, ids, scale)
         if weight.kind in ("f32", "bf16"):
             return elementwise.take_rows(weight.data, ids, scale)
         return (weight.take(ids) * scale).to(torch.bfloat16)
 
+    @LOWERINGS.of(ops.rms_norm)
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         x = force(x)
         return LazyNorm(x, weight, eps) if self._fuse else elementwise.rms_norm(x.contiguous(), weight, eps)
 
+    @LOWERINGS.of(ops.add_rms_norm)
     def add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> tuple[Any, Tensor]:
         residual = force(residual)
         if self._fuse and isinstance(x, LazyLinear):
@@ -357,10 +361,10 @@ class GpuOps:
         if isinstance(x, mixture.Few | mixture.Grouped):
             if not self._fuse:
                 return x.add_norm(residual, weight, eps), residual
-            x.add(residual)
+            x.add_to(residual)
             return LazyNorm(residual, weight, eps), residual
         if isinstance(x, LazyBatch) and not self._e4m3 and not self._mixtures:
-            lazy = x.add(Norm(residual, weight, eps))
+            lazy = x.add_norm(Norm(residual, weight, eps))
             if lazy is not None:
                 return lazy, residual
         if isinstance(x, LazySum):
@@ -376,9 +380,7 @@ class GpuOps:
             return Both(norm, small), total
         return elementwise.add_rms_norm(force(x), residual, weight, eps)
 
-    def add(self, x: Any, y: Any) -> Tensor:
-        return force(x) + force(y)
-
+    @LOWERINGS.of(ops.linear)
     def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
@@ -413,6 +415,7 @@ class GpuOps:
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=output.out)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
+    @LOWERINGS.of(ops.qk_norm_rope_store)
     def qk_norm_rope_store(
         self,
         qkv: Any,
@@ -433,14 +436,16 @@ class GpuOps:
         lazy = LazyQuery(force(qkv), positions, projection, kv, out_loc, in_place)
         return lazy if self._decode is not None and cos_sin.shape[1] == kv.k.shape[-1] else lazy.force()
 
+    @LOWERINGS.of(ops.attention)
     def attention(
-        self, q: Any, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+        self, q: Any, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
     ) -> Tensor:
         if isinstance(q, LazyQuery):
             assert self._decode is not None
             return self._decode.forward(q.qkv, kv, batch, scale, window, softcap, q.projection)
         return self.attend(q, kv, batch, scale, window, softcap)
 
+    @LOWERINGS.of(ops.act_mul)
     def act_mul(self, x: Any, kind: Activation) -> Any:
         if isinstance(x, LazyLinear) and x.bias is None and x.fusable:
             return x.run(skinny_gemm.SILU if kind == "silu" else skinny_gemm.GELU)
@@ -450,13 +455,16 @@ class GpuOps:
                 return y
         return LazyActivation(force(x), kind)
 
+    @LOWERINGS.of(ops.layer_norm)
     def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x = force(x)
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
+    @LOWERINGS.of(ops.activate)
     def activate(self, x: Any, kind: str) -> Tensor:
         return ops.activation(force(x), kind)
 
+    @LOWERINGS.of(ops.moe)
     def moe(
         self,
         x: Any,
@@ -478,34 +486,25 @@ class GpuOps:
             force(x), norm, router, gate_up, down, top_k, normalize, activation, small, residual
         )
 
+    @LOWERINGS.of(ops.gather)
     def gather(self, x: Any, rows: Tensor) -> Tensor:
         if self._tokens is not None:
             self._tokens = len(rows)
         return elementwise.take_rows(force(x), rows)
 
+    @LOWERINGS.of(ops.all_reduce)
     def all_reduce(self, x: Any, ranks: Ranks) -> Any:
         return LazySum(force(x), ranks)
 
+    @LOWERINGS.of(ops.inplace)
     def inplace(self, fn: Callable[[Tensor], None], x: Any) -> Tensor:
         x = force(x)
         fn(x)
         return x
 
+    @LOWERINGS.of(ops.call)
     def call(self, fn: Callable[[Tensor, Tensor], None], x: Any, width: int) -> Tensor:
         x = force(x)
         out = x.new_empty(x.shape[0], width)
         fn(x, out)
         return out
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(-1).to(torch.int32)
-
-
-def install(
-    attend: Attend, deterministic: bool = False, e4m3: bool = False, mixtures: bool = False
-) -> GpuOps:
-    """Send every operation of this process to the GPU. ``e4m3``: linear layers have such weights; ``mixtures``: layers have
-    mixtures of experts."""
-    gpu = GpuOps(attend, deterministic, e4m3, mixtures)
-    ops.recorder = gpu  # type: ignore[assignment]
-    return gpu

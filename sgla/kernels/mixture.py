@@ -12,6 +12,7 @@ from torch import Tensor
 from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.device import this_device
+from sgla.kernels.lazy import Lazy
 from sgla.kernels.ops import Activation, Norm
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
@@ -24,8 +25,8 @@ OURS = 64  # tokens up to which the linear layer before the router is our kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
 
 
-@dataclass(slots=True)
-class Few:
+@dataclass(slots=True, eq=False)
+class Few(Lazy):
     """The inner activations of few tokens, times their probabilities."""
 
     inner: Tensor
@@ -33,10 +34,10 @@ class Few:
     down: Weight
     width: int
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return self._down(None)
 
-    def add(self, residual: Tensor) -> None:
+    def add_to(self, residual: Tensor) -> None:
         """Add the result to ``residual`` in place."""
         self._down(residual)
 
@@ -48,31 +49,31 @@ class Few:
         return moe.few_down(self.inner, self.down.data, self.down.scale, self.ids, self.width, out)
 
 
-@dataclass(slots=True)
-class Grouped:
+@dataclass(slots=True, eq=False)
+class Grouped(Lazy):
     """The outputs of each pair of token and expert."""
 
     y: Tensor
     probabilities: Tensor
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return moe.combine(self.y, self.probabilities)
 
-    def add(self, residual: Tensor) -> None:
+    def add_to(self, residual: Tensor) -> None:
         moe.combine(self.y, self.probabilities, residual)
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
 
 
-@dataclass(slots=True)
-class AddNorm:
+@dataclass(slots=True, eq=False)
+class AddNorm(Lazy):
     """``x`` that an add into the residual and an RMSNorm are to follow: a mixture's router does both on the way."""
 
     x: Tensor
     norm: Norm
 
-    def force(self) -> Tensor:
+    def compute(self) -> Tensor:
         return elementwise.add_rms_norm(self.x, *self.norm, in_place=True)[0]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sgla.kernels.build import BuildError, Built, OnFile, build, find, level
 
 
-class Op(IntEnum):
+class Opcode(IntEnum):
     EMBEDDING = 0
     RMS_NORM = 1
     ADD_RMS_NORM = 2
@@ -27,12 +27,11 @@ class Op(IntEnum):
     ATTENTION = 6
     ACT_MUL = 7
     GATHER = 8
-    ARGMAX = 9
-    TO_BF16 = 10
-    SELF_ATTENTION = 11
-    LAYER_NORM = 12
-    ACTIVATE = 13
-    DRAW = 14
+    TO_BF16 = 9
+    SELF_ATTENTION = 10
+    LAYER_NORM = 11
+    ACTIVATE = 12
+    DRAW = 13
     PYTHON = -1  # not an instruction: a call between native segments
 
 

@@ -1,7 +1,7 @@
-"""The operations a model is made of. Each body here is the oracle in torch, on any device and dtype.
+"""The ops a model is made of, beside plain torch operations. Each body here is the oracle in torch, on any device and dtype; what else
+may compute an op is in ``kernels/record.py`` (CPU programs) and ``kernels/gpu.py``.
 
-While a recorder is active (``kernels/program.py``; CPU only, float32 activations) an op computes nothing: it records a
-native instruction and returns a symbolic tensor. Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
+Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgla.kernels.dispatch import op
+
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
-    from sgla.kernels.record import Recorder
     from sgla.quant import Weight
 
 Activation = Literal["silu", "gelu_tanh"]
-
-recorder: Recorder | None = None  # set by program.py for the duration of a recording
 
 
 @dataclass(slots=True)
@@ -52,48 +51,44 @@ class Ranks(Protocol):
     def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor | None: ...
 
 
+@op
 def embedding(ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
     """``weight[ids] * scale``: ids int32[T], weight [V, d] -> [T, d]; float32 if the weight is a ``Weight``."""
-    if recorder is not None:
-        return recorder.embedding(ids, weight, scale)
     x = weight[ids.long()] if isinstance(weight, Tensor) else weight.take(ids)
     return x if scale == 1.0 else x * scale
 
 
+@op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / rms(x) * weight`` over the last dim; statistics in float32."""
-    if recorder is not None:
-        return recorder.rms_norm(x, weight, eps)
     f = x.float()
     f = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)
     return (f * weight.float()).to(x.dtype)
 
 
+@op
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns ``(rms_norm(h), h)`` with ``h = residual + x``."""
-    if recorder is not None:
-        return recorder.add_rms_norm(x, residual, weight, eps)
     h = residual + x
     return rms_norm(h, weight, eps), h
 
 
+@op
 def add(x: Tensor, y: Tensor) -> Tensor:
-    if recorder is not None:
-        return recorder.add(x, y)
     return x + y
 
 
+@op
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias``: x [T, k], w [n, k], bias [n] -> [T, n].
 
     Native kernels may round x, for weights that are not float32: to bfloat16 if the weight is, or to 14 bits under a scale
     for each row and 64 channels (csrc/cpu/fixed.h).
     """
-    if recorder is not None:
-        return recorder.linear(x, w, bias)
     return F.linear(x, w.dequant(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+@op
 def qk_norm_rope_store(
     qkv: Tensor,
     positions: Tensor,
@@ -109,8 +104,6 @@ def qk_norm_rope_store(
     ``q_norm``/``k_norm`` [hd] are optional per-head RMSNorm weights. The first ``rot`` dims of each head are rotated the
     NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin). ``out_loc`` int32[G, T], or of one group.
     """
-    if recorder is not None:
-        return recorder.qk_norm_rope_store(qkv, positions, cos_sin, q_norm, k_norm, eps, kv, out_loc)
     page_size, kv_heads, dim = kv.k.shape[1:]
     heads = qkv.view(qkv.shape[0], -1, dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
@@ -149,6 +142,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
 
 
+@op(like="q")
 def attention(
     q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
 ) -> Tensor:
@@ -157,8 +151,6 @@ def attention(
     ``window > 0``: a token sees itself and the ``window - 1`` tokens before it. ``softcap > 0``: scores become
     ``softcap * tanh(score / softcap)``.
     """
-    if recorder is not None:
-        return recorder.attention(q, kv, batch, scale, window, softcap)
     out = torch.empty_like(q)
     starts = batch.q_start[: batch.rows].long()
     q_lens = batch.q_start[1 : batch.rows + 1].long() - starts
@@ -216,10 +208,9 @@ def _attend(
     out[tokens[valid]] = result[valid]
 
 
+@op
 def act_mul(x: Tensor, kind: Activation) -> Tensor:
     """``act(gate) * up``: x [T, 2f] (gate | up) -> [T, f]; ``gelu_tanh`` is the tanh approximation."""
-    if recorder is not None:
-        return recorder.act_mul(x, kind)
     gate, up = x.chunk(2, dim=-1)
     return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
@@ -233,6 +224,7 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return chosen / chosen.sum(-1, keepdim=True) if normalize else chosen, ids
 
 
+@op(like="x")
 def moe(
     x: Tensor,
     router: Weight,
@@ -246,8 +238,6 @@ def moe(
 
     router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other.
     """
-    if recorder is not None:
-        return recorder.moe(x, router, gate_up, down, top_k, normalize, activation)
 
     def run(expert: int, x: Tensor) -> Tensor:
         inner = act_mul(linear(x, gate_up.part(expert, router.n)), activation)
@@ -268,13 +258,12 @@ def mix(
     return out.to(x.dtype)
 
 
+@op
 def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
     """Attention in both directions; every row is a whole sequence: qkv [T, 3 * heads * hd] -> [T, heads * hd].
 
     Rows of equal length that lie together need neither padding nor a mask.
     """
-    if recorder is not None:
-        return recorder.self_attention(qkv, batch, heads, scale)
     out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
     starts = batch.q_start.tolist()
     lengths = [end - start for start, end in pairwise(starts)]
@@ -289,17 +278,15 @@ def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -
     return out
 
 
+@op
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """``(x - mean) / deviation * weight + bias`` over the last dim."""
-    if recorder is not None:
-        return recorder.layer_norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+@op
 def activate(x: Tensor, kind: str) -> Tensor:
     """``kind``: gelu | gelu_tanh | silu | relu."""
-    if recorder is not None:
-        return recorder.activate(x, kind)
     return activation(x, kind)
 
 
@@ -310,40 +297,29 @@ def activation(x: Tensor, kind: str) -> Tensor:
     return F.silu(x) if kind == "silu" else F.relu(x)
 
 
+@op
 def gather(x: Tensor, rows: Tensor) -> Tensor:
     """``x[rows]``: x [T, d], rows int32[S] -> [S, d]."""
-    if recorder is not None:
-        return recorder.gather(x, rows)
     return x[rows.long()]
 
 
+@op
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of x over the ranks, which may take the place of x."""
-    if recorder is not None:
-        return recorder.all_reduce(x, ranks)
     ranks.all_reduce(x)
     return x
 
 
+@op
 def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
     """Call ``fn(x)``, which changes x in place, and return x: the way out of a program (an all-reduce over gloo)."""
-    if recorder is not None:
-        return recorder.inplace(fn, x)
     fn(x)
     return x
 
 
+@op
 def call(fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
     """Call ``fn(x, out)``, which fills a new ``out`` [T, width], and return it: ``inplace`` for an all-gather of columns."""
-    if recorder is not None:
-        return recorder.call(fn, x, width)
     out = x.new_empty(x.shape[0], width)
     fn(x, out)
     return out
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Index of the first largest value of each row: float [S, V] -> int32[S]. Native: -1 where that is not finite, or one is NaN."""
-    if recorder is not None:
-        return recorder.argmax(logits)
-    return logits.argmax(-1).to(torch.int32)

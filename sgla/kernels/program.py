@@ -5,12 +5,12 @@
     logits = program.run(batch)         # view of the program's memory, [S, V], valid until the next run
 
 While ``record`` calls the function, the ops of ``kernels/ops.py`` compute nothing: each appends an instruction and
-returns a symbolic tensor on the meta device whose row count stands for T (tokens) or S (sampled rows). Only ops may
-touch symbolic tensors. Neighbouring instructions are then fused, buffers get places in one arena by their live ranges,
-and ``ops.inplace`` and ``ops.call`` split the program into native segments with a Python call between them.
+returns a symbolic tensor on the meta device whose row count stands for T (tokens) or S (sampled rows). Torch operations on such
+tensors are noted too. Neighbouring instructions are then fused, buffers get places in one arena by their live ranges, and torch
+operations, ``ops.inplace`` and ``ops.call`` split the program into native segments with a Python call between them.
 
 ``record`` moves the weights it meets into the kernels' own order (``Weight.to_panels``). Raises BuildError where there are
-no native kernels: then run the model eagerly.
+no native kernels, and NotRecorded where the function does what no program can: then run the model eagerly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.dispatch import using
 from sgla.kernels.fuse import Body, Buffer, Node, fuse, place
-from sgla.kernels.native import DRAW, Instr, Library, Op, Step, Team, library, memory
+from sgla.kernels.native import DRAW, Instr, Library, Opcode, Step, Team, library, memory
 from sgla.kernels.record import INPUTS, Recorder
+from sgla.kernels.trace import Running
 
 
 class Limits(NamedTuple):
@@ -46,8 +47,7 @@ class _Native:
 @dataclass(slots=True)
 class _Call:
     fn: Callable[..., None]
-    views: list[Tensor]
-    sampled: bool
+    views: list[tuple[Tensor, bool]]  # and whether its rows are the sampled ones
     bodies: tuple[list[Routine], ...]  # further arguments of ``fn``: none, or the routines
 
 
@@ -74,11 +74,18 @@ class Program:
     """A recorded function of a ForwardBatch, with threads of its own; one step at a time."""
 
     def __init__(
-        self, nodes: list[Node], outputs: list[Buffer], limits: Limits, threads: int, lib: Library
+        self,
+        nodes: list[Node],
+        outputs: list[Buffer],
+        limits: Limits,
+        threads: int,
+        lib: Library,
+        running: Running,
     ) -> None:
         self.limits = limits
         self.nodes = nodes
         self.isa = lib.isa
+        self._running = running
         self._lib = lib
         self._team = Team(lib, threads)
         self._step = Step()
@@ -100,18 +107,16 @@ class Program:
         lib = library(isa)
         recorder = Recorder(lib.isa)
         batch = recorder.batch()
-        ops.recorder = recorder
-        try:
-            result = fn(batch)
-        finally:
-            ops.recorder = None
-        outputs = [recorder.buffer(result)]
-        return cls(fuse(recorder.nodes, outputs, lib.isa), outputs, limits, threads, lib)
+        with using(recorder):
+            outputs = [recorder.buffer(fn(batch))]
+        nodes = fuse(recorder.finish(), outputs, lib.isa)
+        return cls(nodes, outputs, limits, threads, lib, recorder.running)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded, and so are the
         tokens of ``batch.draws`` where the output is rows of logits."""
         step = self._fill(batch)
+        self._running.batch = batch
         if self._draw is not None:
             draws = np.empty(0, DRAW) if batch.draws is None else batch.draws
             assert draws.dtype == DRAW
@@ -120,8 +125,8 @@ class Program:
             if isinstance(segment, _Native):
                 self.execute(segment.code, step, self._base)
             else:
-                rows = step.sampled if segment.sampled else step.tokens
-                segment.fn([view[:rows] for view in segment.views], *segment.bodies)
+                counts = (step.tokens, step.sampled)
+                segment.fn([view[: counts[b]] for view, b in segment.views], *segment.bodies)
         view, sampled = self._outputs[0]
         return view[: step.sampled if sampled else step.tokens]
 
@@ -157,23 +162,22 @@ class Program:
                 pending.append(_encode(node))
                 continue
             flush()
-            buffers = dict.fromkeys(b for b in (node.inputs[0], *node.outputs) if b is not None)
-            views = [_view(self.arena, b, rows) for b in buffers]
+            buffers = dict.fromkeys(b for b in (*node.inputs, *node.outputs) if b is not None)
+            views = [(_view(self.arena, b, rows), b.sampled) for b in buffers]
             routines = [Routine(self, body, rows) for body in node.bodies]
-            segments.append(_Call(node.fn, views, node.sampled, (routines,) if routines else ()))
+            segments.append(_Call(node.fn, views, (routines,) if routines else ()))
         if output.sampled and output.dtype == torch.float32:
-            pending.append(_encode(Node(Op.DRAW, True, [output, None], [], k=output.stride)))
+            pending.append(_encode(Node(Opcode.DRAW, True, [output, None], [], k=output.stride)))
         flush()
         last = segments[-1]
-        if isinstance(last, _Native) and last.code[-1].op == Op.DRAW:
+        if isinstance(last, _Native) and last.code[-1].op == Opcode.DRAW:
             self._draw = last.code[-1]
         return segments
 
 
 def _view(arena: Tensor, b: Buffer, rows: dict[bool, int]) -> Tensor:
     nbytes = rows[b.sampled] * b.stride * b.dtype.itemsize
-    view = arena[b.offset : b.offset + nbytes].view(b.dtype).view(rows[b.sampled], b.stride)
-    return view[:, 0] if b.scalar else view
+    return arena[b.offset : b.offset + nbytes].view(b.dtype).view(rows[b.sampled], b.stride)
 
 
 def _encode(node: Node) -> Instr:

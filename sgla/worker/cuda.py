@@ -28,6 +28,8 @@ from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu
 from sgla.kernels.device import describe, use
+from sgla.kernels.dispatch import using
+from sgla.kernels.lazy import force
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.rehearsal import compilers
 from sgla.layers.linear import split_heads
@@ -171,7 +173,7 @@ class CudaRunner:
         if config.kv_cache_dtype == "fp8":
             self.kv_dtype = torch.float8_e4m3fn
         e4m3 = (config.quantization or spec.quantization) == "fp8"
-        self.ops = gpu.install(self.attention, config.deterministic, e4m3, spec.moe is not None)
+        self.ops = gpu.GpuOps(self.attention, config.deterministic, e4m3, spec.moe is not None)
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         self.windows = sorted(set(spec.windows))
         begin = partial(self._begin, config.page_size, torch.cuda.memory_allocated())
@@ -326,7 +328,8 @@ class CudaRunner:
         batch = self.extend_batch(
             np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
         )
-        gpu.force(self.model.forward(batch, self.kv))
+        with using(self.ops):
+            force(self.model.forward(batch, self.kv))
         tables.page_table[slot] = 0
         most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
@@ -418,7 +421,7 @@ class CudaRunner:
         batch = self.extend_batch(slots, starts, q_lens)
         scores = bool((flags & PROMPT_LOGPROBS).any())
         with self.ops.fused(batch.tokens):
-            hidden = gpu.force(self.model.forward(batch, self.kv, None if scores else at))
+            hidden = force(self.model.forward(batch, self.kv, None if scores else at))
         scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order) if scores else []
         if not count:
             return batch.ids, 0, scored, None

@@ -23,7 +23,7 @@ from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
 from sgla.model.sizes import BYTES
 from sgla.sampling import faults
-from sgla.worker.forward import compiled, describe
+from sgla.worker.forward import compiled
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes
 from sgla.worker.profile import Profiler
 from sgla.worker.state import column
@@ -78,11 +78,12 @@ class EncoderRunner:
             dtype=dtype,
             device="cpu",
             ledger={"weights": weights},
-            notes=[note for note in (describe(config.native_kernels),) if note],
             pooling=self._pooling,
         )
         limits = Limits(max(self.facts.step_tokens, context), 1)
-        self._forward = compiled(self.model.body.forward, limits, self._threads, config.native_kernels)
+        forward = self.model.body.forward
+        self._forward, note = compiled(forward, limits, self._threads, config.native_kernels)
+        self.facts.notes += [note] if note else []
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

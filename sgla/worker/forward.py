@@ -11,6 +11,7 @@ from sgla.kernels import native, ops
 from sgla.kernels.build import BuildError
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.program import Limits, Program
+from sgla.kernels.trace import NotRecorded
 from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
 
@@ -35,9 +36,8 @@ def make_forward(
     threads: int,
     use_native: bool,
     kept: Kept | None = None,
-) -> Forward:
-    """``use_native``: record a program, or fall back to torch where that is impossible (``native.note`` says why). ``kept`` is told the
-    hidden states."""
+) -> tuple[Forward, str]:
+    """``compiled`` for a model's logits. ``kept`` is told the hidden states."""
 
     def forward(batch: ForwardBatch) -> Tensor:
         hidden = model.forward(batch, kv, batch.sample_rows)
@@ -46,17 +46,16 @@ def make_forward(
     return compiled(forward, limits, threads, use_native)
 
 
-def compiled(forward: Forward, limits: Limits, threads: int, use_native: bool) -> Forward:
-    """``forward`` as a program, or as it is where there can be none."""
+def compiled(forward: Forward, limits: Limits, threads: int, use_native: bool) -> tuple[Forward, str]:
+    """``forward`` as a program, or as it is where there can be none; and a note on that for the start-up report."""
+    note = "CPU kernels in torch (slow): native kernels are turned off"
     if use_native:
+        note = native.note()
         try:
-            return Program.record(forward, limits, threads).run
+            return Program.record(forward, limits, threads).run, note
+        except NotRecorded as error:
+            note = f"CPU kernels in torch (slow): this model cannot be recorded ({error})"
         except BuildError:
             pass
     torch.set_num_threads(threads)
-    return forward
-
-
-def describe(use_native: bool) -> str:
-    """The kernels in use, for the start-up report."""
-    return native.note() if use_native else "CPU kernels in torch (slow): native kernels are turned off"
+    return forward, note

@@ -63,7 +63,7 @@ class PooledRunner(Runner):
         )
         return model
 
-    def _make_forward(self, limits: Limits, native: bool) -> Forward:
+    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
         """-> hidden states, of ``sample_rows`` where only the last ones matter."""
 
         def forward(batch: ForwardBatch) -> Tensor:

@@ -45,7 +45,7 @@ from sgla.sampling.processors import load as load_processors
 from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.drafts import NGrams, verify
-from sgla.worker.forward import Forward, Kept, describe, make_forward
+from sgla.worker.forward import Forward, Kept, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
 from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv
 from sgla.worker.profile import Profiler
@@ -106,7 +106,7 @@ class Runner:
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = Limits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
-        self._forward = self._make_forward(limits, config.native_kernels)
+        self._forward, kernels = self._make_forward(limits, config.native_kernels)
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
         self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups))
         self._drafter = NGrams(self.tables)
@@ -127,7 +127,7 @@ class Runner:
             dtype=dtype,
             device="cpu",
             ledger={"weights": weights, "kv": size.bytes},
-            notes=[note for note in (describe(config.native_kernels), size.note) if note],
+            notes=[note for note in (kernels, size.note) if note],
             grammars=True,
             processors=list(processors),
             scores=True,
@@ -147,7 +147,7 @@ class Runner:
             source, dtype, config.quantization, self.shard, context_len, report, config.random_seed or 0
         )
 
-    def _make_forward(self, limits: Limits, native: bool) -> Forward:
+    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
         return make_forward(self.model, self.kv, limits, self._threads, native, self._kept)
 
     @torch.inference_mode()

@@ -147,7 +147,7 @@ class Eager:
             for shape in shapes
         ]
 
-        self.forward = make_forward(self.model, self.kv, Limits(self.budget, slots), 1, self.native)
+        self.forward, _ = make_forward(self.model, self.kv, Limits(self.budget, slots), 1, self.native)
 
     def _step(self, rows: list[Row], pending: list[int]) -> None:
         spans, left = [], self.budget

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,6 +21,8 @@ from sgla.device import nvidia
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.dispatch import using
+from sgla.kernels.lazy import force
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.model.load import load_model
@@ -40,30 +40,18 @@ MODELS: dict[str, dict[str, Any]] = {
 SHAPE = SMALL | {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
 
 
-@contextmanager
-def torch_operations() -> Iterator[None]:
-    kept, ops.recorder = ops.recorder, None
-    try:
-        yield
-    finally:
-        ops.recorder = kept
-
-
 def attend(q: Tensor, kv: Any, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
-    with torch_operations():
-        return ops.attention(q, kv, batch, scale, window, softcap)
+    return ops.attention.body(q, kv, batch, scale, window, softcap)
 
 
 @pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """e4m3 products in float32, and no trace left of the installed operations."""
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """e4m3 products in float32."""
 
     def scaled_mm(a: Tensor, b: Tensor, by_row: Tensor, by_column: Tensor, bias: Any, **_: Any) -> Tensor:
         return (a.float() * by_row) @ (b.float() * by_column) + (0 if bias is None else bias)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    yield
-    ops.recorder = None
 
 
 def prepare(architecture: str, quantization: str | None) -> tuple[Eager, list[list[list[int]]]]:
@@ -83,9 +71,9 @@ needs_interpreter = pytest.mark.skipif(
 def test_models_equal_the_oracle(architecture: str, exact: None) -> None:
     driver, batches = prepare(architecture, None)
     expected = [driver.prompt_logprobs(prompts) for prompts in batches]
-    gpu.install(attend, mixtures="Moe" in architecture)
-    for prompts, wanted in zip(batches, expected):
-        torch.testing.assert_close(driver.prompt_logprobs(prompts), wanted, rtol=0, atol=1e-3)
+    with using(gpu.GpuOps(attend, mixtures="Moe" in architecture)):
+        found = [driver.prompt_logprobs(prompts) for prompts in batches]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
 @needs_interpreter
@@ -93,11 +81,11 @@ def test_models_equal_the_oracle(architecture: str, exact: None) -> None:
 def test_rounding_on_the_way_equals_rounding_apart(architecture: str, exact: None) -> None:
     driver, batches = prepare(architecture, "fp8")
     plain = [driver.prompt_logprobs(prompts) for prompts in batches]
-    gpu.install(attend)
-    apart = [driver.prompt_logprobs(prompts) for prompts in batches]
-    gpu.install(attend, e4m3=True, mixtures="Moe" in architecture)
-    for prompts, wanted, exactly in zip(batches, apart, plain):
-        found = driver.prompt_logprobs(prompts)
+    with using(gpu.GpuOps(attend)):
+        apart = [driver.prompt_logprobs(prompts) for prompts in batches]
+    with using(gpu.GpuOps(attend, e4m3=True, mixtures="Moe" in architecture)):
+        together = [driver.prompt_logprobs(prompts) for prompts in batches]
+    for found, wanted, exactly in zip(together, apart, plain):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
         assert 1e-3 < (found - exactly).abs().max() < 1.5  # it was rounded
 
@@ -114,7 +102,7 @@ def skinny_linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """``skinny_gemm.linear`` in torch's operations."""
-    with torch_operations():
+    with using(None):
         rows = x.float() if norm is None else ops.rms_norm(x.float(), norm, eps)
         y = rows @ w.float().t() + (0 if bias is None else bias)
         if epilogue == skinny_gemm.ADD:
@@ -138,7 +126,7 @@ def store(
     *_: Any,
 ) -> Tensor:
     """``elementwise.qk_norm_rope_store`` in torch's operations, since the interpreter takes a second."""
-    with torch_operations():
+    with using(None):
         return ops.qk_norm_rope_store(qkv, positions, cos_sin, q_norm, k_norm, eps, KVLayer(k, v), places)
 
 
@@ -160,11 +148,11 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     driver.prompt_logprobs(prompts)
     batch = driver.batch([Row(tokens) for tokens in prompts], [(i, 0, len(p)) for i, p in enumerate(prompts)])
     expected = driver.model.forward(batch, driver.kv)
-    dispatcher = gpu.install(attend)
+    dispatcher = gpu.GpuOps(attend)
     assert batch.tokens > skinny_gemm.MAX_ROWS
     for rows in ([5], [29, 30, 37], list(range(11, 31))):
         with dispatcher.fused(batch.tokens):
-            found = gpu.force(driver.model.forward(batch, driver.kv, torch.tensor(rows, dtype=torch.int32)))
+            found = force(driver.model.forward(batch, driver.kv, torch.tensor(rows, dtype=torch.int32)))
         assert skinny.called is (len(rows) <= skinny_gemm.MAX_ROWS)
         skinny.reset_mock()
         errors = (found.float() - expected[rows]).norm(dim=1) / expected[rows].norm(dim=1)

@@ -17,8 +17,9 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.kernels import build, native, ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.dispatch import using
 from sgla.kernels.fuse import Buffer, Node, fuse, place
-from sgla.kernels.native import Op
+from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
 from sgla.kernels.program import Limits, Program
@@ -250,37 +251,41 @@ def test_two_programs_from_two_threads() -> None:
 
 def recorded(model: Tiny, isa: str) -> tuple[list[Node], list[Buffer]]:
     recorder = Recorder(isa)
-    ops.recorder = recorder
-    try:
+    with using(recorder):
         outputs = [recorder.buffer(model(recorder.batch()))]
-    finally:
-        ops.recorder = None
     return fuse(recorder.nodes, outputs, isa), outputs
 
 
 def test_fusion_leaves_eight_instructions_a_layer() -> None:
     nodes, _ = recorded(Tiny("bf16"), "avx512")
     layer = [
-        Op.LINEAR,
-        Op.ROPE_STORE,
-        Op.ATTENTION,
-        Op.LINEAR,
-        Op.RMS_NORM,
-        Op.LINEAR,
-        Op.LINEAR,
-        Op.RMS_NORM,
+        Opcode.LINEAR,
+        Opcode.ROPE_STORE,
+        Opcode.ATTENTION,
+        Opcode.LINEAR,
+        Opcode.RMS_NORM,
+        Opcode.LINEAR,
+        Opcode.LINEAR,
+        Opcode.RMS_NORM,
     ]
-    assert [n.op for n in nodes] == [Op.EMBEDDING, Op.RMS_NORM, *layer, *layer, Op.GATHER, Op.LINEAR]
+    assert [n.op for n in nodes] == [
+        Opcode.EMBEDDING,
+        Opcode.RMS_NORM,
+        *layer,
+        *layer,
+        Opcode.GATHER,
+        Opcode.LINEAR,
+    ]
 
 
 def test_bf16_inputs_come_from_their_producers() -> None:
     """Only the gathered rows need a conversion of their own; nothing reads bfloat16 that wants float32."""
     nodes, _ = recorded(Tiny("bf16"), "avx512_bf16")
-    assert [n.op for n in nodes].count(Op.TO_BF16) == 1
+    assert [n.op for n in nodes].count(Opcode.TO_BF16) == 1
     for node in nodes:
         for b in node.inputs[:1]:
             if b is not None:
-                assert (b.dtype == torch.bfloat16) == (node.op == Op.LINEAR)
+                assert (b.dtype == torch.bfloat16) == (node.op == Opcode.LINEAR)
 
 
 def test_live_buffers_never_overlap() -> None:

@@ -8,7 +8,7 @@ from sgla.worker.runner import Forward, Runner
 
 
 class ThirdRunner(Runner):
-    def _make_forward(self, limits: Limits, native: bool) -> Forward:
+    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
         return super()._make_forward(limits, False)
 
 

@@ -82,11 +82,7 @@ def test_decode_with_shared_prefixes(
     )  # fmt: skip
     q = torch.randn(rows, heads * dim, dtype=BF16, device="cuda")
     kv = KVLayer(pool[0], pool[1])
-    recorder, ops.recorder = ops.recorder, None
-    try:
-        expected = ops.attention(q.float(), KVLayer(kv.k.float(), kv.v.float()), batch, dim**-0.5, 0, softcap)
-    finally:
-        ops.recorder = recorder
+    expected = ops.attention(q.float(), KVLayer(kv.k.float(), kv.v.float()), batch, dim**-0.5, 0, softcap)
     for _ in range(2):
         assert relative(attend(q, kv, batch, dim**-0.5, 0, softcap), expected) < 1e-2
 
@@ -135,29 +131,25 @@ def decode(runner: Any, new: list[NewRow], steps: int) -> np.ndarray:
 @pytest.mark.parametrize("lone", [0, 6])
 def test_the_runner_reads_prefixes_once(lone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sgla.attention.cascade.FIXED", 0.0)
-    recorder = ops.recorder
-    try:
-        runner = make()
-        new = rows_of_a_family(lone)
-        calls = []
-        kept = Cascade._make
-        monkeypatch.setattr(Cascade, "_make", lambda *a: calls.append(kept(*a)) or calls[-1])
-        shared = decode(runner, new, 12)
-        plans = [p for p in calls if p is not None]
-        assert len(plans) == len(calls) == 2  # the mixed step's rows, then all
-        assert (plans[-1].skip == SHARED * PAGE).sum() == ROWS - lone
-        with monkeypatch.context() as patch:
-            graphs = runner.graphs
-            runs = twice(graphs, patch, "_cascades", lambda size: graphs._forward(size, True))
-            assert (decode(runner, new, 12) == shared).all()
-            decode(runner, rows_of_a_family(lone, temperature=0.8, top_k=9), 12)
-        assert len(runs) == 24
-        for i, both in enumerate(runs):
-            assert_same_bits(both, ROWS, logits=i >= 12)
-        runner.cascade = None
-        apart = decode(runner, new, 12)
-        same = (apart == shared).cumprod(0).sum() / apart.size  # bf16: a near tie may fall the other way
-        assert same >= 0.8
-    finally:
-        ops.recorder = recorder
-        torch.cuda.empty_cache()
+    runner = make()
+    new = rows_of_a_family(lone)
+    calls = []
+    kept = Cascade._make
+    monkeypatch.setattr(Cascade, "_make", lambda *a: calls.append(kept(*a)) or calls[-1])
+    shared = decode(runner, new, 12)
+    plans = [p for p in calls if p is not None]
+    assert len(plans) == len(calls) == 2  # the mixed step's rows, then all
+    assert (plans[-1].skip == SHARED * PAGE).sum() == ROWS - lone
+    with monkeypatch.context() as patch:
+        graphs = runner.graphs
+        runs = twice(graphs, patch, "_cascades", lambda size: graphs._forward(size, True))
+        assert (decode(runner, new, 12) == shared).all()
+        decode(runner, rows_of_a_family(lone, temperature=0.8, top_k=9), 12)
+    assert len(runs) == 24
+    for i, both in enumerate(runs):
+        assert_same_bits(both, ROWS, logits=i >= 12)
+    runner.cascade = None
+    apart = decode(runner, new, 12)
+    same = (apart == shared).cumprod(0).sum() / apart.size  # bf16: a near tie may fall the other way
+    assert same >= 0.8
+    torch.cuda.empty_cache()

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from test_gpu_runner import generate, make, prompt
 from torch import Tensor
 
-from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 
 pytest.importorskip("triton")
@@ -142,9 +141,7 @@ def test_words_of_a_step_long_ago_are_not_taken() -> None:
 
 @pytest.fixture
 def runner() -> Iterator[Any]:
-    recorder = ops.recorder
     yield make()
-    ops.recorder = recorder
     torch.cuda.empty_cache()
 
 

@@ -59,18 +59,14 @@ def test_many_rows_are_rounded_token_by_token(m: int) -> None:
 
 
 def test_a_model_in_fp8_decodes_alike_alone_and_in_a_batch() -> None:
-    recorder = ops.recorder
-    try:
-        runner: Any = make(quantization="fp8")
-        weights = 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072) + 2 * TINY["vocab_size"] * 1024
-        assert runner.facts.ledger["weights"] < 1.3 * weights
-        prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(20)}
-        together = generate(runner, prompts, 12, True)
-        assert (
-            agreement(together, generate(runner, prompts, 12, False)) >= 0.3
-        )  # see fp8.linear: few rows are exact
-        assert len({tuple(tokens) for tokens in together.values()}) == 20
-        assert_rows_alone_equal_all(runner, 0.1)
-    finally:
-        ops.recorder = recorder
-        torch.cuda.empty_cache()
+    runner: Any = make(quantization="fp8")
+    weights = 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072) + 2 * TINY["vocab_size"] * 1024
+    assert runner.facts.ledger["weights"] < 1.3 * weights
+    prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(20)}
+    together = generate(runner, prompts, 12, True)
+    assert (
+        agreement(together, generate(runner, prompts, 12, False)) >= 0.3
+    )  # see fp8.linear: few rows are exact
+    assert len({tuple(tokens) for tokens in together.values()}) == 20
+    assert_rows_alone_equal_all(runner, 0.1)
+    torch.cuda.empty_cache()

@@ -11,7 +11,6 @@ import torch
 from test_gpu_runner import PAGES, ints, make, new_row, plan, prompt
 
 from sgla import attention
-from sgla.kernels import ops
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling
 
 pytest.importorskip("triton")
@@ -85,9 +84,7 @@ def test_attention_is_invariant(heads: int, kv_heads: int, dim: int, window: int
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Any]:
-    recorder = ops.recorder
     yield make(deterministic=True)
-    ops.recorder = recorder
     torch.cuda.empty_cache()
 
 

@@ -16,7 +16,6 @@ from test_gpu_runner import plan
 from sgla.config import Config
 from sgla.errors import OutOfMemory
 from sgla.hub.source import ModelSource
-from sgla.kernels import ops
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling
 from sgla.sampling.constraints import Masks, Taken
 
@@ -59,11 +58,9 @@ def runner() -> Iterator[Any]:
 
     gc.collect()
     torch.cuda.empty_cache()
-    recorder = ops.recorder
     ballast = torch.empty(torch.cuda.mem_get_info()[0] - ROOM, dtype=torch.uint8, device="cuda")
     config = Config(device="cuda", load_format="dummy", max_running_requests=SLOTS, step_tokens=STEP)
     yield CudaRunner(config, ModelSource("dummy", Path("."), (), MODEL, {}), 0, 1, "", lambda progress: None)
-    ops.recorder = recorder
     del ballast
     gc.collect()
     torch.cuda.empty_cache()
@@ -120,7 +117,7 @@ def test_a_part_of_the_memory_stays_free() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
-    recorder, total = ops.recorder, torch.cuda.mem_get_info()[1]
+    total = torch.cuda.mem_get_info()[1]
 
     def make(fraction: float) -> CudaRunner:
         config = Config(
@@ -140,4 +137,3 @@ def test_a_part_of_the_memory_stays_free() -> None:
     torch.cuda.empty_cache()
     with pytest.raises(OutOfMemory, match="raise --memory-fraction"):
         make(0.001)
-    ops.recorder = recorder

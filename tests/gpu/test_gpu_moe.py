@@ -51,12 +51,8 @@ def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None
     weights = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
     x, norm = torch.randn(tokens, 2048, dtype=BF16, device="cuda"), torch.rand(2048, device="cuda") + 0.5
     result = mixture.run(x, (norm, 1e-6), *weights, 4, True, "silu")
-    recorder, ops.recorder = ops.recorder, None
-    try:
-        normed = ops.rms_norm(x, norm, 1e-6)  # rounded, or near ties route otherwise
-        expected = ops.moe(normed.float(), *weights, 4, True, "silu")
-    finally:
-        ops.recorder = recorder
+    normed = ops.rms_norm(x, norm, 1e-6)  # rounded, or near ties route otherwise
+    expected = ops.moe(normed.float(), *weights, 4, True, "silu")
     bound = 0.01 if kind == "bf16" else 0.06  # e4m3 has 3 bits of mantissa
     assert relative(result.force(), expected) < bound
     residual = torch.randn_like(x)
@@ -110,11 +106,7 @@ def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
         x = torch.randn(tokens, d, dtype=BF16, device="cuda")
         if skew:
             x = x * 0.2 + torch.randn(d, dtype=BF16, device="cuda")
-        recorder, ops.recorder = ops.recorder, None
-        try:
-            expected = ops.moe(x.float(), *(pack(part, "bf16") for part in w), top_k, True, "silu")
-        finally:
-            ops.recorder = recorder
+        expected = ops.moe(x.float(), *(pack(part, "bf16") for part in w), top_k, True, "silu")
         found = router.choose(x, w[0], top_k, True, places=native.places(count))
         y = native.forward(found, w[1], w[2], "silu")
         assert relative(moe.combine(y, found.probabilities), expected) < 0.01
@@ -150,17 +142,13 @@ def test_products_of_prompts_equal_the_oracle(count: int, f: int, tokens: int, a
 
 
 def test_batching_does_not_change_the_tokens() -> None:
-    recorder = ops.recorder
-    try:
-        runner = make(TINY)
-        prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(20)}
-        together = generate(runner, prompts, 12, True)
-        assert agreement(together, generate(runner, prompts, 12, False)) >= 0.5
-        assert len({tuple(tokens) for tokens in together.values()}) == 20
-        assert_rows_alone_equal_all(runner, 0.02, share=0.8)
-    finally:
-        ops.recorder = recorder
-        torch.cuda.empty_cache()
+    runner = make(TINY)
+    prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(20)}
+    together = generate(runner, prompts, 12, True)
+    assert agreement(together, generate(runner, prompts, 12, False)) >= 0.5
+    assert len({tuple(tokens) for tokens in together.values()}) == 20
+    assert_rows_alone_equal_all(runner, 0.02, share=0.8)
+    torch.cuda.empty_cache()
 
 
 MIXTRAL: dict[str, Any] = {
@@ -183,30 +171,24 @@ MIXTRAL: dict[str, Any] = {
 
 def test_mixtral_equals_torch() -> None:
     """Logprobs of a prompt in two chunks, and of tokens decoded alone and among others."""
-    recorder = ops.recorder
-    try:
-        runner = make(MIXTRAL)
-        tokens = prompt(2, 300)
-        new = [new_row(2, tokens, prompt_logprobs=0, logprobs=0)]
-        blocks = list(runner.execute(plan(0, [(2, 0, 130, PROMPT_LOGPROBS)], new)).logprobs)
-        blocks += runner.execute(plan(1, [(2, 130, 170, SAMPLE | PROMPT_LOGPROBS)])).logprobs
-        others = [new_row(slot, prompt(slot, 40)) for slot in range(3, 20)]
-        runner.execute(plan(2, [(row.slot, 0, 40, SAMPLE) for row in others], others))
-        for i in range(8):
-            rows = [(2, 300 + i, 1, SAMPLE)] + [(row.slot, 40 + i // 2, 1, SAMPLE) for row in others] * (
-                i % 2
-            )
-            blocks += runner.execute(plan(3 + i, rows)).logprobs[:1]
-        found = torch.cat([torch.from_numpy(np.frombuffer(b.values, np.float32).copy()) for b in blocks])
-        ids = runner.tables.tokens[2, :309].clone()
-        expected = oracle(runner, ids)[: len(found)]
-        assert len(found) == 299 + 9
-        errors = (found.cuda() - expected).abs()
-        assert errors.median() < 0.02
-        assert (errors < 0.1).float().mean() > 0.95, errors  # near ties
-    finally:
-        ops.recorder = recorder
-        torch.cuda.empty_cache()
+    runner = make(MIXTRAL)
+    tokens = prompt(2, 300)
+    new = [new_row(2, tokens, prompt_logprobs=0, logprobs=0)]
+    blocks = list(runner.execute(plan(0, [(2, 0, 130, PROMPT_LOGPROBS)], new)).logprobs)
+    blocks += runner.execute(plan(1, [(2, 130, 170, SAMPLE | PROMPT_LOGPROBS)])).logprobs
+    others = [new_row(slot, prompt(slot, 40)) for slot in range(3, 20)]
+    runner.execute(plan(2, [(row.slot, 0, 40, SAMPLE) for row in others], others))
+    for i in range(8):
+        rows = [(2, 300 + i, 1, SAMPLE)] + [(row.slot, 40 + i // 2, 1, SAMPLE) for row in others] * (i % 2)
+        blocks += runner.execute(plan(3 + i, rows)).logprobs[:1]
+    found = torch.cat([torch.from_numpy(np.frombuffer(b.values, np.float32).copy()) for b in blocks])
+    ids = runner.tables.tokens[2, :309].clone()
+    expected = oracle(runner, ids)[: len(found)]
+    assert len(found) == 299 + 9
+    errors = (found.cuda() - expected).abs()
+    assert errors.median() < 0.02
+    assert (errors < 0.1).float().mean() > 0.95, errors  # near ties
+    torch.cuda.empty_cache()
 
 
 def oracle(runner: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -214,7 +196,6 @@ def oracle(runner: Any, ids: torch.Tensor) -> torch.Tensor:
     pages = -(-len(ids) // 16)
     batch = runner.extend_batch(*(np.array([n], np.int32) for n in (2, 0, len(ids))))
     batch.ids = ids
-    ops.recorder = None
     with torch.inference_mode():
         kv = runner.allocate(max(int(runner.tables.page_table[2].max()) + 1, pages), 16, torch.float32)
         logits = runner.model.logits(runner.model.forward(batch, kv))

@@ -14,7 +14,7 @@ import torch
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.kernels import gpu
+from sgla.kernels.lazy import force
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 
 TINY: dict[str, Any] = json.loads(
@@ -192,7 +192,7 @@ def assert_rows_alone_equal_all(runner: Any, bound: float, share: float = 1.0) -
 
         def forward(*rows: torch.Tensor) -> torch.Tensor:
             with runner.ops.fused(batch.tokens):
-                return gpu.force(runner.model.forward(batch, runner.kv, *rows)).float().clone()
+                return force(runner.model.forward(batch, runner.kv, *rows)).float().clone()
 
         every = forward()
         for count in (1, 3, 20, 150):
@@ -287,9 +287,7 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
     """Prompts in a graph, and too many of them for one."""
     if prefill == "flashinfer":
         pytest.importorskip("flashinfer")
-    from sgla.kernels import ops
 
-    recorder = ops.recorder
     many = [{slot: prompt(slot, 30 + slot) for slot in range(rows)} for rows in (6, 16)]
     expected = [generate(runner, prompts, 6, True) for prompts in many]
     try:
@@ -298,7 +296,6 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
         for prompts, tokens in zip(many, expected):
             assert agreement(generate(other, prompts, 6, True), tokens) >= 0.6
     finally:
-        ops.recorder = recorder
         torch.cuda.empty_cache()
 
 

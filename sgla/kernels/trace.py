@@ -1,0 +1,222 @@
+"""Torch operations of a recorded forward: calls on symbolic tensors, replayed in every step on real ones.
+
+A ``Symbol`` is a tensor on the meta device whose sizes may be stand-ins for what differs from step to step: T tokens, S sampled
+rows, R rows. Calls on symbols that follow each other are one ``Region``. Not every forward can be recorded: an operation in
+place, or one that looks at values on the host (``x.tolist()``, ``if x > 0``), raises NotRecorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from sgla.kernels.batch import ForwardBatch
+
+K = TypeVar("K")
+Rows = Literal["tokens", "sampled", "rows"]
+# Large primes: a size that one of them divides is that many times the number it stands for.
+STAND_INS: dict[Rows, int] = {"tokens": 15485863, "sampled": 32452843, "rows": 49979687}
+NEAR = 4096  # a size this near to a multiple is a sum that cannot be replayed
+LOOKS = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.__len__,
+    Tensor.__repr__,
+    Tensor.__hash__,
+}
+DEVICE, ON_GPU = Tensor.device.__get__, Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class NotRecorded(Exception):
+    """A forward does what a program cannot replay."""
+
+
+class Tracer(Protocol):
+    """Who records the calls."""
+
+    def operation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class Symbol(Tensor):
+    tracer: Tracer
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: torch.dtype, tracer: Tracer) -> Symbol:
+        symbol = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        symbol.tracer = tracer
+        return symbol
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == DEVICE:
+                return torch.device("cpu")
+            if func == ON_GPU:
+                return False
+            if func in LOOKS:
+                return func(*args, **(kwargs or {}))
+        return symbols_in((args, kwargs))[0].tracer.operation(func, args, kwargs or {})
+
+
+class Size(NamedTuple):
+    """``factor`` times the T, S or R of a step."""
+
+    of: Rows
+    factor: int
+
+
+class Result(NamedTuple):
+    """The value that the call with this number in the program made, or one of the values."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A tensor of the step's batch, or, without a name, the batch."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class TorchCall:
+    """``fn(*args)`` with Size, Result and BatchPart in place of what they stand for; ``results``: numbers of the tensors it returns."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[int]
+
+
+class Running:
+    """What regions of a program share during a step: its batch, and the values that they pass on to each other."""
+
+    batch: ForwardBatch
+    values: dict[int, Tensor]
+
+    def __init__(self) -> None:
+        self.values = {}
+
+    def size(self, size: Size) -> int:
+        batch = self.batch
+        counts = {"tokens": batch.tokens, "rows": batch.rows, "sampled": batch.sample_rows.shape[0]}
+        return counts[size.of] * size.factor
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Calls in their order. ``given``: numbers of the values that come as views of the program's memory; ``made``: of those that go
+    there; both with the shapes of one row. ``passed``: values that later regions read and the program's memory cannot hold."""
+
+    running: Running
+    calls: list[TorchCall] = field(default_factory=list)
+    given: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    made: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
+
+    @property
+    def reads(self) -> dict[int, None]:
+        """Values that other parts of the program made."""
+        own: set[int] = set()
+        found: dict[int, None] = {}
+        for call in self.calls:
+            for result in leaves((call.args, call.kwargs), Result):
+                if result.number not in own:
+                    found[result.number] = None
+            own.update(call.results)
+        return found
+
+    @property
+    def writes(self) -> list[int]:
+        return [number for call in self.calls for number in call.results]
+
+    def __call__(self, views: list[Tensor]) -> None:
+        """``views``: float32 ``[rows, width]`` of ``given``, then of ``made``."""
+        values = {number: view.view(-1, *shape) for (number, shape), view in zip(self.given, views)}
+        running = self.running
+
+        def real(x: Any) -> Any:
+            match x:
+                case Result(number):
+                    return values[number] if number in values else running.values[number]
+                case Size():
+                    return running.size(x)
+                case BatchPart(name):
+                    return getattr(running.batch, name) if name else running.batch
+                case slice():
+                    return slice(real(x.start), real(x.stop), real(x.step))
+            return x
+
+        for call in self.calls:
+            args, kwargs = tree_map(real, (call.args, call.kwargs), is_leaf=is_stand_in)
+            values.update(zip(call.results, leaves(call.fn(*args, **kwargs), Tensor)))
+        for (number, shape), view in zip(self.made, views[len(self.given) :]):
+            view.view(-1, *shape).copy_(values[number])
+        running.values.update((number, values[number].clone()) for number in self.passed)
+
+
+def is_stand_in(x: Any) -> bool:
+    return isinstance(x, Size | Result | BatchPart)
+
+
+def leaves(tree: Any, kind: type[K]) -> list[K]:
+    """What is of this kind in tuples, lists, dictionaries and slices."""
+    found: list[K] = []
+
+    def look(x: Any) -> None:
+        for inner in (x.start, x.stop, x.step) if isinstance(x, slice) else (x,):
+            if isinstance(inner, kind):
+                found.append(inner)
+
+    tree_map(look, tree, is_leaf=is_stand_in)
+    return found
+
+
+def symbols_in(tree: Any) -> list[Symbol]:
+    return leaves(tree, Symbol)
+
+
+def size_of(n: int) -> int | Size:
+    """What a size stands for. Raises NotRecorded."""
+    for rows, prime in STAND_INS.items():
+        if n >= prime - NEAR:
+            if n % prime == 0:
+                return Size(rows, n // prime)
+            if min(n % prime, prime - n % prime) < NEAR:
+                raise NotRecorded(f"a size that is a sum with the number of {rows}")
+    return n
+
+
+def infer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``fn`` would return, on the meta device. Raises NotRecorded."""
+
+    def meta(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return fn(*tree_map(meta, args), **tree_map(meta, kwargs))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise NotRecorded(f"{getattr(fn, '__name__', fn)}: {str(error).splitlines()[0]}") from error
+
+
+def changes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it is an operation in place."""
+    name = getattr(fn, "__name__", "")
+    inside = name.endswith("_") and not name.endswith("__")
+    return inside or name in ("__setitem__", "__delitem__") or name.startswith("__i") or "out" in kwargs
