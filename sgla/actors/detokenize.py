@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 SLICE = 32  # deltas that a turn of the loop takes at least: about a millisecond
-TURN = 0.01  # seconds after which it takes no more, as where stop expressions are slow
+TURN = 0.005  # seconds after which it takes no more, as where stop expressions are slow
 
 
 class _Child:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # What one turn of the loop prepares, in bytes of text (~1 us per 20): about 8 ms, so that a batch of ordinary size comes to the
-# scheduler whole, and a half of it in each turn for what is left over, so that others need not wait for several such turns.
+# scheduler whole, and a quarter of it in each turn for what is left over, so that others need not wait for several such turns.
 TURN = 1 << 17
 
 Outcome = list[Submit] | Rejected
@@ -78,7 +78,7 @@ class Tokenize(Actor[Job]):
         spent = 0
         while messages:
             if spent > self._turn_bytes:
-                self._turn_bytes = TURN // 2
+                self._turn_bytes = TURN // 4
                 self.put_back(messages)
                 return
             job = messages.popleft()

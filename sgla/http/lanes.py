@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from aiohttp import web
 from sgla.actors.lanes import INLINE_SIZE
 from sgla.http.clients import CLIENT
 from sgla.http.server import SERVER
+from sgla.http.turns import pause
 from sgla.http.wire import encode
 
 SLICE = 4096  # items that are encoded in one turn of the loop
@@ -34,22 +34,26 @@ async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None
     for at in range(0, len(items), size):
         part = items[at : at + size]
         parts.append(encode(list(part) if shape is None else list(map(shape, part)))[1:-1])
-        await asyncio.sleep(0)
-    return msgspec.Raw(b"[%b]" % b",".join(parts))
+        await pause()
+    return joined(parts)
 
 
-async def sliced_lists(
-    lists: Sequence[Sequence[Any]], shape: Callable[[Any], Any] | None = None
-) -> list[Any]:
-    """``sliced`` for each of many lists, which may be short."""
-    shown, since = [], 0
+async def sliced_lists(lists: Sequence[Sequence[Any]], shape: Callable[[Any], Any] | None = None) -> Any:
+    """``sliced`` for a list of lists, which may be many and short."""
+    parts, shown, since = [], [], 0
     for items in lists:
         shown.append(await sliced(items, shape))
         since += len(items)
         if since > SLICE:
-            since = 0
-            await asyncio.sleep(0)
-    return shown
+            parts.append(encode(shown)[1:-1])
+            shown, since = [], 0
+            await pause()
+    return joined([*parts, encode(shown)[1:-1]] if shown else parts) if parts else shown
+
+
+def joined(parts: list[bytes]) -> msgspec.Raw:
+    """A list as JSON, of the JSON of some of its items each, without brackets."""
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 def total(texts: Iterable[Any]) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from sgla import clock
 
 # That a small request takes from its bytes to its answer. Whoever comes between two pieces of long work would wait for a piece in each.
-TURNS = 3
+TURNS = 4
 MANY = 256  # prompts, choices or messages, that some milliseconds of work are spent on
 SLICE = 0.005  # seconds of work on many items, or of tasks that come together, before others have the loop
 AT_ONCE = 16  # tasks that have waited and go on in one turn

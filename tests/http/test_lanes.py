@@ -14,7 +14,7 @@ from http_site import Serve, Site
 
 from sgla.actors import lanes
 from sgla.actors.lanes import SMALL_SIZE, Lanes
-from sgla.http.lanes import sliced
+from sgla.http.lanes import sliced, sliced_lists
 from sgla.http.native.tokens import MAX_CHARS, MAX_TEXTS
 from sgla.http.openai.text import MAX_AT_ONCE
 from sgla.http.request import intake
@@ -114,6 +114,32 @@ async def test_long_lists_are_encoded_in_slices() -> None:
         found = await sliced(range(count), lambda n: {"n": n}, size=5)
         assert msgspec.json.decode(msgspec.json.encode(found)) == [{"n": n} for n in range(count)]
     assert await sliced([1, 2]) == [1, 2]
+
+
+async def test_many_short_lists_are_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgla.http.lanes.SLICE", 5)
+    pauses = []
+
+    async def told() -> None:
+        pauses.append(1)
+
+    monkeypatch.setattr("sgla.http.lanes.pause", told)
+    for count in (0, 1, 9, 10):
+        lists = [[i, 2] for i in range(count)]
+        pauses.clear()
+        found = await sliced_lists(lists, lambda n: {"n": n})
+        shown = [[{"n": n} for n in items] for items in lists]
+        assert msgspec.json.decode(msgspec.json.encode(found)) == shown
+        assert len(pauses) == count // 3
+
+
+async def test_tokens_of_one_text_and_of_many(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, whether they are encoded in slices or at once."""
+    bodies = [{"prompt": prompt, "return_token_strs": True} for prompt in ("abc" * 9, ["abc"] * 9, [])]
+    whole = [await site.post("/tokenize", body) for body in bodies]
+    monkeypatch.setattr("sgla.http.lanes.SLICE", 5)
+    assert [await site.post("/tokenize", body) for body in bodies] == whole
+    assert len(whole[1][1]["token_strs"]) == 9
 
 
 async def test_long_texts_are_parsed_in_their_process(site: Site) -> None:

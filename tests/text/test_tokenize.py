@@ -250,7 +250,7 @@ async def test_what_is_left_of_many_prompts_takes_smaller_turns() -> None:
 
     tokenize = actor(prepare, lambda rejected: None)
     size = cost(job("a", 500))
-    first, later = TURN // size + 1, TURN // 2 // size + 1
+    first, later = TURN // size + 1, TURN // 4 // size + 1
     count = first + 2 * later + 1
     for batch in range(2):  # once nothing is left, who comes has a large turn again
         prepared.clear()

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from sgla.errors import InvalidField
 from sgla.http.bodies import SHARE
-from sgla.http.lanes import beside, sliced_lists, total
+from sgla.http.lanes import beside, sliced, sliced_lists, total
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest, DetokenizeRequest, Schema, TokenizeRequest
@@ -42,15 +42,15 @@ async def tokenize(request: web.Request) -> web.Response:
     lists = isinstance(prompt, list)
     facts = server.ingress.facts
     counts = [len(ids) for ids in encoded]
-    tokens = await sliced_lists(encoded)
+    tokens = await (sliced_lists(encoded) if lists else sliced(encoded[0]))
     result: dict[str, Any] = {
         "count": counts if lists else counts[0],
         "max_model_len": facts.context_len if facts is not None else None,
-        "tokens": tokens if lists else tokens[0],
+        "tokens": tokens,
     }
     if fields.return_token_strs:
-        strings = await sliced_lists(encoded, tokenizer.token_string)
-        result["token_strs"] = strings if lists else strings[0]
+        shape = tokenizer.token_string
+        result["token_strs"] = await (sliced_lists(encoded, shape) if lists else sliced(encoded[0], shape))
     return json_response(result)
 
 
