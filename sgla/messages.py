@@ -186,6 +186,19 @@ class Submit(msgspec.Struct, kw_only=True):
     segment: int = 0  # NewRow.segment
     baggage: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
     repetition: Repetition | None = None
+    holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
+
+
+GRAMMAR = "grammar"  # one of Submit.holds: the compiled grammar, which comes with the Ready
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """Tokenize -> schedule: one of a child's ``holds`` is there. ``sampling`` and ``baggage``: those of its Submit, if this has changed them."""
+
+    rid: str
+    reason: str
+    sampling: RowSampling | None = None
+    baggage: int = 0
 
 
 class Opened(msgspec.Struct):

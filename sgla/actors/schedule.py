@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sgla import clock
 from sgla.actors.base import Actor
 from sgla.errors import SglaError
-from sgla.messages import Cancel, Delta, Deltas, StepResult, Submit
+from sgla.messages import Cancel, Delta, Deltas, Ready, StepResult, Submit
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,7 +24,7 @@ TICK = 0.05  # seconds between looks at deadlines while requests are open, and t
 TURN = 512  # requests that come or go in one turn of the loop: a few ms
 
 
-class Schedule(Actor[Submit | Cancel]):
+class Schedule(Actor[Submit | Ready | Cancel]):
     """Feeds the executor. On a result the order is: retire, **plan and submit the next steps**, then publish."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Schedule(Actor[Submit | Cancel]):
         self._paused = paused
         self._advance(clock.now(), woken=not paused)
 
-    def handle(self, messages: deque[Submit | Cancel]) -> None:
+    def handle(self, messages: deque[Submit | Ready | Cancel]) -> None:
         now = clock.now()
         deltas: list[Delta] = []
         idle = self.core.idle
@@ -68,6 +68,9 @@ class Schedule(Actor[Submit | Cancel]):
                 final = self.core.cancel(message.rid, message.reason)
                 if final is not None:
                     deltas.append(final)
+                continue
+            if isinstance(message, Ready):
+                self.core.ready(message)
                 continue
             try:
                 self.core.offer(message, now)

@@ -1,5 +1,5 @@
-"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in lanes; a job whose grammar is new waits for
-the compiler before that."""
+"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in lanes. A new grammar is compiled meanwhile; the
+scheduler holds its request until then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sgla.actors.base import Actor
 from sgla.actors.cost import cost, size_beside
 from sgla.actors.lanes import Lanes
 from sgla.errors import SglaError
-from sgla.messages import Cancel, Grammar, Job, Opened, Rejected, Submit
+from sgla.messages import GRAMMAR, Cancel, Grammar, Job, Opened, Ready, Rejected, Submit
+from sgla.sched.limits import with_grammar
 
 if TYPE_CHECKING:
     from sgla.actors.detokenize import Detokenize
@@ -31,12 +32,11 @@ Outcome = list[Submit] | Rejected
 
 
 class Tokenize(Actor[Job]):
-    """``prepare`` renders, encodes and checks one job, whose grammar is compiled; it is pure and runs here or in a thread of the
-    pool."""
+    """``prepare`` renders, encodes and checks one job; it is pure and runs here or in a thread of the pool."""
 
     def __init__(
         self,
-        prepare: Callable[[Job, str], list[Submit]],
+        prepare: Callable[[Job], list[Submit]],
         detokenize: Detokenize,
         schedule: Schedule,
         reject: Callable[[Rejected], None],
@@ -53,22 +53,24 @@ class Tokenize(Actor[Job]):
         self._lanes = lanes
         self._turn_bytes = TURN
         self._pending: dict[str, Job] = {}
-        self._compiling: dict[str, asyncio.Task[str | Rejected]] = {}  # of jobs that wait for their grammars
+        self._grammars: dict[str, asyncio.Future[str | Rejected]] = {}  # of jobs that pend or are held
+        self._held: dict[str, list[Submit]] = {}  # in the scheduler, for their grammars
 
     def post(self, message: Job) -> None:
         super().post(message)
         self._pending[message.rid] = message
 
     def preparing(self, rid: str) -> bool:
-        """Whether the request has not gone on to the scheduler yet."""
-        return rid in self._pending
+        """Whether the request cannot be run yet, so that it may still be refused."""
+        return rid in self._pending or rid in self._held
 
     def cancel(self, rid: str, n: int, reason: str) -> None:
         """Stop a request wherever it is: still here, or handed on as ``n`` children."""
+        if (grammar := self._grammars.pop(rid, None)) is not None:
+            grammar.cancel()
+        self._held.pop(rid, None)
         if rid in self._pending:
             job = self._pending.pop(rid)
-            if rid in self._compiling:
-                self._compiling.pop(rid).cancel()
             self._lanes.drop(job.client, rid)
         else:
             for index in range(n):
@@ -85,29 +87,24 @@ class Tokenize(Actor[Job]):
             if self._pending.get(job.rid) is not job:
                 continue
             spent += cost(job)
-            source = self._source(job)
-            if isinstance(source, Rejected):
-                self._finish(job, source)
-            elif source is not None:
-                self._go_on(job, source)
+            if job.sampling.grammar is not None and self._compiler is not None:
+                self._begin(self._compiler, job.sampling.grammar, job)
+            if job.rid in self._pending:
+                self._go_on(job)
         self._turn_bytes = TURN
 
-    def _source(self, job: Job) -> str | Rejected | None:
-        """Of the job's grammar, "" without one; None: it is compiled now, and the job comes back to the mailbox."""
-        grammar = job.sampling.grammar
-        if grammar is None or self._compiler is None:
-            return ""
-        if job.rid in self._compiling:
-            return self._compiling.pop(job.rid).result()
+    def _begin(self, compiler: Compiler, grammar: Grammar, job: Job) -> None:
+        """Find the job's grammar compiled, or have it compiled, or end the job if it cannot be."""
         try:
-            source = self._compiler.find(grammar)
+            source = compiler.find(grammar)
         except SglaError as error:
-            return error.rejected(job.rid)
+            self._finish(job, error.rejected(job.rid))
+            return
         if source is None:
-            task = asyncio.ensure_future(self._compile(self._compiler, grammar, job))
-            task.add_done_callback(lambda done: None if done.cancelled() else self._again(job))
-            self._compiling[job.rid] = task
-        return source
+            self._grammars[job.rid] = asyncio.ensure_future(self._compile(compiler, grammar, job))
+        else:
+            found = self._grammars[job.rid] = self._loop.create_future()
+            found.set_result(source)
 
     async def _compile(self, compiler: Compiler, grammar: Grammar, job: Job) -> str | Rejected:
         try:
@@ -119,30 +116,26 @@ class Tokenize(Actor[Job]):
             failed = SglaError("the grammar could not be compiled; see the server's log")
             return failed.rejected(job.rid)
 
-    def _again(self, job: Job) -> None:
-        """By the mailbox, since thousands may have waited for the same grammar."""
-        super().post(job)
-
-    def _go_on(self, job: Job, grammar: str) -> None:
+    def _go_on(self, job: Job) -> None:
         size = size_beside(job)
         if size is None:
-            self._finish(job, self._run(job, grammar))
+            self._finish(job, self._run(job))
         else:
-            work = partial(self._run, job, grammar)
+            work = partial(self._run, job)
             self._lanes.put(job.client, job.rid, size, work, partial(self.guard, self._finish, job))
 
     def close(self) -> None:
         self._lanes.close()
-        for task in list(self._compiling.values()):
-            task.cancel()
+        for grammar in self._grammars.values():
+            grammar.cancel()
         if self._compiler is not None:
             self._compiler.close()
 
-    def _run(self, job: Job, grammar: str) -> Outcome:
+    def _run(self, job: Job) -> Outcome:
         if self._pending.get(job.rid) is not job:  # cancelled before the thread began
             return []
         try:
-            return self._prepare(job, grammar)
+            return self._prepare(job)
         except SglaError as error:
             return error.rejected(job.rid)
         # One request's prompt must not take the server down, and Rust's panics are no Exceptions.
@@ -154,13 +147,41 @@ class Tokenize(Actor[Job]):
         if self._pending.get(job.rid) is not job:
             return
         del self._pending[job.rid]
+        grammar = self._grammars.get(job.rid)
         if isinstance(outcome, Rejected):
+            if grammar is not None:
+                self._grammars.pop(job.rid).cancel()
             self._reject(outcome)
             return
         for submit in outcome:
+            if grammar is not None:
+                submit.holds = frozenset((GRAMMAR,))
             self._detokenize.open(Opened(submit, job.sampling))
         for submit in outcome:
             self._schedule.post(submit)
+        if grammar is not None:
+            self._held[job.rid] = outcome
+            if grammar.done():
+                self._compiled(job.rid, grammar)
+            else:
+                grammar.add_done_callback(partial(self.guard, self._compiled, job.rid))
+
+    def _compiled(self, rid: str, grammar: asyncio.Future[str | Rejected]) -> None:
+        """The request need not be held any longer."""
+        if grammar.cancelled():
+            return
+        del self._grammars[rid]
+        submits, found = self._held.pop(rid), grammar.result()
+        if isinstance(found, Rejected):
+            self._reject(found)
+            return
+        try:
+            given = [with_grammar(submit, found) for submit in submits]
+        except SglaError as error:
+            self._reject(error.rejected(rid))
+            return
+        for submit, (sampling, baggage) in zip(submits, given):
+            self._schedule.post(Ready(rid=submit.rid, reason=GRAMMAR, sampling=sampling, baggage=baggage))
 
 
 def child_rid(rid: str, index: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from sgla import messages
 from sgla.errors import ConfigError
 from sgla.messages import Delta, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
@@ -52,6 +53,11 @@ class Offer(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
+class Ready(msgspec.Struct, array_like=True, tag=True, gc=False):
+    told: messages.Ready
+    raised: str = ""
+
+
 class Cancel(msgspec.Struct, array_like=True, tag=True, gc=False):
     rid: str
     reason: str
@@ -79,7 +85,7 @@ class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
-AnyCall = Offer | Cancel | Expire | Plan | Retire | Flush
+AnyCall = Offer | Ready | Cancel | Expire | Plan | Retire | Flush
 
 
 class Chapter(msgspec.Struct, array_like=True):
@@ -123,6 +129,10 @@ class RecordedCore(Core):
     def offer(self, submit: Submit, now: float) -> None:
         self._bytes += OFFER_BYTES + TOKEN_BYTES * len(submit.tokens) + PARAMETER_BYTES * submit.baggage
         self._do(Offer(submit, now), super().offer, submit, now)
+
+    def ready(self, told: messages.Ready) -> None:
+        self._bytes += OFFER_BYTES + PARAMETER_BYTES * told.baggage
+        self._do(Ready(told), super().ready, told)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         return self._do(Cancel(rid, reason), super().cancel, rid, reason)
@@ -249,6 +259,8 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
         if isinstance(call, Offer):
             told.requests += 1
             core.offer(call.submit, call.now)
+        elif isinstance(call, Ready):
+            core.ready(call.told)
         elif isinstance(call, Cancel):
             core.cancel(call.rid, call.reason)
         elif isinstance(call, Expire):

@@ -1,6 +1,6 @@
 """The scheduler: decides what every step computes.
 
-The caller drives it: ``offer`` and ``cancel`` at any time, ``retire`` for each result in order, then ``plan`` until it
+The caller drives it: ``offer``, ``ready`` and ``cancel`` at any time, ``retire`` for each result in order, then ``plan`` until it
 returns ``None``. Nothing here waits, reads a clock or draws a random number.
 """
 
@@ -17,13 +17,13 @@ from operator import le
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import LONGEST, Delta, StepPlan, StepResult, Submit
+from sgla.messages import LONGEST, Delta, Ready, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
 from sgla.sched.limits import BROUGHT, IN_FLIGHT, VERIFIED, Limits, wide_tokens
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
-from sgla.sched.request import Prompt, Request, State
+from sgla.sched.request import OWNERS, Prompt, Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
@@ -61,6 +61,7 @@ class Core:
         self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits)
         self._costs = CostModel(limits.itl_target, limits.step_tokens)
         self._open: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by arrival, those that yield last
         self._running: list[Request] = []  # by rank; also the row order
         self._draining: list[Request] = []
@@ -99,11 +100,21 @@ class Core:
             self._prompt = Prompt(submit.tokens)
         request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority)
         self._open[request.rid] = request
-        insort(self._waiting, request, key=_by_arrival)
+        if request.state is State.HELD:
+            self._held[request.rid] = request
+        else:
+            insort(self._waiting, request, key=_by_arrival)
         if submit.deadline is not None:
             heappush(self._deadlines, (submit.deadline, self._seq, request))
             if len(self._deadlines) > 2 * len(self._open) + 64:
                 self._deadlines = sorted(entry for entry in self._deadlines if entry[2].finish is None)
+
+    def ready(self, told: Ready) -> None:
+        """Something that a request is held for is there. The request may have ended meanwhile."""
+        request = self._held.get(told.rid)
+        if request is not None and request.ready(told):
+            del self._held[told.rid]
+            insort(self._waiting, request, key=_by_arrival)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a
@@ -143,7 +154,10 @@ class Core:
         self._ledger.ended(request, reason, self._now)
         if request.state is State.WAITING:
             self._unlist(request)
-            request.done()
+            request.end()
+        elif request.state is State.HELD:
+            del self._held[request.rid]
+            request.end()
         elif request.state is State.RUNNING:
             self._running.remove(request)
             self._leave(request)
@@ -154,7 +168,7 @@ class Core:
 
     def _leave(self, request: Request) -> None:
         """A running request, taken off the list already, takes no more steps; it holds memory while one contains it."""
-        request.drain()
+        request.leave()
         if request.last_step >= self._oldest:
             self._draining.append(request)
         else:
@@ -172,7 +186,7 @@ class Core:
             request.requeue()
             insort(self._waiting, request, key=_by_arrival)
         else:
-            request.done()
+            request.end()
 
     def _preempt(self, request: Request) -> None:
         """Retract: the request gives its memory up and will start over from its committed tokens."""
@@ -597,6 +611,7 @@ class Core:
         return replace(
             self._ledger.counts,
             running=len(self._running),
+            held=len(self._held),
             waiting=len(self._waiting),
             retracted=sum(request.preemptions > 0 for request in self._waiting),
             draining=len(self._draining),
@@ -623,16 +638,22 @@ class Core:
         """Raises AssertionError if pages, slots or lists do not add up."""
         self._memory.check(self._running + self._draining)
         states = (
+            (list(self._held.values()), State.HELD),
             (self._waiting, State.WAITING),
             (self._running, State.RUNNING),
             (self._draining, State.DRAINING),
         )
         for requests, state in states:
             assert all(request.state is state for request in requests), f"not all are {state}"
-        held = [r for r in self._waiting + self._running + self._draining if r.finish is None]
-        assert sorted(r.rid for r in held) == sorted(self._open), "an open request is in no list"
-        assert all(r.finish is None for r in self._waiting + self._running), (
-            "an ended request is still listed"
+        listed = [request for requests, _ in states for request in requests]
+        for request in listed:
+            assert (request.slot >= 0) == (request.state in OWNERS), "a slot without an owner"
+            assert bool(request.holds) == (request.state is State.HELD), "held for nothing"
+            assert request.finish is None or request.state is State.DRAINING, (
+                "an ended request is still listed"
+            )
+        assert sorted(r.rid for r in listed if r.finish is None) == sorted(self._open), (
+            "an open request is in no list"
         )
         assert self._waiting == sorted(self._waiting, key=_by_arrival), "the waiting list is out of order"
         assert self._running == sorted(self._running, key=_by_rank), "the running list is out of order"

@@ -119,7 +119,16 @@ def wide_tokens(sampling: RowSampling) -> int | None:
 def baggage_of(sampling: RowSampling) -> int:
     """``Submit.baggage``. Raises InvalidField if that is too much."""
     size = len(_encode(replace(sampling, allowed=[], logit_bias=[], seed=LONGEST_SEED)))
-    size += ID * len(sampling.allowed) + BIAS * len(sampling.logit_bias)
+    return _bounded(size + ID * len(sampling.allowed) + BIAS * len(sampling.logit_bias))
+
+
+def with_grammar(submit: Submit, source: str) -> tuple[RowSampling, int]:
+    """``sampling`` and ``baggage`` of a Submit that has its compiled grammar. Raises InvalidField if that is too much."""
+    size = len(source) if source.isascii() else 4 * len(source)
+    return replace(submit.sampling, grammar=source), _bounded(submit.baggage + size + ID)
+
+
+def _bounded(size: int) -> int:
     if size > BAGGAGE:
         raise InvalidField(
             f"The parameters of the request take {size} bytes; at most {BAGGAGE} are possible."

@@ -7,8 +7,10 @@ from array import array
 from collections.abc import Sequence
 from enum import Enum
 
+from msgspec.structs import replace
+
 from sgla.cache.radix import Node
-from sgla.messages import Delta, Submit, TokenLogprob, int32
+from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
 from sgla.sched.repetition import Loop
 
 
@@ -50,12 +52,22 @@ class States:
 
 
 class State(Enum):
-    """``WAITING -> RUNNING -> DRAINING -> DONE``; a retracted request goes from DRAINING back to WAITING."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DRAINING = "draining"  # takes no more steps; holds slot and pages while a submitted step contains it
+    HELD = "held"  # cannot run before what its ``holds`` name is there
+    WAITING = "waiting"  # for room
+    RUNNING = "running"  # takes part in steps
+    DRAINING = "draining"  # takes no more steps, but a submitted one contains it
     DONE = "done"
+
+
+# The life of a request: what may happen to it in each state, and in which one it is then. docs/design.md says who owns what in each.
+LIFE: dict[State, dict[str, State]] = {
+    State.HELD: {"ready": State.WAITING, "end": State.DONE},
+    State.WAITING: {"run": State.RUNNING, "end": State.DONE},
+    State.RUNNING: {"leave": State.DRAINING},
+    State.DRAINING: {"requeue": State.WAITING, "end": State.DONE},
+    State.DONE: {},
+}
+OWNERS = (State.RUNNING, State.DRAINING)  # states in which it has a slot and units
 
 
 class Request:
@@ -81,6 +93,7 @@ class Request:
         "first_token",
         "given",
         "goal",
+        "holds",
         "known",
         "last_step",
         "limit",
@@ -133,7 +146,8 @@ class Request:
         self.yields = submit.yields
         first = math.inf if submit.yields else -priority
         self.rank: tuple[float, float, int] = (first, arrival, seq)  # smaller is served first
-        self.state = State.WAITING
+        self.holds = set(submit.holds)
+        self.state = State.HELD if self.holds else State.WAITING
         self.finish: str | None = None
         self.spoiled = False  # its pages may hold NaN
 
@@ -229,22 +243,32 @@ class Request:
     def boosted(self) -> bool:
         return self.rank[0] == -math.inf
 
+    def ready(self, told: Ready) -> bool:
+        """One of its ``holds`` is there; whether it waits for room alone now."""
+        self.holds.discard(told.reason)
+        if told.sampling is not None:
+            self.submit = replace(self.submit, sampling=told.sampling, baggage=told.baggage)
+        if self.holds or self.state is not State.HELD:
+            return False
+        self._on("ready")
+        return True
+
     def run(self, now: float) -> None:
-        self._move(State.WAITING, State.RUNNING)
+        self._on("run")
         if self.scheduled is None:
             self.scheduled = now
             self.tokens = self.tokens[:]
 
-    def drain(self) -> None:
+    def leave(self) -> None:
         """No more steps for it: it has ended or is retracted."""
-        self._move(State.RUNNING, State.DRAINING)
+        self._on("leave")
 
     def requeue(self) -> None:
         """A retracted request has left every step: all its samples are committed, and it starts over with them."""
         assert self.finish is None
         assert self.slot < 0
         assert self.planned == 0
-        self._move(State.DRAINING, State.WAITING)
+        self._on("requeue")
         self.preemptions += 1
         assert (self.known, self.ahead) == (len(self.tokens), 0), "a sample is missing"
         self.data = self.tokens.tobytes()
@@ -254,13 +278,12 @@ class Request:
         if self.states is not None:
             self.states.restart()
 
-    def done(self) -> None:
-        """Ended, and nothing is held."""
+    def end(self) -> None:
+        """It has its ``finish``, and owns nothing."""
         assert self.finish is not None
         assert self.slot < 0
-        assert self.state in (State.WAITING, State.DRAINING)
-        self.state = State.DONE
+        self._on("end")
 
-    def _move(self, old: State, new: State) -> None:
-        assert self.state is old, f"{self.rid}: {self.state} -> {new}"
-        self.state = new
+    def _on(self, event: str) -> None:
+        assert event in LIFE[self.state], f"{self.rid}: {event} while {self.state.value}"
+        self.state = LIFE[self.state][event]

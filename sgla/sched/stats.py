@@ -38,7 +38,8 @@ class WindowStats(msgspec.Struct, kw_only=True):
 
 class Stats(msgspec.Struct, kw_only=True):
     running: int = 0
-    waiting: int = 0
+    held: int = 0  # for what their ``holds`` name
+    waiting: int = 0  # for room
     retracted: int = 0  # of those, preempted ones
     draining: int = 0
     in_flight: int = 0  # steps

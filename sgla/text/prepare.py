@@ -92,13 +92,13 @@ class Preparer:
         self.processors = processors
         self._latest: tuple[SamplingParams, Common] | None = None
 
-    def __call__(self, job: Job, grammar: str = "") -> list[Submit]:
-        """``grammar`` is the compiled one."""
+    def __call__(self, job: Job) -> list[Submit]:
+        """Of a grammar only that the sampler honours one is looked at."""
         if job.pool is not None:
             return [self._pooled(job, job.pool)]
         tokens = self._cut(self.tokens(job), job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
-        common = self._common(job, grammar)
+        common = self._common(job)
         repetition = check_repetition(job.sampling.repetition_detection)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
@@ -127,7 +127,7 @@ class Preparer:
             for choice in range(job.sampling.n)
         ]
 
-    def _common(self, job: Job, grammar: str) -> Common:
+    def _common(self, job: Job) -> Common:
         """Made once for all prompts of a request, whose jobs come one behind the other."""
         infill = job.suffix is not None
         if self._latest is not None:
@@ -147,9 +147,11 @@ class Preparer:
                 "return_hidden_states needs a server that runs with --enable-return-hidden-states; leave it out",
                 param="return_hidden_states",
             )
-        source = self._grammar(job.sampling.grammar, grammar)
+        grammar = job.sampling.grammar
+        if grammar is not None and not self.grammars:
+            raise UnsupportedField(f"{grammar.param} is not supported on this device", param=grammar.param)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
-        row = row_sampling(job.sampling, stop_ids, source, words)
+        row = row_sampling(job.sampling, stop_ids, words)
         if job.sampling.prompt_logprobs == -1:
             row = replace(row, prompt_logprobs=self.limits.vocab_size)
         common = Common(infill, stop_ids, row)
@@ -344,13 +346,6 @@ class Preparer:
             sampling.stop_token_ids
         )
 
-    def _grammar(self, grammar: Grammar | None, source: str) -> str:
-        if grammar is None:
-            return ""
-        if not self.grammars:
-            raise UnsupportedField(f"{grammar.param} is not supported on this device", param=grammar.param)
-        return source
-
     def _check_known(self, param: str, ids: Iterable[int]) -> None:
         for token in ids:
             if not 0 <= token < self.limits.vocab_size:
@@ -420,11 +415,9 @@ def prepare(
 def row_sampling(
     sampling: SamplingParams,
     stop_ids: frozenset[int],
-    grammar: str = "",
     bad_words: Sequence[list[int]] = (),
 ) -> RowSampling:
-    """What the worker needs of ``sampling`` but for the seed and what depends on the prompt; ``grammar`` is its compiled one,
-    ``bad_words`` are its own in tokens."""
+    """What the worker needs of ``sampling`` but for the seed, the grammar and what depends on the prompt; ``bad_words`` are its own in tokens."""
     return RowSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -441,7 +434,6 @@ def row_sampling(
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
         logprob_ids=sampling.logprob_token_ids,
-        grammar=grammar,
         processors=sampling.processors,
         hidden=sampling.hidden_states,
     )

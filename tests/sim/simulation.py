@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from sgla.executor.fake import FakeModel
-from sgla.messages import CacheGroup, Delta, Facts, Failed, RowSampling, StepPlan, Submit
+from sgla.messages import CacheGroup, Delta, Facts, Failed, Ready, RowSampling, StepPlan, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits, baggage_of
 
@@ -73,6 +73,7 @@ class Simulation:
         self.submits: dict[str, Submit] = {}
         self.deltas: dict[str, list[Delta]] = {}
         self.cut: set[str] = set()
+        self.held: set[str] = set()
         self.plans: list[StepPlan] = []
         self.seconds: list[float] = []
 
@@ -80,6 +81,8 @@ class Simulation:
         self.core.offer(submit, self.now)
         self.submits[submit.rid] = submit
         self.deltas[submit.rid] = []
+        if submit.holds:
+            self.held.add(submit.rid)
 
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -92,6 +95,16 @@ class Simulation:
             assert final.finish == ("stop" if reason == "stop" else "abort")
             self.cut.add(rid)
             self.take([final])
+
+    def ready(self, rid: str) -> None:
+        """All that the request is held for is there."""
+        self.held.discard(rid)
+        for reason in self.submits[rid].holds:
+            self.core.ready(Ready(rid=rid, reason=reason))
+
+    def end_a_hold(self, random: Random) -> None:
+        if self.held:
+            self.ready(random.choice(sorted(self.held)))
 
     def submit_plans(self) -> None:
         while (plan := self.core.plan(self.now)) is not None:
@@ -162,7 +175,13 @@ class Simulation:
 
     def assert_released(self) -> None:
         stats = self.core.stats()
-        assert (stats.running, stats.waiting, stats.draining, stats.pages_private) == (0, 0, 0, 0)
+        assert (stats.held, stats.running, stats.waiting, stats.draining, stats.pages_private) == (
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
         assert stats.pages_evictable == stats.pages_cached
         self.core.check()
 
@@ -232,6 +251,7 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
                 namespace=random.choice(("", "", "salt")),
                 deadline=arrival + random.uniform(1, end) if random.random() < 0.1 else None,
                 arrival=arrival,
+                holds=frozenset(random.choice(((), (), (), ("grammar",), ("grammar", "adapter")))),
             )
         )
     return submits

@@ -32,7 +32,7 @@ def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[l
     """All requests at once, to their end."""
     simulation = Simulation(limits, forced=forced)
     for submit in random_submits(Random(seed), 6):
-        submit.deadline = None
+        submit.deadline, submit.holds = None, frozenset()
         simulation.offer(submit)
     simulation.run()
     simulation.verify()

@@ -13,7 +13,7 @@ SHARDS = 2
 
 
 def play(random: Random) -> Simulation:
-    """A scenario: arrivals, cancels and deadlines at random times while steps go on."""
+    """A scenario: arrivals, ends of holds, cancels and deadlines at random times while steps go on."""
     simulation = Simulation(random_limits(random), forced=random.choice((0, 0, 2, 9)))
     pending = random_submits(random, random.randint(2, 9))[::-1]
     bound = 400 + 80 * len(pending)
@@ -22,6 +22,8 @@ def play(random: Random) -> Simulation:
             submit = pending.pop()
             if len(submit.tokens) <= min(simulation.limits.context_len - 1, simulation.limits.pool_tokens):
                 simulation.offer(submit)
+        if random.random() < 0.2:
+            simulation.end_a_hold(random)
         if simulation.submits and random.random() < 0.03:
             rid = random.choice(list(simulation.submits))
             simulation.cancel(rid, random.choice(("client", "stop")))

@@ -12,13 +12,24 @@ import pytest
 from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import INLINE_SIZE, SMALL_SIZE, Lanes
 from sgla.actors.tokenize import TURN, Tokenize, cost
-from sgla.errors import SglaError
-from sgla.messages import Grammar, Job, Rejected, SamplingParams, Submit
+from sgla.errors import InvalidField, SglaError
+from sgla.messages import (
+    GRAMMAR,
+    Cancel,
+    Grammar,
+    Job,
+    Opened,
+    Ready,
+    Rejected,
+    RowSampling,
+    SamplingParams,
+    Submit,
+)
 
 NOBODY: Any = None
 
 
-def actor(prepare: Callable[[Job, str], list[Submit]], reject: Callable[[Rejected], None]) -> Tokenize:
+def actor(prepare: Callable[[Job], list[Submit]], reject: Callable[[Rejected], None]) -> Tokenize:
     def crash(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} crashed") from error
 
@@ -38,7 +49,7 @@ async def nothing_pends(tokenize: Tokenize) -> None:
 async def test_what_is_cancelled_in_the_queue_is_not_prepared() -> None:
     prepared, go_on = [], threading.Event()
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         prepared.append(job.rid)
         go_on.wait()
         return []
@@ -61,7 +72,7 @@ async def test_clients_take_turns(size: int) -> None:
     """Who has queued a hundred prompts does not make another wait for more than the one that runs."""
     prepared, begun, go_on = [], threading.Event(), threading.Event()
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         prepared.append(job.rid)
         begun.set()
         go_on.wait()
@@ -86,7 +97,7 @@ async def test_clients_take_turns(size: int) -> None:
 async def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
     prepared, small, go_on = [], threading.Event(), threading.Event()
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         prepared.append(job.rid)
         if job.rid == "small":
             small.set()
@@ -110,7 +121,7 @@ async def test_an_id_used_again_is_a_new_request() -> None:
     """What a cancelled request left running is not taken for the one that has its id now."""
     prepared, begun, go_on = [], threading.Event(), threading.Event()
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         prepared.append(job.text)
         begun.set()
         go_on.wait()
@@ -146,32 +157,70 @@ class Compiler:
         pass
 
 
-async def test_those_who_waited_for_a_grammar_take_several_turns() -> None:
-    prepared: list[str] = []
+class Rest:
+    """The actors behind."""
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
-        assert grammar == "source"
-        prepared.append(job.rid)
-        return []
+    def __init__(self) -> None:
+        self.posted: list[Any] = []
+        self.rejected: list[Rejected] = []
+
+    def open(self, opened: Opened) -> None:
+        pass
+
+    def post(self, message: Submit | Ready | Cancel) -> None:
+        self.posted.append(message)
+
+
+async def test_requests_are_held_until_their_grammar_is_compiled() -> None:
+    def prepare(job: Job) -> list[Submit]:
+        sampling = RowSampling()
+        return [
+            Submit(
+                rid=f"{job.rid}-{i}",
+                parent=job.rid,
+                index=i,
+                tokens=[1],
+                max_new=1,
+                stop_ids=frozenset(),
+                sampling=sampling,
+            )
+            for i in range(2)
+        ]
 
     compiler: Any = Compiler()
-    tokenize = Tokenize(prepare, NOBODY, NOBODY, NOBODY, NOBODY, Lanes(), compiler)
-    count = 4 * TURN // INLINE_SIZE
+    rest: Any = Rest()
+    tokenize = Tokenize(prepare, rest, rest, rest.rejected.append, NOBODY, Lanes(), compiler)
     grammar = SamplingParams(grammar=Grammar(kind="regex", text="a", param="regex"))
-    for i in range(count):
-        tokenize.post(Job(rid=str(i), sampling=grammar, text="x" * INLINE_SIZE))
-    while len(tokenize._compiling) < count:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)  # the last of them wait as well
-    tokenize.cancel("1", 1, "client")
+    for rid in ("a", "b", "c"):
+        tokenize.post(Job(rid=rid, sampling=grammar, text="x"))
+    await nothing_pends(tokenize)
+    assert [(submit.rid, set(submit.holds)) for submit in rest.posted] == [
+        (f"{rid}-{i}", {GRAMMAR}) for rid in "abc" for i in range(2)
+    ]
+    assert tokenize.preparing("a")
+    tokenize.cancel("b", 2, "client")
+    rest.posted.clear()
     compiler.done.set_result("source")
-    turns = []
-    while tokenize._pending:
-        before = len(prepared)
+    while tokenize.preparing("c"):
         await asyncio.sleep(0)
-        turns.append(len(prepared) - before)
-    assert prepared == [str(i) for i in range(count) if i != 1]
-    assert max(turns) <= 1 + TURN // INLINE_SIZE
+    assert [(told.rid, told.reason, told.sampling.grammar) for told in rest.posted] == [
+        (f"{rid}-{i}", GRAMMAR, "source") for rid in "ac" for i in range(2)
+    ]
+    tokenize.close()
+
+
+async def test_a_grammar_that_cannot_be_compiled_ends_its_held_request() -> None:
+    compiler: Any = Compiler()
+    rest: Any = Rest()
+    tokenize = Tokenize(lambda job: [], rest, rest, rest.rejected.append, NOBODY, Lanes(), compiler)
+    grammar = SamplingParams(grammar=Grammar(kind="regex", text="a", param="regex"))
+    tokenize.post(Job(rid="a", sampling=grammar, text="x"))
+    await nothing_pends(tokenize)
+    compiler.done.set_exception(InvalidField("no", param="regex"))
+    while tokenize.preparing("a"):
+        await asyncio.sleep(0)
+    [rejected] = rest.rejected
+    assert (rejected.rid, rejected.message) == ("a", "no")
     tokenize.close()
 
 
@@ -187,7 +236,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("size", [1, INLINE_SIZE + 1])
 async def test_a_panic_ends_its_request_only(size: int) -> None:
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         if job.rid == "bad":
             raise Panic
         return []
@@ -209,7 +258,7 @@ async def test_a_panic_of_an_actor_is_told() -> None:
     crashed = asyncio.get_running_loop().create_future()
     refused = SglaError("no").rejected("bad")
 
-    def prepare(job: Job, grammar: str) -> Any:
+    def prepare(job: Job) -> Any:
         return refused
 
     tokenize = Tokenize(prepare, NOBODY, NOBODY, panic, lambda *told: crashed.set_result(told), Lanes())
@@ -222,7 +271,7 @@ async def test_a_panic_of_an_actor_is_told() -> None:
 async def test_many_short_prompts_take_several_turns() -> None:
     prepared: list[str] = []
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         prepared.append(job.rid)
         return []
 
@@ -244,7 +293,7 @@ async def test_what_is_left_of_many_prompts_takes_smaller_turns() -> None:
     """A batch of ordinary size comes to the scheduler whole; behind a larger one others need not wait for several such turns."""
     prepared: list[str] = []
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         prepared.append(job.rid)
         return []
 
@@ -275,7 +324,7 @@ async def test_chats_are_prepared_in_lanes(size: int, lane: str) -> None:
     names: list[str] = []
     done = threading.Event()
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         names.append(threading.current_thread().name)
         done.set()
         return []
@@ -304,7 +353,7 @@ async def test_what_comes_beside_a_prompt_counts(prompt: dict[str, Any], more: d
     names: list[str] = []
     done = threading.Event()
 
-    def prepare(job: Job, grammar: str) -> list[Submit]:
+    def prepare(job: Job) -> list[Submit]:
         names.append(threading.current_thread().name)
         done.set()
         return []
