@@ -1,4 +1,5 @@
-"""For the site: links from docs/ to other files of the repository lead to where it is published, and are plain text where that is unknown."""
+"""For the site: links from docs/ to other files of the repository lead to where it is published, and are
+plain text where that is unknown."""
 
 from __future__ import annotations
 

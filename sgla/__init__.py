@@ -1,4 +1,5 @@
-"""sgla: an inference server for open-weight language models. Importing it loads neither torch nor transformers."""
+"""sgla: an inference server for open-weight language models.
+Importing it loads neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """What a JSON text consists of, counted before it is decoded.
 
-Decoding holds Python's lock, and with it the loop, for a time that grows with the number of values more than with the
-number of bytes: 16 MiB may be one string (10 ms) or five million lists (a second). numpy counts in slices of a
-millisecond or two; a text beyond a limit is never decoded. The limits leave room for a full context of token ids, and for far
-more messages, tools and schemas than chats have; what is within them is decoded in 30 ms or less, a million ids in 60.
+Decoding holds Python's lock, and with it the loop, for a time that grows with the number of values more than
+with the number of bytes: 16 MiB may be one string (10 ms) or five million lists (a second). numpy counts in
+slices of a millisecond or two; a text beyond a limit is never decoded. The limits leave room for a full
+context of token ids, and for far more messages, tools and schemas than chats have; what is within them is
+decoded in 30 ms or less, a million ids in 60.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """User settings. ``None`` means: resolve it (sgla/resolve.py) and say why.
 
-One field is one flag (``step_tokens`` -> ``--step-tokens``), one variable (``SGLA_STEP_TOKENS``) and one key of a ``--config`` file.
-Names that users of other servers type are in ``cli/aliases.py``.
+One field is one flag (``step_tokens`` -> ``--step-tokens``), one variable (``SGLA_STEP_TOKENS``) and one key
+of a ``--config`` file. Names that users of other servers type are in ``cli/aliases.py``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ TOOL_TOKEN = (
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything ``sgla serve`` and ``Engine`` can be told. The annotation's description is the flag's help text."""
+    """Everything ``sgla serve`` and ``Engine`` can be told.
+    The annotation's description is the flag's help text."""
 
     # model
     model: Annotated[
         str,
         Doc(
-            description="hub id (of GGUF files with ':Q4_K_M'), local folder, .gguf file, 'demo' (SmolLM2-135M-Instruct) or 'minilm'"
+            description="hub id (of GGUF files with ':Q4_K_M'), local folder, .gguf file, 'demo' "
+            "(SmolLM2-135M-Instruct) or 'minilm'"
         ),
     ] = "demo"
     served_model_name: Annotated[
@@ -40,7 +42,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     default_chat_template_kwargs: Annotated[
         dict[str, Any],
         Doc(
-            description="variables of the chat template where requests do not set them, such as '{\"enable_thinking\": false}'"
+            description="variables of the chat template where requests do not set them, such as "
+            "'{\"enable_thinking\": false}'"
         ),
     ] = {}
     trust_request_chat_template: Annotated[
@@ -56,8 +59,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_whitespace: Annotated[
         str,
         Doc(
-            description='space in constrained JSON: compact (one behind each comma and colon: {"a": 1, "b": 2}), free, or a '
-            "regular expression for what may stand between its parts; requests may ask for another"
+            description="space in constrained JSON: compact (one behind each comma and colon: "
+            '{"a": 1, "b": 2}), free, or a regular expression for what may stand between its parts; '
+            "requests may ask for another"
         ),
     ] = "compact"
     json_additional_properties: Annotated[
@@ -84,28 +88,31 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Doc(
-            description="KV cache in dtype, or 8-bit (e4m3, on a GPU): twice the tokens, slightly different answers"
+            description="KV cache in dtype, or 8-bit (e4m3, on a GPU): twice "
+            "the tokens, slightly different answers"
         ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4", "fp8", "gguf", "none"] | None,
         Doc(
-            description="quantization of the weights at load: on a CPU gguf (the default for a quantized GGUF file: as it is), int8 (KL of 0.0001 nats a token on Gemma 3"
-            " 270M, as bfloat16) and int4 (0.024, the most probable token is another one at 8 % of places; no loss for GGUF Q4_0 and"
-            " Q4_1), fp8 on a GPU"
+            description="quantization of the weights at load: on a CPU gguf (the default for a quantized "
+            "GGUF file: as it is), int8 (KL of 0.0001 nats a token on Gemma 3 270M, as bfloat16) and "
+            "int4 (0.024, the most probable token is another one at 8 % of places; no loss for GGUF "
+            "Q4_0 and Q4_1), fp8 on a GPU"
         ),
     ] = None
     logits_processors: Annotated[
         list[str],
         Doc(
-            description="classes MODULE:CLASS on PYTHONPATH that requests may name in logits_processors, to change their logits (CPU)"
+            description="classes MODULE:CLASS on PYTHONPATH that requests may name in "
+            "logits_processors, to change their logits (CPU)"
         ),
     ] = []
     enable_return_hidden_states: Annotated[
         bool,
         Doc(
-            description="let requests to /generate ask for hidden states by return_hidden_states: those of the last layer behind the norm "
-            "(CPU)"
+            description="let requests to /generate ask for hidden states by return_hidden_states: those of "
+            "the last layer behind the norm (CPU)"
         ),
     ] = False
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
@@ -126,8 +133,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     attention_backend: Annotated[
         Literal["auto", "native", "triton", "flashinfer", "torch"],
         Doc(
-            description="attention on a GPU: our CUDA kernels (native); Triton; flashinfer, which reads prompts alone, beside "
-            "the decode of auto; torch, the slow oracle; auto: the first that takes the model"
+            description="attention on a GPU: our CUDA kernels (native); Triton; flashinfer, which reads "
+            "prompts alone, beside the decode of auto; torch, the slow oracle; auto: the first that "
+            "takes the model"
         ),
     ] = "auto"
     decode_attention_backend: Annotated[
@@ -160,8 +168,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     speculative_algorithm: Annotated[
         Literal["ngram", "NGRAM"] | None,
         Doc(
-            description="guess the next tokens and compute them in one step, which changes no text: ngram guesses what came behind the "
-            "same tokens before"
+            description="guess the next tokens and compute them in one step, which changes no text: ngram "
+            "guesses what came behind the same tokens before"
         ),
     ] = None
     speculative_num_draft_tokens: Annotated[
@@ -170,8 +178,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     policy: Annotated[
         Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"],
         Doc(
-            description="order of the waiting list: arrival, longest cached prefix, heaviest branch of prefixes, longest "
-            "possible output (max_tokens), priority field of the request"
+            description="order of the waiting list: arrival, longest cached prefix, heaviest branch of "
+            "prefixes, longest possible output (max_tokens), priority field of the request"
         ),
     ] = "fcfs"
     depth: Annotated[int | None, Doc(description="steps in flight: 1 = no overlap, 2, 3")] = None
@@ -181,7 +189,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     memory_fraction: Annotated[
         float,
         Doc(
-            description="part of a GPU's memory that weights, KV cache and steps may take; the rest stays free"
+            description="part of a GPU's memory that weights, KV cache and "
+            "steps may take; the rest stays free"
         ),
     ] = 1.0
     page_size: Annotated[int, Doc(description="tokens in one KV page")] = 16
@@ -206,7 +215,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     isolate_keys: Annotated[
         bool,
         Doc(
-            description="each API key reuses the KV of its own prompts alone, so that no time of an answer tells what others sent"
+            description="each API key reuses the KV of its own prompts alone, so that no "
+            "time of an answer tells what others sent"
         ),
     ] = False
     ssl_certfile: Annotated[
@@ -250,20 +260,22 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response_store: Annotated[
         int | None,
         Doc(
-            description="responses kept for previous_response_id, and conversations; 0 = none; 1024, with --state-path 65536"
+            description="responses kept for previous_response_id, and conversations; "
+            "0 = none; 1024, with --state-path 65536"
         ),
     ] = None
     response_ttl: Annotated[
         float | None,
         Doc(
-            description="seconds a response or an unchanged conversation is kept; 3600, with --state-path 30 days"
+            description="seconds a response or an unchanged conversation is "
+            "kept; 3600, with --state-path 30 days"
         ),
     ] = None
     tool_server: Annotated[
         list[str],
         Doc(
-            description="MCP servers whose tools /v1/responses may call: URL, HOST:PORT, LABEL=URL or 'LABEL=COMMAND ARGUMENTS' "
-            "(needs sgla[mcp])"
+            description="MCP servers whose tools /v1/responses may call: URL, HOST:PORT, LABEL=URL or "
+            "'LABEL=COMMAND ARGUMENTS' (needs sgla[mcp])"
         ),
     ] = []
     tool_timeout: Annotated[float, Doc(description="seconds that one call to an MCP server may take")] = 60.0
@@ -271,8 +283,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     watchdog_timeout: Annotated[
         float,
         Doc(
-            description="seconds without a result of the workers after which the server gives up and exits (ten times "
-            "their longest wait so far, if that is more); 0 = never"
+            description="seconds without a result of the workers after which the server gives up and exits "
+            "(ten times their longest wait so far, if that is more); 0 = never"
         ),
     ] = 300.0
     sse_keepalive: Annotated[
@@ -298,14 +310,15 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     moderation_labels: Annotated[
         list[str],
         Doc(
-            description="LABEL=CATEGORY: what /v1/moderations calls a class of the model; LABEL= flags nothing"
+            description="LABEL=CATEGORY: what /v1/moderations calls a class "
+            "of the model; LABEL= flags nothing"
         ),
     ] = []
     sampling_defaults: Annotated[
         str,
         Doc(
-            description="where sampling fields that a request leaves out come from: model (its files and card), openai, or a folder "
-            "or file of a generation_config.json"
+            description="where sampling fields that a request leaves out come from: model (its files and "
+            "card), openai, or a folder or file of a generation_config.json"
         ),
     ] = "model"
     preferred_sampling_params: Annotated[

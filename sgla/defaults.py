@@ -1,7 +1,9 @@
-"""What a request's sampling fields are if it leaves them out: one source for the server, ``Engine``, ``sgla chat`` and the page.
+"""What a request's sampling fields are if it leaves them out:
+one source for the server, ``Engine``, ``sgla chat`` and the page.
 
-In order, later ones win: the card of a packaged model, the model's files (generation_config.json, ``general.sampling`` of a
-GGUF file) or those that ``--sampling-defaults`` names instead, ``--preferred-sampling-params``. Pure but for reading that file.
+In order, later ones win: the card of a packaged model, the model's files (generation_config.json,
+``general.sampling`` of a GGUF file) or those that ``--sampling-defaults`` names instead,
+``--preferred-sampling-params``. Pure but for reading that file.
 """
 
 from __future__ import annotations
@@ -94,8 +96,8 @@ GIVEN = "--preferred-sampling-params"
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """``values``: by names of ``SAMPLING``. ``sources``: where each comes from. ``talks``: what the card has for conversations besides. ``notes``: what the files say that is not
-    honoured, and why."""
+    """``values``: by names of ``SAMPLING``. ``sources``: where each comes from. ``talks``: what the card has
+    for conversations besides. ``notes``: what the files say that is not honoured, and why."""
 
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -112,12 +114,13 @@ class Defaults(msgspec.Struct, frozen=True):
         return SamplingParams(**{**self.values, "max_tokens": self.max_tokens(usual), **fields})
 
     def max_tokens(self, usual: int | None = None) -> int | None:
-        """Of a request that leaves it out, where ``usual`` tokens are made then (None: as many as there is room for). A number
-        gives way to what the user has chosen, not to the model's files."""
+        """Of a request that leaves it out, where ``usual`` tokens are made then (None: as many as there is
+        room for). A number gives way to what the user has chosen, not to the model's files."""
         return self.values.get("max_tokens") if usual is None else self.given.get("max_tokens", usual)
 
     def talk(self, context_len: int) -> dict[str, Any]:
-        """What the page and ``sgla chat`` ask for besides, where nobody says otherwise: an end to every answer."""
+        """What the page and ``sgla chat`` ask for besides, where nobody says otherwise:
+        an end to every answer."""
         ends = {"max_tokens": min(TALK_TOKENS, max(1, context_len // 4)), REPETITION: TALK_REPETITION}
         asked = ends | {name: self.values[name] for name in ends if name in self.values} | self.talks
         return asked | {name: value for name, value in self.given.items() if name in asked}
@@ -134,8 +137,8 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
-    """``source``: the model's files, if they are there. Raises ConfigError for what the user has given; nonsense in the model's
-    files is a note."""
+    """``source``: the model's files, if they are there. Raises ConfigError for what the user has given;
+    nonsense in the model's files is a note."""
     layers: list[tuple[str, Mapping[str, Any]]] = []
     talks: Mapping[str, Any] = {}
     notes: list[str] = []
@@ -154,7 +157,8 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
         path = path / "generation_config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
-                f"--sampling-defaults takes model, openai, or a folder or file of a generation_config.json; there is no {path}",
+                "--sampling-defaults takes model, openai, or a folder or file of a "
+                f"generation_config.json; there is no {path}",
                 param="sampling_defaults",
             )
         layers.append((str(path), read_file(read_object(path), str(path), notes)))
@@ -165,7 +169,8 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
 
 
 def read_file(file: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
-    """The defaults that a model's file states. What it says beside, and what means nothing, goes to ``notes``."""
+    """The defaults that a model's file states.
+    What it says beside, and what means nothing, goes to ``notes``."""
     values = {}
     for name, value in file.items():
         field = ALIASES.get(name, name)

@@ -1,5 +1,5 @@
-"""What a device is to all who choose by it, the kinds there are, and which models a GPU cannot run: asked before anything is
-loaded, by ``explain`` as by the workers. Loads no torch."""
+"""What a device is to all who choose by it, the kinds there are, and which models a GPU cannot run: asked
+before anything is loaded, by ``explain`` as by the workers. Loads no torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import NamedTuple
 from sgla.config import Config
 from sgla.errors import ConfigError
 
-# KiB of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
+# KiB of shared memory that a block may have,
+# by compute capability (CUDA C++ Programming Guide, technical specifications).
 SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 HEAD_DIM = 256  # the largest of the attention kernels
 CPU = "give --device cpu"
 OTHERS = {  # kinds that people may ask for
-    "rocm": "AMD GPUs", "hip": "AMD GPUs", "xpu": "Intel GPUs", "hpu": "Gaudi", "npu": "Ascend NPUs", "tpu": "TPUs",
-    "mps": "Apple GPUs", "vulkan": "GPUs by way of Vulkan", "musa": "Moore Threads GPUs", "neuron": "Trainium and Inferentia",
+    "rocm": "AMD GPUs", "hip": "AMD GPUs", "xpu": "Intel GPUs", "hpu": "Gaudi", "npu": "Ascend NPUs",
+    "tpu": "TPUs", "mps": "Apple GPUs", "vulkan": "GPUs by way of Vulkan", "musa": "Moore Threads GPUs",
+    "neuron": "Trainium and Inferentia",
 }  # fmt: skip
 
 
 class Device(NamedTuple):
-    """A device. ``kind``: see ``platform``; ``arch``: the compute capability of an NVIDIA GPU, (0, 0) of everything else, whose
-    numbers mean something else. Sizes in bytes: ``shared`` is the shared memory that a block may have."""
+    """A device. ``kind``: see ``platform``; ``arch``: the compute capability of an NVIDIA GPU, (0, 0) of
+    everything else, whose numbers mean something else. Sizes in bytes: ``shared`` is the shared memory that a
+    block may have."""
 
     kind: str
     name: str
@@ -64,8 +67,9 @@ def nvidia(name: str, arch: tuple[int, int], multiprocessors: int = 1, memory: i
 
 
 class Platform(NamedTuple):
-    """A kind of device that models run on. ``runner``: import path (``module:name``) of what runs steps in a worker, called as
-    ``worker.runner.Runner`` is; ``find``: the devices of the kind that this machine has, found without torch."""
+    """A kind of device that models run on. ``runner``: import path (``module:name``) of what runs steps in a
+    worker, called as ``worker.runner.Runner`` is; ``find``: the devices of the kind that this machine has,
+    found without torch."""
 
     runner: str
     find: Callable[[], tuple[Device, ...]] = tuple
@@ -78,8 +82,9 @@ PLATFORMS = {
 
 
 def platform(kind: str) -> Platform:
-    """That of ``--device kind``: ours, or one that a package registers as an entry point of the group ``sgla.devices``, whose name
-    is the kind and whose object is a Platform. Raises ConfigError if there is none, or a broken one."""
+    """That of ``--device kind``: ours, or one that a package registers as an entry point of the group
+    ``sgla.devices``, whose name is the kind and whose object is a Platform. Raises ConfigError if there is
+    none, or a broken one."""
     if kind not in PLATFORMS:
         found = next(iter(entry_points(group="sgla.devices", name=kind)), None)
         if found is None:
@@ -96,13 +101,14 @@ def loaded(entry: EntryPoint) -> Platform:
         brought = entry.load()
     except Exception as error:
         raise ConfigError(
-            f"--device {entry.name}: {package} cannot be loaded: {type(error).__name__}: {error}; mend or remove it, or {CPU}",
+            f"--device {entry.name}: {package} cannot be loaded: "
+            f"{type(error).__name__}: {error}; mend or remove it, or {CPU}",
             param="device",
         ) from error
     if not isinstance(brought, Platform):
         raise ConfigError(
-            f"--device {entry.name}: {package} is no sgla.device.Platform but of type {type(brought).__name__}; mend or remove "
-            f"it, or {CPU}",
+            f"--device {entry.name}: {package} is no sgla.device.Platform but of type "
+            f"{type(brought).__name__}; mend or remove it, or {CPU}",
             param="device",
         )
     return brought
@@ -123,8 +129,8 @@ def devices(kind: str) -> tuple[Device, ...]:
 def check(
     device: Device, config: Config, head_dim: int, dtype: str, mixture: bool, stored: str | None
 ) -> None:
-    """Raise ConfigError for a generating model that ``device`` cannot run. ``dtype``: in which it computes; ``stored``: the
-    quantization of the checkpoint."""
+    """Raise ConfigError for a generating model that ``device`` cannot run. ``dtype``: in which it computes;
+    ``stored``: the quantization of the checkpoint."""
     quantization = config.quantization or stored
     if device.kind != "cuda":
         raise ConfigError(
@@ -138,7 +144,8 @@ def check(
         )
     if head_dim > HEAD_DIM:
         raise ConfigError(
-            f"the model's head dimension is {head_dim}, and the GPU's attention kernels end at {HEAD_DIM}; {CPU}",
+            f"the model's head dimension is {head_dim}, and the GPU's "
+            f"attention kernels end at {HEAD_DIM}; {CPU}",
             param="device",
         )
     if config.deterministic and (mixture or stored is not None):
@@ -148,21 +155,21 @@ def check(
         )
     if quantization in ("int8", "int4"):
         raise ConfigError(
-            f"--quantization {quantization} has no GPU kernels yet: every step would make bfloat16 weights of all of them; use "
-            f"--quantization fp8 (Ada, Hopper or newer) or none, or {CPU}",
+            f"--quantization {quantization} has no GPU kernels yet: every step would make bfloat16 weights "
+            f"of all of them; use --quantization fp8 (Ada, Hopper or newer) or none, or {CPU}",
             param="quantization",
         )
     if quantization == "fp8" and dtype == "float32":
         raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
     if quantization == "fp8" and not device.fp8:
         raise ConfigError(
-            f"{device.name} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer GPU; use weights in "
-            "bfloat16: another checkpoint if these are fp8, or no --quantization fp8",
+            f"{device.name} has no 8-bit floating point (Ada and Hopper have): fp8 weights need a newer "
+            "GPU; use weights in bfloat16: another checkpoint if these are fp8, or no --quantization fp8",
             param="quantization",
         )
     if config.kv_cache_dtype == "fp8" and (not device.fp8 or dtype != "bfloat16"):
         raise ConfigError(
-            "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype bfloat16; "
-            "leave it out",
+            "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype "
+            "bfloat16; leave it out",
             param="kv_cache_dtype",
         )

@@ -82,11 +82,12 @@ class ContextTooLong(BadRequest):
 
     @classmethod
     def of(cls, limit: int, prompt: int, new: int) -> ContextTooLong:
-        """``limit`` context length, ``prompt`` tokens given, ``new`` tokens asked for. Clients match this wording."""
+        """``limit`` context length, ``prompt`` tokens given, ``new`` tokens asked for.
+        Clients match this wording."""
         asked = f" ({prompt} in the prompt and {new} for the completion)" if new else ""
         return cls(
-            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + new} tokens"
-            f"{asked}. Please shorten the prompt or ask for fewer tokens.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + new} "
+            f"tokens{asked}. Please shorten the prompt or ask for fewer tokens.",
             param="messages" if not new else "max_tokens",
         )
 

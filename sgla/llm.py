@@ -1,6 +1,8 @@
-"""``LLM``: vLLM's class for offline use, over ``Engine``. A script changes one import: ``from sgla import LLM, SamplingParams``.
+"""``LLM``: vLLM's class for offline use, over ``Engine``.
+A script changes one import: ``from sgla import LLM, SamplingParams``.
 
-Arguments and results have the names of vLLM 0.33's ``vllm.LLM`` and ``vllm.outputs``. What is not supported is refused by name.
+Arguments and results have the names of vLLM 0.33's ``vllm.LLM`` and ``vllm.outputs``.
+What is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Logprob(msgspec.Struct):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """``finish_reason``: stop | length | abort; ``stop_reason``: the stop string or token id that ended it."""
+    """``finish_reason``: stop | length | abort; ``stop_reason``:
+    the stop string or token id that ended it."""
 
     index: int
     text: str
@@ -53,7 +56,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):
-    """``tokens`` and ``text``: prompt and output; ``logprobs``: of each token of the output, its end included."""
+    """``tokens`` and ``text``: prompt and output; ``logprobs``:
+    of each token of the output, its end included."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]
@@ -98,7 +102,8 @@ class PooledOutput(msgspec.Struct, kw_only=True):
 
 
 class LLM:
-    """A loaded model. Keywords are vLLM's, and the settings of ``sgla serve`` with ``_`` for ``-``; None stands for the default.
+    """A loaded model. Keywords are vLLM's, and the settings of ``sgla serve`` with ``_`` for ``-``;
+    None stands for the default.
 
     ``with LLM(...) as llm`` or ``llm.close()`` frees it; so does the end of the process.
     """
@@ -116,9 +121,11 @@ class LLM:
         lora_request: None = None,
         priority: Any = 0,
     ) -> list[RequestOutput]:
-        """Complete prompts: a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such.
+        """Complete prompts:
+        a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such.
 
-        Without ``sampling_params`` the model's own defaults hold, for 16 tokens. ``use_tqdm`` None: a bar on a terminal.
+        Without ``sampling_params`` the model's own defaults hold, for 16 tokens.
+        ``use_tqdm`` None: a bar on a terminal.
         """
         refuse(lora_request=lora_request)
         batch = [prompt_of(prompt) for prompt in as_list(prompts)]
@@ -169,7 +176,8 @@ class LLM:
         use_tqdm: bool | None = None,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best beams of each prompt, as ``use_beam_search`` of the server finds them. ``concurrency_limit``: prompts at a time; None: 64."""
+        """The best beams of each prompt, as ``use_beam_search`` of the server finds them.
+        ``concurrency_limit``: prompts at a time; None: 64."""
         refuse(lora_request=lora_request)
         found = self.engine.beam_search(
             [prompt_of(prompt) for prompt in as_list(prompts)],
@@ -203,7 +211,8 @@ class LLM:
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, *, use_tqdm: bool | None = None
     ) -> list[PooledOutput]:
-        """How well texts fit: one with each of ``data_2``, or pairs at the same places: ``output.outputs.score``."""
+        """How well texts fit: one with each of ``data_2``, or pairs at the same places:
+        ``output.outputs.score``."""
         left, right = as_list(data_1), as_list(data_2)
         if len(left) == 1:
             values = self.engine.score(left[0], right, progress=use_tqdm)
@@ -304,7 +313,8 @@ class LLM:
 
 
 def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Config from vLLM's keywords and ours. Raises ConfigError, which names what is not supported."""
+    """Fields of Config from vLLM's keywords and ours.
+    Raises ConfigError, which names what is not supported."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if value is None:

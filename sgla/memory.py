@@ -1,4 +1,5 @@
-"""Memory that was freed goes back to the system: glibc's allocator keeps it, hundreds of MB after one large request."""
+"""Memory that was freed goes back to the system:
+glibc's allocator keeps it, hundreds of MB after one large request."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ CAN = hasattr(_libc, "malloc_trim")
 
 
 def keep_little() -> None:
-    """Have this process keep little of what it frees. Without it, glibc takes larger and larger blocks from its heaps."""
+    """Have this process keep little of what it frees.
+    Without it, glibc takes larger and larger blocks from its heaps."""
     if CAN:
         _libc.mallopt(M_MMAP_THRESHOLD, LARGE)
         _libc.mallopt(M_TRIM_THRESHOLD, LARGE)

@@ -45,7 +45,8 @@ def python_path() -> str:
 
 
 def tied(command: list[str]) -> list[str]:
-    """The command of a program that is not ours and dies with the thread that starts it; elsewhere than on Linux, the command itself."""
+    """The command of a program that is not ours and dies with the thread that starts it;
+    elsewhere than on Linux, the command itself."""
     if sys.platform != "linux":
         return command
     return [sys.executable, "-I", "-S", "-c", SHIM, str(os.getpid()), *command]

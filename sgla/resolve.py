@@ -1,4 +1,5 @@
-"""From the user's settings and the machine's facts to the value of every setting, each with its reason. Pure."""
+"""From the user's settings and the machine's facts to the value of every setting,
+each with its reason. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Choice(NamedTuple):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """``config`` has no open value left, except context_length as long as the model is unknown, and ``BY_WORKERS`` on a GPU.
+    """``config`` has no open value left,
+    except context_length as long as the model is unknown, and ``BY_WORKERS`` on a GPU.
 
     ``reasons``: one per field. ``notes``: what the user may want to know or change.
     """
@@ -58,9 +60,9 @@ def resolve(
 ) -> Resolved:
     """Fill every open value of ``config``.
 
-    ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if known;
-    ``pooled``: it answers with vectors.
-    Raises ConfigError for values out of range or impossible together, and for a model that is not supported.
+    ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if
+    known; ``pooled``: it answers with vectors. Raises ConfigError for values out of range or impossible
+    together, and for a model that is not supported.
     """
     machine = machine or detect()
     check(config)
@@ -171,7 +173,8 @@ def resolve(
     found = [*notes(config, machine, device), *(spec.notes if spec else ())]
     if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
         found.append(
-            "the checkpoint is float16 and is computed in bfloat16, which keeps 8 of its 11 bits; --dtype float32 keeps all"
+            "the checkpoint is float16 and is computed in bfloat16, which keeps "
+            "8 of its 11 bits; --dtype float32 keeps all"
         )
     return Resolved(msgspec.structs.replace(config, **filled), reasons, found)
 
@@ -182,12 +185,14 @@ def check_gpus(config: Config, machine: Machine, pooled: bool) -> None:
         raise ConfigError(f"--device cuda: {VECTORS}; give --device cpu", param="device")
     if machine.torch_hip:
         raise ConfigError(
-            f"--device cuda: torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet; give --device cpu",
+            f"--device cuda: torch {machine.torch} is a ROCm build, and AMD "
+            "GPUs are not supported yet; give --device cpu",
             param="device",
         )
     if machine.torch and not machine.torch_cuda:
         raise ConfigError(
-            f"--device cuda needs a CUDA build of torch; {machine.torch} is a CPU build; install the other, or give --device cpu",
+            f"--device cuda needs a CUDA build of torch; {machine.torch} is a CPU "
+            "build; install the other, or give --device cpu",
             param="device",
         )
     if not machine.gpus:
@@ -225,8 +230,8 @@ def check_speculation(config: Config, device: str, vectors: bool) -> None:
 
 
 def check_deterministic(config: Config, device: str) -> None:
-    """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on the model, and
-    whether native kernels can be had, the workers see (``worker/start.py``, ``device.py``)."""
+    """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on
+    the model, and whether native kernels can be had, the workers see (``worker/start.py``, ``device.py``)."""
     obstacle = None
     if config.tp > 1:
         obstacle = f"with --tp {config.tp}; leave one of them out"
@@ -301,14 +306,16 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
         found.append(f"the GPU is not used: {VECTORS}")
     if device == "cpu" and config.native_kernels and machine.compiler is None:
         found.append(
-            "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ (Debian, Ubuntu: apt-get install g++)"
+            "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ "
+            "(Debian, Ubuntu: apt-get install g++)"
         )
     if device == "cpu" and machine.gpus and not machine.torch_cuda:
         found.append("a GPU is there but torch is a CPU build: install a CUDA build of torch to use it")
     if device == "cpu" and config.quantization == "int4":
         found.append(
-            "int4 changes answers, unless the file is GGUF Q4_0 or Q4_1: measured on Gemma 3 270M, a KL of 0.024 nats a token and "
-            "another most probable token at 8 % of places; --quantization int8 has 0.0001 and 1 %, as bfloat16 has"
+            "int4 changes answers, unless the file is GGUF Q4_0 or Q4_1: measured on Gemma 3 270M, a KL of "
+            "0.024 nats a token and another most probable token at 8 % of places; --quantization int8 has "
+            "0.0001 and 1 %, as bfloat16 has"
         )
     if config.threads and config.threads * config.tp > machine.cores:
         found.append(

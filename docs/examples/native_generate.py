@@ -1,4 +1,5 @@
-"""SGLang's own route, with nothing but the standard library: texts in, texts and what is known of them out."""
+"""SGLang's own route, with nothing but the standard library:
+texts in, texts and what is known of them out."""
 
 import json
 import os

@@ -39,8 +39,8 @@ def in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
 
 
 class Actor(Generic[M]):
-    """Subclasses implement ``handle``. Never blocks, never awaits: a turn is a plain function call. Mailboxes hold what the ingress has
-    admitted, which bounds them: no actor refuses what another has accepted.
+    """Subclasses implement ``handle``. Never blocks, never awaits: a turn is a plain function call. Mailboxes
+    hold what the ingress has admitted, which bounds them: no actor refuses what another has accepted.
 
     ``on_crash`` is told of an exception that ``handle`` let out: a bug, since user errors travel as messages.
     """
@@ -76,8 +76,8 @@ class Actor(Generic[M]):
         raise NotImplementedError
 
     def guard(self, function: Callable[..., None], *args: object) -> None:
-        """Run one callback of this actor; an exception, or a panic of a library, goes to the supervisor instead of the loop's
-        logger."""
+        """Run one callback of this actor; an exception, or a panic of a library, goes to the supervisor
+        instead of the loop's logger."""
         try:
             function(*args)
         except BaseException as error:

@@ -42,8 +42,8 @@ def size_beside(job: Job) -> int | None:
 
 
 def cost(job: Job) -> int:
-    """Of preparing the job, in bytes of text. What has many is prepared in a thread, as all chats are, and costs the loop no more than a
-    few."""
+    """Of preparing the job, in bytes of text. What has many is prepared in a thread, as all chats are, and
+    costs the loop no more than a few."""
     if job.messages is not None:
         return JOB + CHOICE * job.sampling.n
     text = job_bytes(job) if job.token_ids is None else len(job.token_ids) // IDS_A_BYTE
@@ -51,8 +51,8 @@ def cost(job: Job) -> int:
 
 
 def added_bytes(job: Job) -> int:
-    """Of the texts beside the prompt that are encoded or made an automaton of; an id that is checked and sorted (~0.1 us)
-    costs as much as a byte."""
+    """Of the texts beside the prompt that are encoded or made an automaton of; an id that is checked and
+    sorted (~0.1 us) costs as much as a byte."""
     sampling = job.sampling
     ids = len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias)
     texts = (*sampling.bad_words, *sampling.stop, *sampling.stop_regex)

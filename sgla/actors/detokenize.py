@@ -63,7 +63,8 @@ class Detokenize(Actor[Deltas]):
         on_crash: Callable[[str, BaseException], None],
         check: Callable[[Grammar, str], None] | None = None,
     ) -> None:
-        """``cancel``: ends a child at the scheduler. ``check`` is given each output that its grammar has brought to an end."""
+        """``cancel``: ends a child at the scheduler.
+        ``check`` is given each output that its grammar has brought to an end."""
         super().__init__(on_crash)
         self._check = check
         self._metrics = metrics
@@ -80,8 +81,8 @@ class Detokenize(Actor[Deltas]):
         self._children[opened.submit.rid] = _Child(opened, self._make_output(opened))
 
     def handle(self, messages: deque[Deltas]) -> None:
-        """A part of what there is to do, so that hundreds of streams do not hold up the loop; an eighth at least, so that
-        steps which come too fast do."""
+        """A part of what there is to do, so that hundreds of streams do not hold up the loop; an eighth at
+        least, so that steps which come too fast do."""
         backlog = self._backlog
         for deltas in messages:
             backlog.extend(deltas.items)

@@ -29,7 +29,8 @@ PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
 
 
 class Sink(Protocol):
-    """Where one request's output goes. ``push`` must not block; after the last finish or a Rejected it is not called."""
+    """Where one request's output goes.
+    ``push`` must not block; after the last finish or a Rejected it is not called."""
 
     def push(self, message: Event | Rejected) -> None: ...
 
@@ -51,9 +52,10 @@ class _Open:
 class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
-    Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that are open, wherever
-    they are. Requests that yield have places of their own, as many as there are slots, of which the last one may bring more. Invariant: every rid accepted by ``open`` gets, unless it is cancelled first, a finish for each of its ``n`` children
-    or one Rejected; then it is forgotten.
+    Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that
+    are open, wherever they are. Requests that yield have places of their own, as many as there are slots, of
+    which the last one may bring more. Invariant: every rid accepted by ``open`` gets, unless it is cancelled
+    first, a finish for each of its ``n`` children or one Rejected; then it is forgotten.
     """
 
     def __init__(self, config: Config) -> None:
@@ -107,7 +109,7 @@ class Ingress:
         self._capacity = facts.slots + self.config.max_queued_requests
         self.phase = "ready"
 
-    # state -----------------------------------------------------------------------------------------------------------
+    # state --------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -151,15 +153,15 @@ class Ingress:
         stats.rejected += self._refused
         return stats
 
-    # requests --------------------------------------------------------------------------------------------------------
+    # requests -----------------------------------------------------------------------------------------------
 
     def open(self, job: Job, sink: Sink) -> None:
         """Admit a request or raise the SglaError that refuses it; never waits. ``job.rid`` must be new."""
         self.open_all([(job, sink)])
 
     def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
-        """``open`` for jobs that belong together: all of them are admitted, or none. With ``extra`` there is always a place for them,
-        and as many as before for others. Either all yield, or none."""
+        """``open`` for jobs that belong together: all of them are admitted, or none. With ``extra`` there is
+        always a place for them, and as many as before for others. Either all yield, or none."""
         self.require_ready()
         assert self._tokenize is not None
         for job, _ in jobs:
@@ -192,22 +194,30 @@ class Ingress:
             await self._freed.wait()
 
     def _full(self, n: int, cost: int) -> str:
-        """Why ``n`` more choices of prompts of ``cost`` bytes are too much; "" if they are not. Alone, a request always has room."""
+        """Why ``n`` more choices of prompts of ``cost`` bytes are too much; "" if they are not.
+        Alone, a request always has room."""
         if not self._open:
             return ""
         if self._children + n > self._capacity:
-            return f"{self._children} requests are open, which is the limit; retry later or raise --max-queued-requests"
+            return (
+                f"{self._children} requests are open, which is the limit; "
+                "retry later or raise --max-queued-requests"
+            )
         if self._bytes + cost > OPEN_BYTES:
-            return f"the prompts of the open requests fill the {OPEN_BYTES >> 20} MiB there are for them; retry later"
+            return (
+                "the prompts of the open requests fill the "
+                f"{OPEN_BYTES >> 20} MiB there are for them; retry later"
+            )
         return ""
 
     def _check_yielding(self, n: int) -> None:
-        """Raise the error that refuses ``n`` more choices that yield: Overloaded while as many as there are slots are open."""
+        """Raise the error that refuses ``n`` more choices that yield:
+        Overloaded while as many as there are slots are open."""
         assert self.facts is not None
         if n > self.facts.slots:
             raise InvalidField(
-                f"a line of a batch may have {self.facts.slots} choices, n for each prompt, not {n}; split it into several lines, or "
-                "start the server with a larger --max-running-requests",
+                f"a line of a batch may have {self.facts.slots} choices, n for each prompt, not {n}; split "
+                "it into several lines, or start the server with a larger --max-running-requests",
                 param="n",
             )
         if self._yielding_full():
@@ -220,7 +230,8 @@ class Ingress:
         return self._yielding >= self.facts.slots
 
     def cancel(self, rid: str, reason: str) -> bool:
-        """Forget the request and free what it holds; False if it is not open. Nothing more reaches its sink."""
+        """Forget the request and free what it holds; False if it is not open.
+        Nothing more reaches its sink."""
         entry = self._close(rid)
         if entry is None or self._tokenize is None:
             return False
@@ -288,7 +299,7 @@ class Ingress:
         """Seconds until about a quarter of the open choices has gone, as choices end now; within [1, 60]."""
         return min(60.0, 1.0 + self._interval * self._children / 4)
 
-    # services --------------------------------------------------------------------------------------------------------
+    # services -----------------------------------------------------------------------------------------------
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if requests are running (nothing is flushed then)."""
@@ -316,11 +327,13 @@ def check_task(job: Job, facts: Facts | None) -> None:
     pooling = facts.pooling
     if pooling is not None and job.pool is None:
         raise UnsupportedTask(
-            f"this server's model makes {PRODUCTS[pooling.task]}, not text; serve a model that generates for this route"
+            f"this server's model makes {PRODUCTS[pooling.task]}, not text; "
+            "serve a model that generates for this route"
         )
     if pooling is None and job.pool is not None and not (job.pool and facts.scores):
         raise UnsupportedTask(
             "label_token_ids are not scored on this device; serve the model with --device cpu"
             if job.pool
-            else "this server's model makes text, not vectors; serve an embedding or classification model for this route"
+            else "this server's model makes text, not vectors; serve an "
+            "embedding or classification model for this route"
         )

@@ -1,5 +1,5 @@
-"""Work on texts that takes longer than a step may wait: beside the loop, by size, so that small work does not wait for large, and by
-client, so that nobody waits for all that another has asked for."""
+"""Work on texts that takes longer than a step may wait: beside the loop, by size, so that small work does not
+wait for large, and by client, so that nobody waits for all that another has asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from sgla.errors import Overloaded
 
-INLINE_SIZE = 4096  # characters, bytes or tokens that the loop does itself: it takes ~1 us for 10 of them, a thread more
+# Characters, bytes or tokens that the loop does itself: it takes ~1 us for 10 of them, a thread more.
+INLINE_SIZE = 4096
 SMALL_SIZE = 65536  # of work in the lane for small work
 HELD = 64  # texts of one client for which handlers wait
 
@@ -20,9 +21,9 @@ T = TypeVar("T")
 
 
 class Lane:
-    """``threads`` that the clients use in turn: a client's work in the order in which it came, one piece of each client after the other,
-    and a client's in all threads but one, so that another finds it free. The pool gets no more than it has threads, so that what waits
-    can be dropped. Called in the loop only."""
+    """``threads`` that the clients use in turn: a client's work in the order in which it came, one piece of
+    each client after the other, and a client's in all threads but one, so that another finds it free. The
+    pool gets no more than it has threads, so that what waits can be dropped. Called in the loop only."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -33,8 +34,8 @@ class Lane:
         self._waiting = OrderedDict()
 
     def put(self, client: str, key: object, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Call ``work`` in a thread, and ``then`` in the loop with what it returns; neither may raise. No two of a client that wait may
-        have the same ``key``."""
+        """Call ``work`` in a thread, and ``then`` in the loop with what it returns; neither may raise. No two
+        of a client that wait may have the same ``key``."""
         self._waiting.setdefault(client, OrderedDict())[key] = work, then
         self._fill()
 

@@ -25,7 +25,8 @@ TURN = 512  # requests that come or go in one turn of the loop: a few ms
 
 
 class Schedule(Actor[Submit | Ready | Cancel]):
-    """Feeds the executor. On a result the order is: retire, **plan and submit the next steps**, then publish."""
+    """Feeds the executor.
+    On a result the order is: retire, **plan and submit the next steps**, then publish."""
 
     def __init__(
         self,

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Commands that the workers have not answered; above ASKED those of routes are refused, so that grammars have places of their own. A
-# command is below 5 KiB, and the pipe takes 200 KiB: sending one never waits for a worker that does not read.
+# Commands that the workers have not answered; above ASKED those of routes are refused, so that grammars have
+# places of their own. A command is below 5 KiB, and the pipe takes 200 KiB: sending one never waits for a
+# worker that does not read.
 COMMANDS, ASKED = 16, 8
 
 
@@ -68,7 +69,8 @@ class System:
         self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
     async def start(self) -> Facts:
-        """Fetch and load the model, connect the actors. Raises ConfigError or WorkerDied; ``close`` is still due."""
+        """Fetch and load the model, connect the actors.
+        Raises ConfigError or WorkerDied; ``close`` is still due."""
         loop = asyncio.get_running_loop()
 
         def report(progress: Progress) -> None:
@@ -158,8 +160,9 @@ class System:
         return self.metrics.compiler
 
     async def _control(self, command: Control, limit: int = ASKED) -> dict[str, Any]:
-        """Send the workers a command; the watchdog sees to it that an answer comes, or that all ends. The answer is owed even when
-        nobody waits for it any more. Raises Overloaded if ``limit`` answers are owed."""
+        """Send the workers a command; the watchdog sees to it that an answer comes, or that all ends. The
+        answer is owed even when nobody waits for it any more. Raises Overloaded if ``limit`` answers are
+        owed."""
         assert self._executor is not None
         assert self._watchdog is not None
         if len(self._answers) >= limit:
@@ -188,7 +191,8 @@ class System:
         self._inquest = asyncio.get_running_loop().create_task(self._end_stuck())
 
     async def _end_stuck(self) -> None:
-        """Say where the workers are, then give them up: requests end with a typed 503, and so does the process."""
+        """Say where the workers are, then give them up:
+        requests end with a typed 503, and so does the process."""
         assert self._executor is not None
         assert self._watchdog is not None
         error = WorkerStuck(f"{self._watchdog.trouble}; the server is stopping")
@@ -228,8 +232,8 @@ class System:
             log.error("the scheduler's last steps could not be written: %s", problem)
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed 503. Those that yield end at
-        once: a batch goes on when the server is there again."""
+        """Refuse new requests, let open ones finish for ``timeout`` seconds, then end the rest with a typed
+        503. Those that yield end at once: a batch goes on when the server is there again."""
         if self._schedule is not None:
             self._schedule.pause(False)
         self.ingress.phase = "draining"
@@ -258,7 +262,8 @@ class System:
             self._executor = None
 
     def abandon(self) -> None:
-        """``close`` in any thread, for a process that ends although its loop hangs: no process and no file is left behind."""
+        """``close`` in any thread, for a process that ends although its loop hangs:
+        no process and no file is left behind."""
         if self._executor is not None:
             self._executor.kill()
         if self._tokenize is not None:
@@ -266,7 +271,8 @@ class System:
 
 
 def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Config, ModelSource, Defaults]:
-    """The model's files, downloaded if need be, ``config`` with every open value filled in, and how to sample. Blocks.
+    """The model's files, downloaded if need be,
+    ``config`` with every open value filled in, and how to sample. Blocks.
 
     Models that answer with vectors run on the CPU, whatever else there is. Raises ConfigError.
     """
@@ -347,8 +353,8 @@ def make_output(tokenizer: Tokenizer, opened: Opened) -> OutputStream:
 
 
 def tune_interpreter() -> None:
-    """Keep Python's own pauses away from the step: short switch interval, start-up objects out of the collector, and full
-    passes, which hold the loop for 35 to 50 ms with 500 open streams, ten times rarer."""
+    """Keep Python's own pauses away from the step: short switch interval, start-up objects out of the
+    collector, and full passes, which hold the loop for 35 to 50 ms with 500 open streams, ten times rarer."""
     sys.setswitchinterval(0.0005)
     gc.set_threshold(700, 10, 100)
     gc.collect()

@@ -1,5 +1,5 @@
-"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in lanes. A new grammar is compiled meanwhile; the
-scheduler holds its request until then."""
+"""The tokenizer pool: Job -> Submit. Short prompts are encoded in the loop, long ones in lanes. A new grammar
+is compiled meanwhile; the scheduler holds its request until then."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What one turn of the loop prepares, in bytes of text (~1 us per 20): about 8 ms, so that a batch of ordinary size comes to the
-# scheduler whole, and a quarter of it in each turn for what is left over, so that others need not wait for several such turns.
+# What one turn of the loop prepares, in bytes of text (~1 us per 20): about 8 ms, so that a batch of ordinary
+# size comes to the scheduler whole, and a quarter of it in each turn for what is left over, so that others
+# need not wait for several such turns.
 TURN = 1 << 17
 
 Outcome = list[Submit] | Rejected
 
 
 class Tokenize(Actor[Job]):
-    """``prepare`` renders, encodes and checks one job; it is pure and runs here or in a thread of the pool."""
+    """``prepare`` renders, encodes and checks one job;
+    it is pure and runs here or in a thread of the pool."""
 
     def __init__(
         self,

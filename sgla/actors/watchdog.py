@@ -10,15 +10,18 @@ from sgla import clock
 
 TICK = 0.25  # seconds
 OVERDUE = 30.0  # seconds without a result after which the server is not ready
-# Both limits grow with the longest wait that ended well, since prompts behind long histories take longer than all before them.
+# Both limits grow with the longest wait that ended well,
+# since prompts behind long histories take longer than all before them.
 OVERDUE_FACTOR, TIMEOUT_FACTOR = 4, 10
 
 
 class Watchdog:
-    """``asked`` and ``brought`` are told of every step and every command. Nothing is owed while requests merely wait, are paused, or
-    are prepared: then no time counts. Nor does time in which this process did not run.
+    """``asked`` and ``brought`` are told of every step and every command. Nothing is owed while requests
+    merely wait, are paused, or are prepared: then no time counts. Nor does time in which this process did not
+    run.
 
-    ``on_timeout`` is called once, when nothing has come for ``timeout`` seconds, or for ten times the longest wait that ended; 0: never.
+    ``on_timeout`` is called once, when nothing has come for ``timeout`` seconds,
+    or for ten times the longest wait that ended; 0: never.
     """
 
     def __init__(self, timeout: float, on_timeout: Callable[[], None]) -> None:

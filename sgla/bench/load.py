@@ -1,6 +1,7 @@
 """Send sessions to a server and time every chunk of every answer.
 
-The read loop only notes when bytes came; JSON is parsed after an answer has ended, so that the client stays cheap.
+The read loop only notes when bytes came;
+JSON is parsed after an answer has ended, so that the client stays cheap.
 """
 
 from __future__ import annotations
@@ -152,5 +153,6 @@ def _read_usage(record: Record, usage: Usage) -> None:
 
 
 def _has_output(choice: Choice) -> bool:
-    """False for the chunk that only announces the role, and for a last chunk that only has the finish reason."""
+    """False for the chunk that only announces the role,
+    and for a last chunk that only has the finish reason."""
     return bool(choice.output) or (choice.text is not None and choice.finish_reason is None)

@@ -23,9 +23,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 def summarize(records: Sequence[Record], seconds: float) -> dict[str, Any]:
     """Numbers of one run that took ``seconds``.
 
-    ``out_tok_s``: output tokens over the whole time. ``in_tok_s``: prompt tokens over the time until the last first
-    token. ``ms_per_tok``: median over requests of the time per token after the first. Gaps of ``itl_*`` are between
-    chunks. All ``*_ms`` in milliseconds.
+    ``out_tok_s``: output tokens over the whole time. ``in_tok_s``: prompt tokens over the time until the last
+    first token. ``ms_per_tok``: median over requests of the time per token after the first. Gaps of ``itl_*``
+    are between chunks. All ``*_ms`` in milliseconds.
     """
     good = [record for record in records if record.error is None]
     ttft = [1e3 * (record.chunks[0] - record.start) for record in good]

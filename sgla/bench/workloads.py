@@ -12,16 +12,18 @@ Prompt = str | list[int]
 LOW_ID, HIGH_ID = 1000, 28000
 
 # Words that are one token each, with the space before, in common BPE vocabularies.
-WORDS = """the of and to in is was for that it with as his on be at by had not are but from or have an they which one you
-were all her she there would their we him been has when who will no more if out so up said what its about than into them
-can only other time new some could these two may first then do any like my now over such our man me even most made after
-also did many off before must well back through years much where your way down should because long each just state those
-people too mr how little good world make very year still see own work men day get here old between both life being under
-three never know same last another while us might great go come since against right came take used himself few house
-during without again place around however home small found thought went say part once general high upon school every
-don does got united left number course war until always away something fact though water less public put think almost
-hand enough far took head yet government system set better told nothing night end why called didn eyes find going look
-asked later knew point next city business give group toward young days let room word""".split()  # noqa: SIM905
+WORDS = """the of and to in is was for that it with as his on be at by had not are but from or have an
+they which one you were all her she there would their we him been has when who will no more if out so up
+said what its about than into them can only other time new some could these two may first then do any like
+my now over such our man me even most made after also did many off before must well back through years
+much where your way down should because long each just state those people too mr how little good world
+make very year still see own work men day get here old between both life being under three never know same
+last another while us might great go come since against right came take used himself few house during
+without again place around however home small found thought went say part once general high upon school
+every don does got united left number course war until always away something fact though water less public
+put think almost hand enough far took head yet government system set better told nothing night end why
+called didn eyes find going look asked later knew point next city business give group toward young days
+let room word""".split()  # noqa: SIM905
 
 
 class Turn(msgspec.Struct):

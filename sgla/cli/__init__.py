@@ -17,7 +17,8 @@ EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def entry() -> None:
-    """``main`` as a process. Threads that Python would wait for, and that may never end, are not waited for."""
+    """``main`` as a process.
+    Threads that Python would wait for, and that may never end, are not waited for."""
     code = main()
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         leave(code)

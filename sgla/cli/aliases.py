@@ -1,5 +1,5 @@
-"""What vLLM's, SGLang's, llama.cpp's, TGI's and LMDeploy's flags are here: another name of a setting, what is always so, or refused
-with what to use instead. ``docs/flags.md`` is made of these tables (``flags_page.py``).
+"""What vLLM's, SGLang's, llama.cpp's, TGI's and LMDeploy's flags are here: another name of a setting, what is
+always so, or refused with what to use instead. ``docs/flags.md`` is made of these tables (``flags_page.py``).
 
 Read from the sources of SGLang 0.5.23 and vLLM 0.33.0.
 """
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 
 class Alias(NamedTuple):
-    """Takes a value, which the setting ``field`` gets; ``words`` are values that are written differently here."""
+    """Takes a value, which the setting ``field`` gets;
+    ``words`` are values that are written differently here."""
 
     field: str
     words: Mapping[str, Any] = MappingProxyType({})
@@ -27,7 +28,8 @@ class Switch(NamedTuple):
 
 
 class Always(NamedTuple):
-    """Asks for what is so in any case: as a switch, or with one of ``values``; others are refused with the same ``hint``."""
+    """Asks for what is so in any case: as a switch, or with one of ``values``;
+    others are refused with the same ``hint``."""
 
     hint: str
     values: tuple[str, ...] = ()
@@ -193,33 +195,46 @@ REFUSED: list[tuple[str, str]] = [
         "of speculative decoding there is --speculative-algorithm ngram, on CPUs; leave this out",
     ),
     (
-        "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens optimistic-prefill-attempts "
-        "enable-pd-role-switch ec-* encoder-* *-dispatch-to-encoder tokens-only prefill-decode-interval* prefill-delayer-* "
-        "enable-prefill-delayer prefill-schedule-interval",
-        "one server reads prompts and generates; leave it out, --itl-target-ms bounds how long a prompt holds up answers",
+        "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens "
+        "optimistic-prefill-attempts enable-pd-role-switch ec-* encoder-* *-dispatch-to-encoder tokens-only "
+        "prefill-decode-interval* prefill-delayer-* enable-prefill-delayer prefill-schedule-interval",
+        (
+            "one server reads prompts and generates; leave it out, "
+            "--itl-target-ms bounds how long a prompt holds up answers"
+        ),
     ),
     (
-        "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* *hisparse* "
-        "hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* enable-session-radix-cache",
+        "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* "
+        "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
+        "enable-session-radix-cache",
         "the KV cache is in the device's memory alone; --kv-cache-bytes or --memory-fraction makes it larger",
     ),
     (
-        "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* video-* asr-* "
-        "*mmproj* language-only language-model-only trust-mm-* interleave-mm-strings enable-precise-embedding-interpolation "
-        "enable-prompt-embeds enable-mm-embeds",
+        "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* "
+        "video-* asr-* *mmproj* language-only language-model-only trust-mm-* interleave-mm-strings "
+        "enable-precise-embedding-interpolation enable-prompt-embeds enable-mm-embeds",
         "images, sound, video and prompts given as vectors are not supported; leave it out",
     ),
     (
         "max-total-tokens num-gpu-blocks-override max-num-queued-tokens",
-        "--kv-cache-bytes sizes the KV cache, --max-queued-requests the queue; 'sgla explain' shows the bytes of a token",
+        (
+            "--kv-cache-bytes sizes the KV cache, --max-queued-requests the "
+            "queue; 'sgla explain' shows the bytes of a token"
+        ),
     ),
     (
-        "quantization-param-path kv-cache-dtype-skip-layers calculate-kv-scales prefill-kv-cache-dequant-dtype",
+        (
+            "quantization-param-path kv-cache-dtype-skip-layers calculate-kv-scales "
+            "prefill-kv-cache-dequant-dtype"
+        ),
         "scales of an 8-bit KV cache are measured at the start: --kv-cache-dtype fp8 alone is enough",
     ),
     ("cache-type-k cache-type-v", "use --kv-cache-dtype fp8 for an 8-bit KV cache on a GPU"),
     (
-        "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config allow-deprecated-quantization",
+        (
+            "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config "
+            "allow-deprecated-quantization"
+        ),
         "use --quantization int8 or int4 on a CPU, fp8 on a GPU",
     ),
     (
@@ -228,121 +243,160 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("n-gpu-layers gpu-layers", "--device cuda puts the whole model on the GPU, --device cpu none of it"),
     (
-        "cuda-graph-* *-cuda-graph* *cudagraph* enforce-eager compilation-config optimization-level performance-mode "
-        "*torch-compile* max-seq-len-to-capture",
+        "cuda-graph-* *-cuda-graph* *cudagraph* enforce-eager compilation-config optimization-level "
+        "performance-mode *torch-compile* max-seq-len-to-capture",
         "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
     ),
     (
-        "moe-* all2all-backend *deepep* *eplb* ep-* *expert* *-moe-* *megamoe* *two-batch-overlap tbo-* *single-batch-overlap "
-        "enable-dbo dbo-* kt-* *waterfill fuseep-* ubatch-size dwdp-* enable-ep-*",
+        "moe-* all2all-backend *deepep* *eplb* ep-* *expert* *-moe-* *megamoe* *two-batch-overlap tbo-* "
+        "*single-batch-overlap enable-dbo dbo-* kt-* *waterfill fuseep-* ubatch-size dwdp-* enable-ep-*",
         "a mixture's experts are split by --tp, and their kernels are chosen for the device; leave it out",
     ),
     (
-        "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* *-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* "
-        "master-* *elastic* ep max-ep-size mooncake-* enable-attn-* *-attn-tp* enable-cp-* load-balance-method enable-dp-* gated-launch-port "
-        "distributed-* cpu-distributed-* ray-* worker-use-ray use-ray numa* device-ids base-gpu-id gpu-id-step *-all-reduce* "
-        "*-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split split-mode main-gpu enable-kv-cache-sharding "
-        "enable-batch-sharded-sampling enable-tp-lm-head-* *layernorm-sp disable-nccl-*",
+        "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* "
+        "*-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* master-* *elastic* ep max-ep-size "
+        "mooncake-* enable-attn-* *-attn-tp* enable-cp-* load-balance-method enable-dp-* gated-launch-port "
+        "distributed-* cpu-distributed-* ray-* worker-use-ray use-ray numa* device-ids base-gpu-id "
+        "gpu-id-step *-all-reduce* *-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split "
+        "split-mode main-gpu enable-kv-cache-sharding enable-batch-sharded-sampling enable-tp-lm-head-* "
+        "*layernorm-sp disable-nccl-*",
         f"{ONE_HOST}; CUDA_VISIBLE_DEVICES chooses them",
     ),
     (
         "temp top-k top-p min-p repeat-penalty predict",
-        "requests bring sampling fields; --preferred-sampling-params has the defaults of those that are left out",
+        (
+            "requests bring sampling fields; --preferred-sampling-params "
+            "has the defaults of those that are left out"
+        ),
     ),
     (
         "hf-chat-template-name completion-template enable-strict-thinking strip-thinking-cache "
         "exclude-tools-when-tool-choice-none reasoning-format reasoning-budget reasoning-config",
-        "--default-chat-template-kwargs and --chat-template are what the template is told; requests may carry chat_template_kwargs",
+        (
+            "--default-chat-template-kwargs and --chat-template are what the template is told; requests may "
+            "carry chat_template_kwargs"
+        ),
     ),
     ("tool-parser-plugin reasoning-parser-plugin", "name one of the parsers that --tool-call-parser lists"),
     (
-        "hf-overrides json-model-override-args model-class-overrides rope-* yarn-* hf-config-path model-config-parser pooler-config "
-        "disable-sliding-window override-kv",
+        "hf-overrides json-model-override-args model-class-overrides rope-* yarn-* hf-config-path "
+        "model-config-parser pooler-config disable-sliding-window override-kv",
         "the configuration is the model's: change config.json in a local folder and serve that",
     ),
     ("hf-token", "set HF_TOKEN in the environment, or run 'hf auth login'"),
-    ("model-url hf-file", "name a hub id as MODEL, for a GGUF file with its quantization: ORGANISATION/NAME:Q4_K_M"),
-    ("grammar-file json-schema", "requests carry their grammar or schema: response_format, or structured_outputs"),
-    ("threads-batch", "--threads is for prompts and answers alike"),
-    ("code-revision tokenizer-revision", "--revision is that of the model's files; --tokenizer may name a folder"),
     (
-        "load-balance* model-loader-* weight-* *-weight-load* *weight-loader* safetensors-* pt-load-* ignore-patterns custom-weight-* "
-        "remote-instance-* *checkpoint* *ckpt* decrypted-* modelexpress-* engine-info-* max-parallel-loading-workers mmap mlock "
-        "model-checksum offload-* cpu-offload-* ple-*",
-        "weights are safetensors or GGUF files, read at the start, and stay on the device; --load-format and --quantization are what "
-        "there is",
+        "model-url hf-file",
+        "name a hub id as MODEL, for a GGUF file with its quantization: ORGANISATION/NAME:Q4_K_M",
     ),
     (
-        "enable-memory-saver enable-sleep-mode enable-cumem-allocator *-cpu-backup sleep-on-idle enable-weights-*",
+        "grammar-file json-schema",
+        "requests carry their grammar or schema: response_format, or structured_outputs",
+    ),
+    ("threads-batch", "--threads is for prompts and answers alike"),
+    (
+        "code-revision tokenizer-revision",
+        "--revision is that of the model's files; --tokenizer may name a folder",
+    ),
+    (
+        "load-balance* model-loader-* weight-* *-weight-load* *weight-loader* safetensors-* pt-load-* "
+        "ignore-patterns custom-weight-* remote-instance-* *checkpoint* *ckpt* decrypted-* modelexpress-* "
+        "engine-info-* max-parallel-loading-workers mmap mlock model-checksum offload-* cpu-offload-* ple-*",
+        "weights are safetensors or GGUF files, read at the start, and stay on the device; --load-format "
+        "and --quantization are what there is",
+    ),
+    (
+        (
+            "enable-memory-saver enable-sleep-mode enable-cumem-allocator "
+            "*-cpu-backup sleep-on-idle enable-weights-*"
+        ),
         "the server keeps its memory; stop it to free the GPU",
     ),
     (
         "skip-tokenizer-init skip-server-warmup warmup* enable-tokenizer-batch-* disable-tokenizer-batch-* "
-        "enable-dynamic-batch-tokenizer dynamic-batch-* tokenizer-pool-* tokenizer-backend detokenizer-worker-num renderer-*",
+        "enable-dynamic-batch-tokenizer dynamic-batch-* tokenizer-pool-* tokenizer-backend "
+        "detokenizer-worker-num renderer-*",
         "text is always tokenized here, and requests wait until the model is warm; leave it out",
     ),
     (
-        "log-level-http uvicorn-* disable-uvicorn-* disable-access-log-* log-requests-* log-config-file max-log-len enable-log-* "
-        "log-error-stack log-disable log-file verbose decode-log-interval aggregate-engine-logging "
-        "show-time-cost enable-request-time-stats-logging gc-warning-* enable-logging-iteration-details",
-        "--log-level, --log-format, --log-requests and --log-interval are what there is; /metrics has statistics",
+        "log-level-http uvicorn-* disable-uvicorn-* disable-access-log-* log-requests-* log-config-file "
+        "max-log-len enable-log-* log-error-stack log-disable log-file verbose decode-log-interval "
+        "aggregate-engine-logging show-time-cost enable-request-time-stats-logging gc-warning-* "
+        "enable-logging-iteration-details",
+        (
+            "--log-level, --log-format, --log-requests and --log-interval "
+            "are what there is; /metrics has statistics"
+        ),
     ),
     (
         "enable-trace trace-modules collect-detailed-traces otlp-service-name",
         "--otlp-traces-endpoint is enough; OTEL_SERVICE_NAME names the service",
     ),
     (
-        "*metrics* bucket-* *-buckets tokenizer-metrics-* load-snapshot-* load-publish-* stat-loggers kv-events-config "
-        "show-hidden-metrics-* jit-monitor-* *nvtx* profiler-config slots props extra-metric-labels",
+        "*metrics* bucket-* *-buckets tokenizer-metrics-* load-snapshot-* load-publish-* stat-loggers "
+        "kv-events-config show-hidden-metrics-* jit-monitor-* *nvtx* profiler-config slots props "
+        "extra-metric-labels",
         "/metrics has them all; --metrics-compat shows them under SGLang's or vLLM's names",
     ),
     (
-        "soft-watchdog-timeout api-key-file ssl-keyfile-password ssl-cert-reqs ssl-ciphers enable-ssl-refresh",
+        (
+            "soft-watchdog-timeout api-key-file ssl-keyfile-password "
+            "ssl-cert-reqs ssl-ciphers enable-ssl-refresh"
+        ),
         "see --watchdog-timeout, --ssl-certfile and SGLA_API_KEY in docs/operating.md",
     ),
     (
-        "uds grpc* smg-* sidecar* *http2* middleware allow-credentials allowed-methods allowed-headers h11-* enable-http-worker-* "
-        "disable-fastapi-docs enable-offline-docs api-prefix path webui timeout",
+        "uds grpc* smg-* sidecar* *http2* middleware allow-credentials allowed-methods allowed-headers "
+        "h11-* enable-http-worker-* disable-fastapi-docs enable-offline-docs api-prefix path webui timeout",
         "HTTP/1.1 on --host and --port is what there is; a proxy can do the rest",
     ),
     (
         "return-hidden-states-mode",
-        "--enable-return-hidden-states lets requests ask for those of all their tokens, behind the last layer",
+        (
+            "--enable-return-hidden-states lets requests ask for those of "
+            "all their tokens, behind the last layer"
+        ),
     ),
     (
-        "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids return-input-ids return-output-ids "
-        "incremental-streaming-output allow-auto-truncate enable-return-* return-* enable-custom-logit-processor "
-        "aux-hidden-* constrained-json-* structured-outputs-config guided-decoding-* sampling-mask-* use-fp64-gumbel "
-        "*watermark-* enable-watermark sampling-backend default-priority-value fingerprint-* "
-        "cohere-* enable-per-request-*",
+        "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids "
+        "return-input-ids return-output-ids incremental-streaming-output allow-auto-truncate "
+        "enable-return-* return-* enable-custom-logit-processor aux-hidden-* constrained-json-* "
+        "structured-outputs-config guided-decoding-* sampling-mask-* use-fp64-gumbel *watermark-* "
+        "enable-watermark sampling-backend default-priority-value fingerprint-* cohere-* "
+        "enable-per-request-*",
         "requests ask for it by a field, where it is supported; leave it out",
     ),
     (
-        "schedule-low-priority-values-first *priority-* priority-* retraction-policy scheduler-* scheduling-* long-prefill-* "
-        "disable-chunked-* enable-chunked-prefill prefill-max-requests min-free-slots-delay watermark "
-        "max-num-scheduled-tokens enable-dynamic-chunking num-scheduler-steps",
+        "schedule-low-priority-values-first *priority-* priority-* retraction-policy scheduler-* "
+        "scheduling-* long-prefill-* disable-chunked-* enable-chunked-prefill prefill-max-requests "
+        "min-free-slots-delay watermark max-num-scheduled-tokens enable-dynamic-chunking num-scheduler-steps",
         "--policy, --step-tokens and --max-running-requests are what the scheduler is told",
     ),
     (
-        "radix-eviction-policy-config prefix-cach* *-prefix-cache disable-cascade-attn disable-chunked-prefix-cache prefix-match-unit "
-        "enable-unified-memory enable-page-major-* c128-* swa-* *hybrid-swa* *hybrid-kv-* prefill-only-* kv-sharing-* "
-        "keep cache-reuse slot-* file-storage-path kv-offload context-shift use-v2-block-manager",
+        "radix-eviction-policy-config prefix-cach* *-prefix-cache disable-cascade-attn "
+        "disable-chunked-prefix-cache prefix-match-unit enable-unified-memory enable-page-major-* c128-* "
+        "swa-* *hybrid-swa* *hybrid-kv-* prefill-only-* kv-sharing-* keep cache-reuse slot-* "
+        "file-storage-path kv-offload context-shift use-v2-block-manager",
         "--prefix-cache, --eviction and --page-size are what the KV cache is told",
     ),
     (
-        "*mamba* *replayssm* linear-attn-* linear-replay* gdn-* kda-* dsa-* dsv4-* *-dsa-* *deepseek* qsa-* *swa-bounded-replay *sconv",
+        (
+            "*mamba* *replayssm* linear-attn-* linear-replay* gdn-* kda-* dsa-* dsv4-* *-dsa-* *deepseek* "
+            "qsa-* *swa-bounded-replay *sconv"
+        ),
         "models of this kind are not supported",
     ),
     (
-        "*-backend *-autotune* *-megakernel *-monokernel kernel-config attention-config additional-config ir-op-priority *flashinfer-* "
-        "triton-attention-* enable-fused-* *-fusion* enable-fp32-lm-head enable-tf32-matmul enable-bf16x3-* *-gemm* "
-        "enable-lean-attention rl-on-policy-target boundary-reduction enable-quant-* enable-flash-late-interaction threads-http",
+        "*-backend *-autotune* *-megakernel *-monokernel kernel-config attention-config additional-config "
+        "ir-op-priority *flashinfer-* triton-attention-* enable-fused-* *-fusion* enable-fp32-lm-head "
+        "enable-tf32-matmul enable-bf16x3-* *-gemm* enable-lean-attention rl-on-policy-target "
+        "boundary-reduction enable-quant-* enable-flash-late-interaction threads-http",
         "kernels are chosen for the model and the device; --attention-backend is what there is to choose",
     ),
     (
-        "debug-* *forward-hooks *dump-* msprobe-* *profile* worker-cls worker-extension-cls io-processor-plugin "
-        "custom-sigquit-handler gc-threshold *fault-tolerance* fail-on-* enable-trace-replay batch-notify-size mlx-* "
-        "export-metrics-* forward-pass-* context-bucket disable-outlines-disk-cache",
+        "debug-* *forward-hooks *dump-* msprobe-* *profile* worker-cls worker-extension-cls "
+        "io-processor-plugin custom-sigquit-handler gc-threshold *fault-tolerance* fail-on-* "
+        "enable-trace-replay batch-notify-size mlx-* export-metrics-* forward-pass-* context-bucket "
+        "disable-outlines-disk-cache",
         "it belongs to that server's inside; leave it out",
     ),
 ]  # fmt: skip
@@ -379,7 +433,8 @@ VARIABLES = {
 
 
 def refusal(name: str) -> str | None:
-    """What to do instead of a peer's flag ``name`` (no hyphens before it; ``compilation-config.mode`` is ``compilation-config``)."""
+    """What to do instead of a peer's flag ``name`` (no hyphens before it;
+    ``compilation-config.mode`` is ``compilation-config``)."""
     name = name.split(".")[0].removeprefix("no-") or name
     for patterns, hint in REFUSED:
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):

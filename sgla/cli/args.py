@@ -47,8 +47,9 @@ ARGUMENTS = {
 }
 AGENTS = ("claude", "codex", "opencode", "qwen", "pi")  # that launch.py knows
 EPILOG = (
-    "Each setting is also a variable, as SGLA_API_KEY, and a line of the --config file. Flags of vLLM, SGLang and llama.cpp are understood "
-    "or refused with what to use instead: see docs/flags.md. 'sgla explain' shows what the settings resolve to."
+    "Each setting is also a variable, as SGLA_API_KEY, and a line of the --config file. Flags of vLLM, "
+    "SGLang and llama.cpp are understood or refused with what to use instead: see docs/flags.md. 'sgla "
+    "explain' shows what the settings resolve to."
 )
 
 
@@ -63,7 +64,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class Given(NamedTuple):
-    """A flag of a setting as it was typed. ``value``: of the setting ``name``; of a list, the words behind the flag."""
+    """A flag of a setting as it was typed.
+    ``value``: of the setting ``name``; of a list, the words behind the flag."""
 
     flag: str
     name: str
@@ -110,8 +112,8 @@ class GiveAlias(Give):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse; ``flags`` holds the fields of Config that were given, and ``hints`` how other servers' flags were understood, where
-    a command takes them. Exits with 2 on a wrong flag."""
+    """Parse; ``flags`` holds the fields of Config that were given, and ``hints`` how other servers' flags
+    were understood, where a command takes them. Exits with 2 on a wrong flag."""
     parser = build()
     if argv and argv[0] in COMMANDS:
         parser.error(f"there is no command '{argv[0]}'; use 'sgla {COMMANDS[argv[0]]}'")
@@ -145,7 +147,8 @@ def _long(word: str) -> str:
 
 
 def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str | None) -> dict[str, Any]:
-    """Fields and values. A flag that is repeated overrides itself, a list grows; two flags for one setting must agree."""
+    """Fields and values.
+    A flag that is repeated overrides itself, a list grows; two flags for one setting must agree."""
     if model is None and not any(one.name == "model" for one in given):
         model, given = _behind_list(parser, given)
     fields: dict[str, Any] = {}
@@ -165,16 +168,16 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
 
 
 def _behind_list(parser: argparse.ArgumentParser, given: Sequence[Given]) -> tuple[str | None, list[Given]]:
-    """MODEL, if the last word behind the only flag with two values is one, as in ``--served-model-name NAME MODEL``; and what else
-    was given. Exits with 2 where it may be one more value just as well."""
+    """MODEL, if the last word behind the only flag with two values is one, as in ``--served-model-name NAME
+    MODEL``; and what else was given. Exits with 2 where it may be one more value just as well."""
     several = [one for one in given if isinstance(one.value, list) and len(one.value) > 1]
     if not several:
         return None, [*given]
     one = several[0]
     if len(several) > 1 or len(one.value) > 2 or not could_be_model(one.value[1]):
         parser.error(
-            f"is the last word behind {one.flag} the MODEL? Write MODEL before the flags, or if there is none, each value "
-            f"behind a {one.flag} of its own"
+            f"is the last word behind {one.flag} the MODEL? Write MODEL before the flags, or if there is "
+            f"none, each value behind a {one.flag} of its own"
         )
     return one.value[1], [
         given_ if given_ is not one else one._replace(value=one.value[:1]) for given_ in given
@@ -254,8 +257,8 @@ def _add_config(
     groups: Sequence[str] = tuple(GROUPS.values()),
     names: Sequence[str] = ("api_key",),
 ) -> None:
-    """--config, MODEL if there is to be one, and a flag for each field of Config in ``groups`` or ``names`` (of commands with groups
-    api_key always: a client needs it too)."""
+    """--config, MODEL if there is to be one, and a flag for each field of Config in ``groups`` or ``names``
+    (of commands with groups api_key always: a client needs it too)."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags override it")
     docs, taken = descriptions(), set()
     group, title = parser.add_argument_group(), ""
@@ -331,7 +334,8 @@ def _help(description: str, default: Any) -> str:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> typing.NoReturn:
-    """Name every unknown flag with what to do instead, or if there is none the first word that is too much."""
+    """Name every unknown flag with what to do instead,
+    or if there is none the first word that is too much."""
     names = [word.split("=")[0] for word in unknown if word.startswith("-")] or unknown[:1]
     flags = [option for action in parser._actions for option in action.option_strings]
     found = []
@@ -386,7 +390,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="1 keeps the pace of the recording, 2 is twice as fast, 0 sends all at once (default: %(default)s)",
+        help="1 keeps the pace of the recording, 2 is twice as fast, 0 "
+        "sends all at once (default: %(default)s)",
     )
 
 

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def profiled(target: load.Target, wish: dict[str, Any]) -> Iterator[None]:
-    """The server records what its workers do, as ``wish`` says; tells where the traces are. Raises ConfigError."""
+    """The server records what its workers do, as ``wish`` says; tells where the traces are.
+    Raises ConfigError."""
     asyncio.run(ask(target, "/start_profile", wish))
     try:
         yield

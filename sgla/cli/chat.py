@@ -1,4 +1,5 @@
-"""``sgla chat``: a conversation in the terminal, through a server (``--url``) or with the model in this process."""
+"""``sgla chat``: a conversation in the terminal,
+through a server (``--url``) or with the model in this process."""
 
 from __future__ import annotations
 
@@ -189,8 +190,8 @@ def write(pieces: Iterator[str]) -> None:
 def ask(
     conversation: Conversation, line: str, show: Callable[[Iterator[str]], None], say: Callable[[str], None]
 ) -> None:
-    """Have the answer shown as it comes. Both belong to the conversation then, unless the request fails; if Ctrl-C stops it,
-    what came of it does."""
+    """Have the answer shown as it comes. Both belong to the conversation then, unless the request fails; if
+    Ctrl-C stops it, what came of it does."""
     conversation.messages.append({"role": "user", "content": line})
     parts: list[str] = []
     stream = conversation.backend.stream(conversation.messages)

@@ -86,7 +86,10 @@ def version(package: str) -> str | None:
 
 
 def _cpu(machine: Machine) -> Finding:
-    detail = f"{machine.cpu}; {machine.cores} cores usable, {machine.physical_cores} physical; {' '.join(machine.isa) or 'no SIMD known'}"
+    detail = (
+        f"{machine.cpu}; {machine.cores} cores usable, {machine.physical_cores} physical; "
+        f"{' '.join(machine.isa) or 'no SIMD known'}"
+    )
     if machine.arch == "x86_64" and "avx2" not in machine.flags:
         return Finding(
             "cpu", "missing", detail, "without AVX2 the CPU kernels cannot be used; torch operations are"

@@ -1,4 +1,5 @@
-"""``sgla eval``: tasks of lm_eval on a model, through a server that runs (``--url``) or one that is started for it."""
+"""``sgla eval``: tasks of lm_eval on a model,
+through a server that runs (``--url``) or one that is started for it."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def cell(value: Any) -> str:
 
 @contextlib.contextmanager
 def started(config: Config) -> Iterator[str]:
-    """The address of a server with these settings, which ends with the block. Raises SglaError if it does not start."""
+    """The address of a server with these settings, which ends with the block.
+    Raises SglaError if it does not start."""
     settings = msgspec.to_builtins(config)
     fields = {name: value for name, value in settings.items() if value is not None}
     # A variable would come before the file, in which it has been taken into account.
@@ -108,8 +110,8 @@ def address(server: subprocess.Popen[str]) -> str:
 def evaluate(
     args: argparse.Namespace, manager: Any, url: str, model: str | None, key: str | None
 ) -> list[dict[str, Any]]:
-    """A row for each metric of each task, and of each group of tasks. Raises ConfigError for a server that is not there, and SglaError
-    for requests that fail and data that cannot be had."""
+    """A row for each metric of each task, and of each group of tasks. Raises ConfigError for a server that is
+    not there, and SglaError for requests that fail and data that cannot be had."""
     facts = asyncio.run(describe(url, key))
     model = model or facts["model"]
     try:
@@ -158,8 +160,8 @@ def measure(
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
-    """lm_eval's manager of tasks. To list its own takes 15 seconds, which is left out where ``folder`` has all that are named. Raises ConfigError
-    for a name that nothing has."""
+    """lm_eval's manager of tasks. To list its own takes 15 seconds, which is left out where ``folder`` has
+    all that are named. Raises ConfigError for a name that nothing has."""
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():

@@ -50,8 +50,8 @@ def model_source(config: Config) -> ModelSource | None:
 
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
-    """Bytes by purpose for all ranks together, and what the KV cache holds, unless it gets what a GPU has left. Weights are
-    estimated from the shape."""
+    """Bytes by purpose for all ranks together, and what the KV cache holds, unless it gets what a GPU has
+    left. Weights are estimated from the shape."""
     spec = read_spec(model)
     if isinstance(spec, EncoderSpec):
         weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
@@ -110,7 +110,10 @@ def kv_line(rows: dict[str, int]) -> str:
     tokens = f"of {rows['kv_bytes_per_token']} bytes"
     if "kv_cache" not in rows:
         return f"KV cache   {'the rest':>10}  less what the largest steps take; tokens {tokens}"
-    return f"KV cache   {size(rows['kv_cache']):>10}  {rows['kv_pages']} pages, {rows['kv_tokens']} tokens {tokens}"
+    return (
+        f"KV cache   {size(rows['kv_cache']):>10}  {rows['kv_pages']} "
+        f"pages, {rows['kv_tokens']} tokens {tokens}"
+    )
 
 
 def reason(resolved: Resolved, name: str) -> str:

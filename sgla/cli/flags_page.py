@@ -1,4 +1,5 @@
-"""``docs/flags.md``: where settings come from, and other servers' flags. ``python -m sgla.cli.flags_page docs/flags.md`` writes it."""
+"""``docs/flags.md``: where settings come from, and other servers' flags.
+``python -m sgla.cli.flags_page docs/flags.md`` writes it."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ Each setting of `sgla serve --help` can be given in three ways. The first that h
 2. a variable of the environment: `SGLA_STEP_TOKENS=4096`
 3. a line of the YAML file that `--config` or `SGLA_CONFIG` names: `step_tokens: 4096`
 
-A flag with several values takes them with commas (`--served-model-name a,b`), repeated, or in a row behind MODEL
-(`sgla serve MODEL --served-model-name a b`). Commas part them in a variable too. API keys may hold commas: there they are given in a
-row or repeated, and in `SGLA_API_KEY` and `SGLA_ADMIN_API_KEY` with spaces between them. Numbers of tokens may be written as vLLM does,
-`32k` (32,000) or `32K` (32,768), sizes as `512M` or `2G` (powers of 1024).
+A flag with several values takes them with commas (`--served-model-name a,b`), repeated, or in a row behind
+MODEL (`sgla serve MODEL --served-model-name a b`). Commas part them in a variable too. API keys may hold
+commas: there they are given in a row or repeated, and in `SGLA_API_KEY` and `SGLA_ADMIN_API_KEY` with spaces
+between them. Numbers of tokens may be written as vLLM does, `32k` (32,000) or `32K` (32,768), sizes as `512M`
+or `2G` (powers of 1024).
 
-An empty variable is as good as none, but an empty `SGLA_API_KEY` ends the start: a server that was to have a key does not begin without
-one. A variable `SGLA_...` that is no setting is named in a warning, once. `sgla bench`, `sgla replay` and `sgla chat --url` send
-`SGLA_API_KEY` too. Keys are never printed. `SGLA_CPU_ISA` limits the instruction sets of the CPU kernels (`avx2`, `avx512`, ...).
+An empty variable is as good as none, but an empty `SGLA_API_KEY` ends the start: a server that was to have a
+key does not begin without one. A variable `SGLA_...` that is no setting is named in a warning, once. `sgla
+bench`, `sgla replay` and `sgla chat --url` send `SGLA_API_KEY` too. Keys are never printed. `SGLA_CPU_ISA`
+limits the instruction sets of the CPU kernels (`avx2`, `avx512`, ...).
 
 ## Flags of other servers
 

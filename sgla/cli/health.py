@@ -65,7 +65,8 @@ def address(config: Config) -> str:
 
 
 def tls(config: Config) -> ssl.SSLContext:
-    """It is our own server, so its certificate is not checked; if it wants one of clients, it sees its own."""
+    """It is our own server, so its certificate is not checked;
+    if it wants one of clients, it sees its own."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,5 +1,6 @@
-"""``sgla launch``: a coding agent against a running server. Agents are told of the server by variables and arguments where they can be, so that no
-file changes; what has to be written is shown before, with a copy kept of what was there."""
+"""``sgla launch``: a coding agent against a running server. Agents are told of the server by variables and
+arguments where they can be, so that no file changes; what has to be written is shown before, with a copy kept
+of what was there."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Target(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """``variables`` and ``arguments`` tell the agent of a server for one run. ``settings``: a JSON file of its own, and what belongs there, to tell
-    it for good; with ``needed`` it has no other way."""
+    """``variables`` and ``arguments`` tell the agent of a server for one run. ``settings``: a JSON file of
+    its own, and what belongs there, to tell it for good; with ``needed`` it has no other way."""
 
     name: str
     binary: str
@@ -68,7 +69,8 @@ def claude_variables(target: Target) -> dict[str, str]:
 
 
 def claude_arguments(target: Target) -> list[str]:
-    """Variables in the user's settings go before those of the process; settings of the command line before both. The key stays out of it."""
+    """Variables in the user's settings go before those of the process;
+    settings of the command line before both. The key stays out of it."""
     variables = {
         name: value for name, value in claude_variables(target).items() if name != "ANTHROPIC_AUTH_TOKEN"
     }
@@ -214,8 +216,8 @@ def run(args: argparse.Namespace) -> int:
     say(f"{target.model} on {target.url}" + (f", context {target.context} tokens" if target.context else ""))
     if target.context and target.context < agent.least:
         say(
-            f"warning: {agent.name} needs a context of about {agent.least} tokens for its prompt and tools; this one is too short "
-            "(sgla serve --context-length, or a model with a longer one)"
+            f"warning: {agent.name} needs a context of about {agent.least} tokens for its prompt and tools; "
+            "this one is too short (sgla serve --context-length, or a model with a longer one)"
         )
     variables, arguments = agent.variables(target), agent.arguments(target)
     if agent.needed or args.config_only:
@@ -279,11 +281,12 @@ def start(command: Sequence[str], environ: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-# files ----------------------------------------------------------------------------------------------------------------
+# files ------------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, settings: dict[str, Any], yes: bool, show_only: bool, key: str) -> bool:
-    """Put ``settings`` into a file, beside what is there; False if the user does not want it. Raises ConfigError."""
+    """Put ``settings`` into a file, beside what is there; False if the user does not want it.
+    Raises ConfigError."""
     before = read(path)
     after = as_toml(settings) if path.suffix == ".toml" else as_json(path, before, settings)
     if before == after:
@@ -358,7 +361,8 @@ def as_json(path: Path, before: str | None, settings: dict[str, Any]) -> str:
         known = json.loads(before) if before and before.strip() else {}
     except ValueError as error:
         raise ConfigError(
-            f"{path} is not plain JSON ({error}), so nothing is written; put this into it: {json.dumps(settings)}"
+            f"{path} is not plain JSON ({error}), so nothing is written; "
+            f"put this into it: {json.dumps(settings)}"
         ) from error
     if not isinstance(known, dict):
         raise ConfigError(f"{path} holds no JSON object")

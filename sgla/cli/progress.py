@@ -17,7 +17,8 @@ WIDTH = 24
 
 
 class ProgressPrinter:
-    """Call it with each Progress, from any thread; ``close`` leaves the last state of each phase on the screen."""
+    """Call it with each Progress, from any thread;
+    ``close`` leaves the last state of each phase on the screen."""
 
     def __init__(self, out: TextIO = sys.stderr) -> None:
         self.out = out
@@ -102,5 +103,6 @@ def _make_bars(out: TextIO) -> Bars:
         TextColumn("{task.fields[detail]}", markup=False),
         TimeElapsedColumn(),
         console=Console(file=out),
-        redirect_stdout=sys.stdout.isatty(),  # what is printed meanwhile goes above the bars, but a file gets it as ever
+        # What is printed meanwhile goes above the bars, but a file gets it as ever.
+        redirect_stdout=sys.stdout.isatty(),
     )

@@ -1,4 +1,5 @@
-"""``sgla replay``: the scheduler's recorded steps through a scheduler again, or recorded requests to a server again."""
+"""``sgla replay``: the scheduler's recorded steps through a scheduler again,
+or recorded requests to a server again."""
 
 from __future__ import annotations
 

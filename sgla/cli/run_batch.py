@@ -1,5 +1,6 @@
-"""``sgla run-batch``: the requests of a file, in OpenAI's form for batches, without a server. They go through the handlers of their routes, and
-are the lines of a batch in a state of its own, which is gone when the command ends."""
+"""``sgla run-batch``: the requests of a file, in OpenAI's form for batches, without a server. They go through
+the handlers of their routes, and are the lines of a batch in a state of its own, which is gone when the
+command ends."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"sgla run-batch: {place}{error['message']}", file=sys.stderr)
     used = batch.usage
     print(
-        f"{batch.completed} of {batch.total} requests answered, {batch.failed} failed; {used['input_tokens']} tokens read, "
-        f"{used['output_tokens']} written: {args.output_file}",
+        f"{batch.completed} of {batch.total} requests answered, {batch.failed} failed; "
+        f"{used['input_tokens']} tokens read, {used['output_tokens']} written: {args.output_file}",
         file=sys.stderr,
     )
     if batch.wanted:

@@ -53,14 +53,18 @@ def model_text(path: Path | None) -> str:
 def ready_text(
     config: Config, facts: Facts, defaults: Defaults, url: str, seconds: float, path: Path | None = None
 ) -> str:
-    """What is served, and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
+    """What is served,
+    and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
     name = (config.served_model_name or [config.model])[0]
     route, fields = example(facts)
     body = {"model": name, **fields}
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
     text = json.dumps(body).replace("'", "'\\''")
     return (
-        f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context {facts.context_len} tokens"
+        (
+            f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context "
+            f"{facts.context_len} tokens"
+        )
         + (
             f", KV cache {(facts.groups[0].pages - 1) * facts.page_size} tokens\n"
             if facts.groups[0].pages > 1

@@ -1,4 +1,5 @@
-"""``Config`` from flags, the environment and a YAML file, in this order; every mistake is a ConfigError that names its place."""
+"""``Config`` from flags, the environment and a YAML file, in this order;
+every mistake is a ConfigError that names its place."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Say = Callable[[str], None]
 
 
 def parse_bytes(text: str) -> int:
-    """``"512M"``, ``"2GiB"``, ``"1.5g"``, ``"4096"`` -> bytes; a unit is a power of 1024. Raises ValueError."""
+    """``"512M"``, ``"2GiB"``, ``"1.5g"``, ``"4096"`` -> bytes; a unit is a power of 1024.
+    Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
     if match is None:
         raise ValueError(f"'{text}' is no size; write 512M, 2G or a number of bytes")
@@ -71,7 +73,8 @@ def parse_object(text: str) -> dict[str, Any]:
 
 @functools.cache
 def kinds() -> dict[str, Any]:
-    """The type of every field of Config: Literal, bool, int, float, str, list[str] or dict; None is left out of it."""
+    """The type of every field of Config:
+    Literal, bool, int, float, str, list[str] or dict; None is left out of it."""
     found = {}
     for name, hint in typing.get_type_hints(Config, include_extras=True).items():
         kind = typing.get_args(hint)[0]
@@ -80,7 +83,8 @@ def kinds() -> dict[str, Any]:
 
 
 def value_of(name: str, text: str) -> Any:
-    """A value of field ``name`` that is written as ``text``, in an alias, the environment or a string of a file. Raises ValueError."""
+    """A value of field ``name`` that is written as ``text``, in an alias,
+    the environment or a string of a file. Raises ValueError."""
     kind = kinds()[name]
     if typing.get_origin(kind) is list:
         return parse_list(name, text)
@@ -105,7 +109,8 @@ def value_of(name: str, text: str) -> Any:
 
 
 def alias_value(name: str, text: str | bool) -> tuple[str, Any] | None:
-    """The field and the value that a peer's flag ``name`` means with ``text`` (True: as a switch), or None if it is so in any case.
+    """The field and the value that a peer's flag ``name`` means with ``text`` (True: as a switch),
+    or None if it is so in any case.
 
     Raises ValueError.
     """
@@ -147,7 +152,8 @@ def nearest(name: str) -> str:
 
 
 def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
-    """Fields and values of a ``--config`` file, whose keys are flags with ``_`` or ``-``; ``say`` is told about other servers' flags."""
+    """Fields and values of a ``--config`` file, whose keys are flags with ``_`` or ``-``;
+    ``say`` is told about other servers' flags."""
     import yaml
 
     try:
@@ -188,9 +194,11 @@ def setting(key: str, value: Any, say: Say) -> tuple[str, Any] | None:
 
 
 def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
-    """Fields and values of variables ``SGLA_...``; ``say`` is told about those that mean nothing, and about other servers'.
+    """Fields and values of variables ``SGLA_...``;
+    ``say`` is told about those that mean nothing, and about other servers'.
 
-    A variable that is empty is as good as none, unless it is a key: a server that was to have one must not start without.
+    A variable that is empty is as good as none, unless it is a key:
+    a server that was to have one must not start without.
     """
     found: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):
@@ -238,7 +246,8 @@ def complain(text: str) -> None:
 def load_config(
     flags: Mapping[str, Any], path: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Config:
-    """The settings: ``flags`` (field names to values), else what ``environ`` says, else the file ``path`` or ``SGLA_CONFIG``."""
+    """The settings: ``flags`` (field names to values),
+    else what ``environ`` says, else the file ``path`` or ``SGLA_CONFIG``."""
     path = path or environ.get("SGLA_CONFIG") or None
     given = read_environment(environ, complain) | dict(flags)
     values = (read_file(path, complain) if path else {}) | given

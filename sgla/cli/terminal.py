@@ -1,4 +1,5 @@
-"""The conversation on a terminal: lines with history by prompt_toolkit, answers as Markdown by rich while they come."""
+"""The conversation on a terminal:
+lines with history by prompt_toolkit, answers as Markdown by rich while they come."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def history_file() -> Path:
 
 
 def open_history() -> History:
-    """The lines of earlier conversations, for this user alone; those of this one, if there is no place for a file."""
+    """The lines of earlier conversations, for this user alone;
+    those of this one, if there is no place for a file."""
     path = history_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -74,8 +76,8 @@ class Screen:
         self.console.print(CONTROLS.sub("", text), style="dim", markup=False)
 
     def answer(self, pieces: Iterator[str]) -> None:
-        """Print Markdown as it comes. Blocks that are complete stay; only what follows them is drawn again and again, so an answer
-        may be longer than the screen."""
+        """Print Markdown as it comes. Blocks that are complete stay; only what follows them is drawn again
+        and again, so an answer may be longer than the screen."""
         rest = ""
         with Live(console=self.console, refresh_per_second=REFRESH, transient=True) as live:
             try:

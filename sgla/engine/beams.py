@@ -32,8 +32,8 @@ class BeamCalls(EngineLoop):
         concurrency: int = 64,
         progress: bool | None = None,
     ) -> Any:
-        """The ``width`` best beams of a prompt, the best first, or such a list for each of many prompts, of which ``concurrency`` are searched
-        at a time; see ``sgla.text.beams.BeamSearch``."""
+        """The ``width`` best beams of a prompt, the best first, or such a list for each of many prompts, of
+        which ``concurrency`` are searched at a time; see ``sgla.text.beams.BeamSearch``."""
 
         def search(prompt: Prompt) -> Coroutine[Any, Any, list[Output]]:
             return self._beam_search(

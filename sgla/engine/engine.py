@@ -34,20 +34,21 @@ class Chat(NamedTuple):
 class Engine(VectorCalls, BeamCalls):
     """A loaded model. ``Engine(model="demo", dtype="float32")``: keywords are the fields of ``Config``.
 
-    Methods are thread-safe; ``a*`` variants are awaited on the caller's own loop. Errors are ``sgla.errors.SglaError``.
-    Use it as a context manager or call ``shutdown``.
+    Methods are thread-safe; ``a*`` variants are awaited on the caller's own loop. Errors are
+    ``sgla.errors.SglaError``. Use it as a context manager or call ``shutdown``.
     """
 
-    # synchronous -----------------------------------------------------------------------------------------------------
+    # synchronous --------------------------------------------------------------------------------------------
 
     def generate(
         self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
     ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
-        Without ``sampling`` the model's own defaults hold, for 16 tokens (see ``sampling``). One prompt gives an ``Output`` (a list of
-        them if ``n > 1``); a batch gives a list of that, and may have a list of ``sampling`` and of ``priority``. ``progress``:
-        whether a batch shows a bar; by default on a terminal and in a notebook.
+        Without ``sampling`` the model's own defaults hold, for 16 tokens (see ``sampling``). One prompt gives
+        an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that, and may have a list of
+        ``sampling`` and of ``priority``. ``progress``: whether a batch shows a bar; by default on a terminal
+        and in a notebook.
         """
         return self._call(self._generate(prompts, sampling, priority, progress))
 
@@ -62,7 +63,8 @@ class Engine(VectorCalls, BeamCalls):
         progress: bool | None = None,
         **template_kwargs: Any,
     ) -> Any:
-        """Answer a conversation, or a batch of them, through the model's chat template; results are as of ``generate``.
+        """Answer a conversation, or a batch of them, through the model's chat template;
+        results are as of ``generate``.
 
         Without ``sampling`` the model's own defaults hold, up to the end of the context.
         """
@@ -85,7 +87,7 @@ class Engine(VectorCalls, BeamCalls):
         finally:
             self._cancel(job.rid)
 
-    # asynchronous ----------------------------------------------------------------------------------------------------
+    # asynchronous -------------------------------------------------------------------------------------------
 
     async def agenerate(
         self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
@@ -136,11 +138,11 @@ class Engine(VectorCalls, BeamCalls):
         finally:
             self._cancel(job.rid)
 
-    # the rest --------------------------------------------------------------------------------------------------------
+    # the rest -----------------------------------------------------------------------------------------------
 
     def sampling(self, **fields: Any) -> SamplingParams:
-        """The sampling that the model's files recommend, with ``fields`` in its place. Without ``max_tokens`` an output may go on to
-        the context's end."""
+        """The sampling that the model's files recommend, with ``fields`` in its place. Without ``max_tokens``
+        an output may go on to the context's end."""
         defaults = self._defaults
         return SamplingParams(**{**defaults.values, "max_tokens": defaults.max_tokens(), **fields})
 
@@ -163,7 +165,8 @@ class Engine(VectorCalls, BeamCalls):
         return self._call(snapshot())
 
     def start_profile(self, folder: str | None = None, steps: int = MOST_PROFILED) -> None:
-        """Record what the workers do, until ``stop_profile`` or for so many steps. The trace goes to ``folder``, or that of the settings."""
+        """Record what the workers do, until ``stop_profile`` or for so many steps.
+        The trace goes to ``folder``, or that of the settings."""
         args = {"folder": str(Path(folder or self.config.profile_folder).resolve()), "steps": steps}
         self._call(self._ready().ingress.control(messages.Control(verb="profile_start", args=args)))
 
@@ -172,7 +175,7 @@ class Engine(VectorCalls, BeamCalls):
         stopped = self._call(self._ready().ingress.control(messages.Control(verb="profile_stop")))
         return [rank["file"] for rank in stopped["ranks"]]
 
-    # inside ----------------------------------------------------------------------------------------------------------
+    # inside -------------------------------------------------------------------------------------------------
 
     async def _generate(self, prompts: Any, sampling: Any, priority: Any, progress: bool | None) -> Any:
         single = is_one(prompts)
@@ -192,12 +195,13 @@ class Engine(VectorCalls, BeamCalls):
     async def _batch(
         self, inputs: list[dict[str, Any]], sampling: Any, usual: int | None, progress: bool | None
     ) -> list[Any]:
-        """The results of requests that are told by fields of their jobs; ``usual``: max_tokens without sampling."""
+        """The results of requests that are told by fields of their jobs;
+        ``usual``: max_tokens without sampling."""
         params = each(sampling, len(inputs), "sampling parameters")
         known = {id(one): resolved(one) for one in params if one is not None}  # most batches share one
         params = [None if one is None else known[id(one)] for one in params]
-        # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham, "Bounds on
-        # multiprocessing timing anomalies", 1969: longest processing time first).
+        # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham,
+        # "Bounds on multiprocessing timing anomalies", 1969: longest processing time first).
         limits = [usual if one is None else one.max_tokens for one in params]
         most = [math.inf if limit is None else limit for limit in limits]
         order = sorted(range(len(inputs)), key=lambda i: most[i], reverse=True)

@@ -25,8 +25,8 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = list[dict[str, Any]]
 Message = Event | Rejected | Exception  # what a stream brings
-# Bytes of prompts that one turn of the loop opens: first those of two large steps, which takes a few milliseconds; then, beside
-# steps that run, so few that no result waits long.
+# Bytes of prompts that one turn of the loop opens: first those of two large steps, which takes a few
+# milliseconds; then, beside steps that run, so few that no result waits long.
 FIRST_PART, PART = 1 << 17, 1 << 15
 USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
@@ -77,7 +77,7 @@ class EngineLoop:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    # inside ----------------------------------------------------------------------------------------------------------
+    # inside -------------------------------------------------------------------------------------------------
 
     async def _start(self, on_progress: Callable[[Progress], None] | None) -> None:
         self._system = System(self.config, on_progress)
@@ -124,8 +124,8 @@ class EngineLoop:
         return {"text": prompt} if isinstance(prompt, str) else {"token_ids": list(prompt or [])}
 
     def _begin(self, job: Job, push: Callable[[Message], None]) -> None:
-        """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a ``_cancel`` behind this
-        call also happens behind it."""
+        """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a
+        ``_cancel`` behind this call also happens behind it."""
         ingress = self._ready().ingress
 
         def begin() -> None:
@@ -137,8 +137,8 @@ class EngineLoop:
         self._loop.call_soon_threadsafe(begin)
 
     async def _collect(self, jobs: Iterable[Job], bar: Bar | None = None) -> list[list[Output]]:
-        """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part at a time: the first
-        steps are computed while the rest is prepared, or waits for room."""
+        """Run jobs to their ends on the engine's loop; the choices of each. They are made and opened a part
+        at a time: the first steps are computed while the rest is prepared, or waits for room."""
         ingress = self._ready().ingress
         sinks: dict[str, Collector] = {}
         failed = asyncio.Event()

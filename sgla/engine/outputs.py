@@ -12,7 +12,8 @@ from sgla.messages import Event, Rejected, TokenLogprob, Usage
 
 
 class Output(msgspec.Struct, kw_only=True):
-    """One choice. ``finish``: stop | length | repetition | abort; ``matched``: the stop string or token id that ended it."""
+    """One choice. ``finish``: stop | length | repetition | abort;
+    ``matched``: the stop string or token id that ended it."""
 
     index: int
     text: str = ""
@@ -44,8 +45,8 @@ class Output(msgspec.Struct, kw_only=True):
 
 
 class Collector:
-    """A sink on the engine's loop; ``done`` brings the request's choices in index order, or raises what it ended with, which sets
-    ``failed``."""
+    """A sink on the engine's loop; ``done`` brings the request's choices in index order, or raises what it
+    ended with, which sets ``failed``."""
 
     def __init__(self, n: int, failed: asyncio.Event, bar: Bar | None) -> None:
         self.done: asyncio.Future[list[Output]] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,5 @@
-"""``SamplingParams`` as callers of ``Engine`` and ``LLM`` write them: the fields of the message of that name, and vLLM's beside."""
+"""``SamplingParams`` as callers of ``Engine`` and ``LLM`` write them:
+the fields of the message of that name, and vLLM's beside."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens
 class StructuredOutputsParams(msgspec.Struct, kw_only=True):
     """What an output must look like; one of the first six fields (vLLM's class of this name).
 
-    ``disable_any_whitespace``: False leaves the space between JSON tokens free. ``disable_additional_properties``: whether objects are closed
-    whose schema does not say; None: as the engine is set.
+    ``disable_any_whitespace``: False leaves the space between JSON tokens free.
+    ``disable_additional_properties``: whether objects are closed whose schema does not say; None: as the
+    engine is set.
     """
 
     json: str | bool | dict[str, Any] | None = None
@@ -60,7 +62,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True):
-    """vLLM's class of this name. ``temperature`` changes nothing, since beams are ranked by the model's own logprobs."""
+    """vLLM's class of this name.
+    ``temperature`` changes nothing, since beams are ranked by the model's own logprobs."""
 
     beam_width: int
     max_tokens: int
@@ -71,7 +74,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
 
 
 class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True):  # type: ignore[misc]
-    """How to choose the tokens of a request; see ``sgla.messages.SamplingParams``. May be changed until it is used.
+    """How to choose the tokens of a request; see ``sgla.messages.SamplingParams``.
+    May be changed until it is used.
 
     As with vLLM, ``stop`` and ``bad_words`` may be one string, and lists and dicts may be None.
     """
@@ -93,7 +97,8 @@ class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True):  # ty
 
 
 def resolved(given: messages.SamplingParams) -> messages.SamplingParams:
-    """The message that ``given`` means; a message is returned as it is. Raises InvalidField and UnsupportedField, which name the field."""
+    """The message that ``given`` means; a message is returned as it is.
+    Raises InvalidField and UnsupportedField, which name the field."""
     if type(given) is messages.SamplingParams:
         return given
     for name in MISSING:

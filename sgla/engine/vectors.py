@@ -32,12 +32,13 @@ class VectorCalls(EngineLoop):
         normalize: bool | None = None,
         progress: bool | None = None,
     ) -> Floats:
-        """Embeddings: float32 ``[size]`` of one input, ``[n, size]`` of a list. The options are those of /v1/embeddings, and
-        ``progress`` as in ``Engine.generate``."""
+        """Embeddings: float32 ``[size]`` of one input, ``[n, size]`` of a list. The options are those of
+        /v1/embeddings, and ``progress`` as in ``Engine.generate``."""
         return self._call(self._embed(inputs, dimensions, normalize, progress))
 
     def classify(self, inputs: Inputs, *, activate: bool = True, progress: bool | None = None) -> Any:
-        """Label -> probability (logit if not ``activate``: the reward of a reward model); a list of that for a list."""
+        """Label -> probability (logit if not ``activate``: the reward of a reward model);
+        a list of that for a list."""
         return self._call(self._classify(inputs, activate, progress))
 
     def score(self, query: str, documents: str | Sequence[str], *, progress: bool | None = None) -> Any:

@@ -1,9 +1,9 @@
 """Objects that have the properties which their schema declares, and no others.
 
-A schema with ``properties`` says nothing of further ones, so a model may invent them. ``close`` adds ``additionalProperties:
-false`` wherever a schema declares properties and says nothing of others itself: every document of the result fits the schema. What
-holds for one document together (``allOf``, a reference with something beside it) is closed together; each branch of ``anyOf`` is closed
-by itself.
+A schema with ``properties`` says nothing of further ones, so a model may invent them. ``close`` adds
+``additionalProperties: false`` wherever a schema declares properties and says nothing of others itself: every
+document of the result fits the schema. What holds for one document together (``allOf``, a reference with
+something beside it) is closed together; each branch of ``anyOf`` is closed by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def close(schema: Json) -> Json:
 
 @dataclass
 class Declared:
-    """By all schemas that hold for one document: ``names`` and ``patterns`` of properties. ``whether`` there is a list of properties;
-    ``open``: one of them says itself what else there may be, or is not known."""
+    """By all schemas that hold for one document: ``names`` and ``patterns`` of properties. ``whether`` there
+    is a list of properties; ``open``: one of them says itself what else there may be, or is not known."""
 
     names: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _Closer:
         self._look(self._root, beside=False)
         return self._closed(self._root, own_ref="#")
 
-    # which targets stay open -----------------------------------------------------------------------------------------
+    # which targets stay open --------------------------------------------------------------------------------
 
     def _look(self, schema: Json, beside: bool) -> None:
         """``beside``: something else holds for the same document."""
@@ -87,7 +87,7 @@ class _Closer:
             for each in schema.get(key, ()):
                 self._share_in(each, depth - 1)
 
-    # what is declared ------------------------------------------------------------------------------------------------
+    # what is declared ---------------------------------------------------------------------------------------
 
     def _declared(self, schema: Json, but: str = "") -> Declared:
         """By ``schema`` and what it is made of, except its keyword ``but``."""
@@ -116,7 +116,7 @@ class _Closer:
             self._targets[ref] = Declared(open=True) if target is None else self._declared(target)
         return self._targets[ref]
 
-    # closing ---------------------------------------------------------------------------------------------------------
+    # closing ------------------------------------------------------------------------------------------------
 
     def _closed(self, schema: Json, around: Declared | None = None, own_ref: str = "") -> Json:
         """``around``: what holds for the same document. ``own_ref``: by which others refer to this schema."""
@@ -151,7 +151,8 @@ class _Closer:
         }
 
     def _inside(self, schema: Object, but: str = "") -> Object:
-        """``schema`` with what lies inside of its documents closed; in its parts, too, except those of ``but``."""
+        """``schema`` with what lies inside of its documents closed;
+        in its parts, too, except those of ``but``."""
         out = dict(schema)
         for key in MAPS:
             if isinstance(out.get(key), dict):

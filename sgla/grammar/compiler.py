@@ -48,7 +48,8 @@ class Making:
 
 
 class Client:
-    """What one client waits for. Of each kind of work, one thing of a client is done, or waits for its turn, at a time."""
+    """What one client waits for.
+    Of each kind of work, one thing of a client is done, or waits for its turn, at a time."""
 
     def __init__(self) -> None:
         self.makings: dict[bytes, Making] = {}
@@ -58,11 +59,11 @@ class Client:
 class Compiler:
     """Lives on the running loop. Starts nothing before its first use.
 
-    A grammar has a first try of ``FIRST`` seconds. One that takes longer goes on beside the first tries of others, up to ``TIMEOUT``;
-    there is one such at a time. Clients take turns at both.
+    A grammar has a first try of ``FIRST`` seconds. One that takes longer goes on beside the first tries of
+    others, up to ``TIMEOUT``; there is one such at a time. Clients take turns at both.
 
-    ``vocabulary`` makes the model's, in a thread; ``tell`` sends the workers a command and waits for rank 0's answer. ``whitespace``
-    and ``additional`` are for grammars that do not say.
+    ``vocabulary`` makes the model's, in a thread; ``tell`` sends the workers a command and waits for rank 0's
+    answer. ``whitespace`` and ``additional`` are for grammars that do not say.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class Compiler:
         self._seconds: list[float] = []
 
     def find(self, grammar: Grammar) -> str | None:
-        """The source for the workers, if it is known. Raises InvalidField or UnsupportedField for one that is known to be refused."""
+        """The source for the workers, if it is known.
+        Raises InvalidField or UnsupportedField for one that is known to be refused."""
         if len(grammar.text) > MAX_GRAMMAR:
             raise InvalidField(
-                f"{grammar.param}: the grammar has {len(grammar.text)} characters, the limit is {MAX_GRAMMAR}",
+                f"{grammar.param}: the grammar has {len(grammar.text)} "
+                f"characters, the limit is {MAX_GRAMMAR}",
                 param=grammar.param,
             )
         key = _key(grammar)
@@ -113,8 +116,8 @@ class Compiler:
         return source
 
     async def compile(self, grammar: Grammar, client: str = "") -> str:
-        """The source for the workers. Raises InvalidField or UnsupportedField, which say why, or Overloaded, but not for "", which is
-        nobody's ``client``."""
+        """The source for the workers. Raises InvalidField or UnsupportedField, which say why, or Overloaded,
+        but not for "", which is nobody's ``client``."""
         if (source := self.find(grammar)) is not None:
             return source
         key, mine = _key(grammar), self._clients.setdefault(client, Client())
@@ -122,7 +125,8 @@ class Compiler:
         if making is None:
             if client and len(mine.makings) >= WAITING:
                 raise Overloaded(
-                    f"{grammar.param}: {WAITING} grammars of yours wait to be compiled, which is the limit; retry later",
+                    f"{grammar.param}: {WAITING} grammars of yours wait to be "
+                    "compiled, which is the limit; retry later",
                     param=grammar.param,
                     retry_after=5.0,
                 )
@@ -197,7 +201,7 @@ class Compiler:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # inside ------------------------------------------------------------------------------------------------------
+    # inside -------------------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -292,7 +296,8 @@ class Compiler:
         return self._cache.get(_key(grammar)) or self._refusals.get(_key(grammar))
 
     async def _first_try(self, ask: Ask) -> tuple[Child, Answer | None]:
-        """By the child that served before, or by a new one if there is none, or if it dies, maybe of what it did before."""
+        """By the child that served before, or by a new one if there is none,
+        or if it dies, maybe of what it did before."""
         child, self._spare = self._spare, None
         while True:
             fresh = child is None
@@ -307,7 +312,8 @@ class Compiler:
                 child = None
 
     async def _forewarn(self, source: str) -> None:
-        """Have the workers compile it beside their steps, and wait for that. Raises InvalidField if they cannot."""
+        """Have the workers compile it beside their steps, and wait for that.
+        Raises InvalidField if they cannot."""
         assert self._folder is not None
         path = self._folder / str(next(self._files))
         path.write_text(source)
@@ -349,8 +355,8 @@ class Compiler:
 
 @asynccontextmanager
 async def turn(own: asyncio.Lock, everybodys: asyncio.Lock) -> AsyncIterator[None]:
-    """A turn of a client, then of this client among all. Locks are given in the order of asking. Raises Overloaded if the others take
-    ``QUEUE`` seconds."""
+    """A turn of a client, then of this client among all. Locks are given in the order of asking. Raises
+    Overloaded if the others take ``QUEUE`` seconds."""
     async with own:
         try:
             await asyncio.wait_for(everybodys.acquire(), QUEUE)

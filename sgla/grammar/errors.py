@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class GrammarError(ValueError):
-    """The grammar is wrong, too large or asks for something that cannot be honoured. The message is for the user.
+    """The grammar is wrong, too large or asks for something that cannot be honoured.
+    The message is for the user.
 
     ``unsupported``: it is right, but this server cannot do it."""
 

@@ -8,8 +8,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from sgla.grammar.protocol import Vocabulary
 
-# ``step_lexer_fuel`` and ``step_max_items`` bound the work for one mask to about 10 ms each, ``initial_lexer_fuel`` the
-# compilation to about a second.
+# ``step_lexer_fuel`` and ``step_max_items`` bound the work for one mask to about 10 ms each,
+# ``initial_lexer_fuel`` the compilation to about a second.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
     step_lexer_fuel=200_000,
@@ -18,8 +18,9 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 SILENT = 0
-# Tokens are sorted by how many of a JSON string's characters they have. Where a string may go on for at least as many, all of a kind
-# are allowed without a look at each: near the end of strings with a maxLength these kinds save most of the time.
+# Tokens are sorted by how many of a JSON string's characters they have. Where a string may go on for at least
+# as many, all of a kind are allowed without a look at each: near the end of strings with a maxLength these
+# kinds save most of the time.
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [f"{CHARACTER}{{1,{count}}}" for count in (1, 2, 3, 4, 6, 9, 14, 30)] + [f"{CHARACTER}+"]
 

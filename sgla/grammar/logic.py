@@ -1,6 +1,8 @@
-"""What can be told of JSON Schemas without a document: that two have none in common, and what the opposite of one is.
+"""What can be told of JSON Schemas without a document:
+that two have none in common, and what the opposite of one is.
 
-``find`` gives the target of a ``$ref``, or None. Formats say nothing here, since validators need not check them.
+``find`` gives the target of a ``$ref``, or None.
+Formats say nothing here, since validators need not check them.
 """
 
 from __future__ import annotations
@@ -51,9 +53,8 @@ class Find:
         self.schemas = 0  # that have been rewritten
         self._registry: Any = None
         draft = str(root.get("$schema", "")) if isinstance(root, dict) else ""
-        self.lists = (
-            re.search(r"/draft-0\d/|/2019-09/", draft) is not None
-        )  # of ``items`` are what is now ``prefixItems``
+        # Of ``items`` are what is now ``prefixItems``.
+        self.lists = re.search(r"/draft-0\d/|/2019-09/", draft) is not None
 
     def validator(self, schema: Json) -> Callable[[Json], bool] | None:
         """Whether a document fits ``schema``, a part of this document; None if that cannot be told."""
@@ -110,7 +111,7 @@ def nothing(uri: str) -> None:
     raise ValueError(f"{uri} is not part of the schema")
 
 
-# no document in common -----------------------------------------------------------------------------------------------
+# no document in common --------------------------------------------------------------------------------------
 
 
 def apart(a: Json, b: Json, find: Find, depth: int = DEPTH) -> bool:
@@ -193,7 +194,8 @@ def listed(found: list[Object]) -> list[Json] | None:
 
 
 def few_values(schema: Json, find: Find, depth: int = DEPTH) -> list[Json] | None:
-    """Values among which a document must be, more than once or not fitting some of them; None if they are not few."""
+    """Values among which a document must be, more than once or not fitting some of them;
+    None if they are not few."""
     find.steps -= 1
     if not isinstance(schema, dict) or find.steps < 0:
         return [] if schema is False else None
@@ -343,12 +345,12 @@ def together(*patterns: str) -> str:
     return str(LLMatcher.validate_grammar(source))
 
 
-# in one, not in the other ----------------------------------------------------------------------------------------------
+# in one, not in the other -----------------------------------------------------------------------------------
 
 
 def differing(own: Json, other: Json, find: Find, depth: int = DEPTH) -> list[Json] | None:
-    """Schemas one of which every document of ``own`` fits that does not fit ``other``, and none that does; only some such schemas if not
-    all can be said; None if that leaves none."""
+    """Schemas one of which every document of ``own`` fits that does not fit ``other``, and none that does;
+    only some such schemas if not all can be said; None if that leaves none."""
     if isinstance(own, dict) and isinstance(other, dict):
         allowed = kinds(list(parts(own, find)))
         other = {"allOf": [_about(part, allowed) for part in parts(other, find)]}
@@ -395,7 +397,7 @@ def _items(schema: Object) -> Json:
     return True if "prefixItems" in schema or isinstance(items, list) else items
 
 
-# opposites -----------------------------------------------------------------------------------------------------------
+# opposites --------------------------------------------------------------------------------------------------
 
 # Keywords of which no opposite is made. What is in none of these lists forbids nothing.
 ASSERTIONS = frozenset(
@@ -410,7 +412,10 @@ ABOUT = {
     key: frozenset(about)
     for keys, about in (
         (
-            "additionalProperties dependencies dependentRequired dependentSchemas maxProperties minProperties",
+            (
+                "additionalProperties dependencies dependentRequired "
+                "dependentSchemas maxProperties minProperties"
+            ),
             ["object"],
         ),
         ("patternProperties properties propertyNames required unevaluatedProperties", ["object"]),
@@ -429,18 +434,15 @@ BEYOND = {
     "exclusiveMinimum": "maximum",
     "exclusiveMaximum": "minimum",
 }
-SOME = (
-    "additionalProperties",
-    "items",
-    "patternProperties",
-    "propertyNames",
-)  # of which there are some opposites
+# Of which there are some opposites.
+SOME = "additionalProperties", "items", "patternProperties", "propertyNames"
 LITERAL = re.compile(r"\^[A-Za-z0-9_ -]+\$")
 BEYOND_SIZES = {f"{end}{name}": (of, end, name) for of, name in SIZES.items() for end in ("min", "max")}
 
 
 def opposite(schema: Json, find: Find, depth: int = DEPTH, partly: bool = False) -> list[Json] | None:
-    """Schemas one of which every document fits that does not fit ``schema``, and no other; None if that cannot be said.
+    """Schemas one of which every document fits that does not fit ``schema``, and no other;
+    None if that cannot be said.
 
     ``partly``: not every such document need fit one, so keywords without an opposite are left out.
     """

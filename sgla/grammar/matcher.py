@@ -55,11 +55,12 @@ class Compiled:
 
 
 class Matchers:
-    """All that rank 0 knows of grammars. Where several ``threads`` make masks, sources in demand get several templates, so that
-    the threads do not wait for each other. Control commands, both with a ``path``:
+    """All that rank 0 knows of grammars. Where several ``threads`` make masks, sources in demand get several
+    templates, so that the threads do not wait for each other. Control commands, both with a ``path``:
 
-    ``vocabulary``: a file of ``Vocabulary``, before the first request with a grammar. ``grammar``: a source's file, to be
-    compiled beside the steps; the answer's ``ready`` says whether that is done. Raises InvalidField if it failed.
+    ``vocabulary``: a file of ``Vocabulary``, before the first request with a grammar. ``grammar``: a source's
+    file, to be compiled beside the steps; the answer's ``ready`` says whether that is done. Raises
+    InvalidField if it failed.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -201,9 +202,10 @@ class FreePart:
 
 
 class Constraint:
-    """Leaves no other tokens than the grammar allows. Applies behind all rules (``sampling/rules.py``), and like them
-    reads the outputs so far from the token table: it needs no word of what was sampled, and a request that takes its slot
-    again after a preemption catches up by itself. At the end of the grammar only stop tokens are left.
+    """Leaves no other tokens than the grammar allows. Applies behind all rules (``sampling/rules.py``), and
+    like them reads the outputs so far from the token table: it needs no word of what was sampled, and a
+    request that takes its slot again after a preemption catches up by itself. At the end of the grammar only
+    stop tokens are left.
     """
 
     def __init__(
@@ -233,7 +235,8 @@ class Constraint:
     def narrow(
         self, logits: NDArray[np.float32], position: int
     ) -> tuple[NDArray[np.float32], NDArray[np.intp] | None]:
-        """Logits of the tokens that may stand at ``position``, and their ids; with None, ``logits`` itself, changed.
+        """Logits of the tokens that may stand at ``position``, and their ids;
+        with None, ``logits`` itself, changed.
 
         All tokens before ``position`` are known. Raises MatchFailed.
         """
@@ -274,7 +277,8 @@ class Constraint:
         return None if self._ended else self._matcher
 
     def complete(self, words: Words) -> None:
-        """Make of the ``matcher``'s mask (without one, of anything) the mask of the next token. Raises MatchFailed."""
+        """Make of the ``matcher``'s mask (without one, of anything) the mask of the next token.
+        Raises MatchFailed."""
         if self._ended:
             words[:] = 0
         elif self._matcher.is_error():
@@ -285,19 +289,20 @@ class Constraint:
             self._free.allow(words)
 
     def ends(self, words: Words) -> bool:
-        """Whether ``words`` leave nothing but stop tokens, for which it may be too early: the end of a grammar comes all the same."""
+        """Whether ``words`` leave nothing but stop tokens, for which it may be too early:
+        the end of a grammar comes all the same."""
         return self._early and not (words & ~self._stop_words).any()
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, RUN at most. Without asking they would be the same ones: where tokens are forced,
-        the mask leaves the first of them only."""
+        """The tokens that must come next, RUN at most. Without asking they would be the same ones: where
+        tokens are forced, the mask leaves the first of them only."""
         if self._ended or self._free is not None:
             return []
         return self._matcher.compute_ff_tokens()[:RUN]
 
     def jump(self, position: int, token: int) -> list[int]:
-        """``token`` has been chosen for ``position``. Returns the tokens that are then forced, and goes past them: the next
-        position to ask for is the one behind them. Raises MatchFailed."""
+        """``token`` has been chosen for ``position``. Returns the tokens that are then forced, and goes past
+        them: the next position to ask for is the one behind them. Raises MatchFailed."""
         self._take(token)
         run = self.forced()
         for forced in run:

@@ -16,7 +16,8 @@ ESCAPES = {"d": "[0-9]", "w": r"[\p{L}\p{N}_]", "W": r"[^\p{L}\p{N}_]", "Z": r"\
 
 
 def as_in_python(pattern: str) -> str:
-    """A regular expression with Python's meaning, in the matcher's dialect. All that it matches, ``re`` matches."""
+    """A regular expression with Python's meaning, in the matcher's dialect.
+    All that it matches, ``re`` matches."""
     return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), pattern, flags=re.DOTALL)
 
 

@@ -1,7 +1,9 @@
-"""Regular expressions of JSON Schemas, which are those of ECMA-262 with its flag u, in a form that the matcher and Python read alike.
+"""Regular expressions of JSON Schemas, which are those of ECMA-262 with its flag u, in a form that the
+matcher and Python read alike.
 
-The dialects differ in what shorthand classes and a dot stand for, in what is special inside of a class, and in where anchors may be.
-What is no part of ECMA-262, but means one thing wherever it is read (flags, ``\\A``, ``\\z``), is read so; the rest is refused.
+The dialects differ in what shorthand classes and a dot stand for, in what is special inside of a class, and
+in where anchors may be. What is no part of ECMA-262, but means one thing wherever it is read (flags, ``\\A``,
+``\\z``), is read so; the rest is refused.
 """
 
 from __future__ import annotations
@@ -282,7 +284,7 @@ class _Reader:
         return self._escape()
 
 
-# Written ---------------------------------------------------------------------------------------------------------------
+# Written ----------------------------------------------------------------------------------------------------
 
 _SPECIAL = frozenset("\\^$.|?*+()[]{}&~-#/")
 
@@ -346,7 +348,7 @@ def _quantifier(least: int, most: int | None) -> str:
     return short or (f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}")
 
 
-# Anchors ---------------------------------------------------------------------------------------------------------------
+# Anchors ----------------------------------------------------------------------------------------------------
 
 
 def _edges(node: Node, signs: str = "^$") -> bool:
@@ -438,12 +440,13 @@ def _anchored(node: Node) -> Node:
     return _bounded(_bounded(node, "$", ANY), "^", ANY)
 
 
-# What others ask --------------------------------------------------------------------------------------------------------
+# What others ask --------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(4096)
 def portable(pattern: str) -> str:
-    """The same for the matcher and for Python (``re.search``; there ``$`` is also before a line feed at the end). Raises PatternError."""
+    """The same for the matcher and for Python (``re.search``; there ``$`` is also
+    before a line feed at the end). Raises PatternError."""
     node = _Reader(pattern).whole()
     text = _text(node) if _plain(node) else f"^(?:{_text(_anchored(node))})$"
     if len(text) > SIZE:

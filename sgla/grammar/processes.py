@@ -16,7 +16,8 @@ import msgspec
 from sgla.grammar.protocol import LENGTH, Answer, Ask
 from sgla.processes import cpu_seconds, python_path
 
-# Times as long as its CPU time may a child take: one that stands back has a quarter of a core beside a busy thread.
+# Times as long as its CPU time may a child take:
+# one that stands back has a quarter of a core beside a busy thread.
 BUSY = 5
 MOMENT = 0.02  # seconds
 
@@ -26,7 +27,8 @@ class Died(Exception):
 
 
 class Sandbox:
-    """The process that has the vocabulary, and forks a child for each grammar. It ends with the thread that makes this."""
+    """The process that has the vocabulary, and forks a child for each grammar.
+    It ends with the thread that makes this."""
 
     def __init__(self, vocabulary: Path) -> None:
         self._messages, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -84,8 +86,8 @@ class Child:
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     async def answer(self, seconds: float) -> Answer | None:
-        """The next one; None if it has not come within ``seconds`` of CPU time, or on a busy machine ``BUSY`` times as long, and may come
-        later. Raises Died."""
+        """The next one; None if it has not come within ``seconds`` of CPU time, or on a busy machine ``BUSY``
+        times as long, and may come later. Raises Died."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._record())
         end, last = self.cpu_seconds() + seconds, time.monotonic() + BUSY * seconds

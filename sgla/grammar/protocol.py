@@ -13,8 +13,8 @@ LENGTH = struct.Struct("<I")  # before each record on the streams of the compile
 
 
 class Vocabulary(msgspec.Struct):
-    """``tokens``: what each id of the model adds to a text, ``b""`` for ids without a token. ``special``: ids that no text
-    contains, ``ends`` among them: those that end an output, at least one."""
+    """``tokens``: what each id of the model adds to a text, ``b""`` for ids without a token. ``special``: ids
+    that no text contains, ``ends`` among them: those that end an output, at least one."""
 
     tokens: list[bytes]
     special: list[int]

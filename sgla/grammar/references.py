@@ -1,6 +1,8 @@
-"""References within a schema, in a form that rewriting leaves alone: all lead to the document or to one of its definitions.
+"""References within a schema, in a form that rewriting leaves alone:
+all lead to the document or to one of its definitions.
 
-``settle`` resolves identifiers, anchors and pointers to anywhere; what they do not lead to is left as it is. ``unroll`` is for the end.
+``settle`` resolves identifiers, anchors and pointers to anywhere; what they do not lead to is left as it is.
+``unroll`` is for the end.
 """
 
 from __future__ import annotations
@@ -165,8 +167,8 @@ class _Settler:
 
 
 def unroll(root: Json) -> Json:
-    """The same schema, in which nothing stands beside a reference to what contains that reference: the matcher resolves those alone.
-    Of each such place a definition is made."""
+    """The same schema, in which nothing stands beside a reference to what contains that reference: the
+    matcher resolves those alone. Of each such place a definition is made."""
     return _Unroller(root).document() if isinstance(root, dict) else root
 
 

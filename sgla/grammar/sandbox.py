@@ -1,9 +1,9 @@
 """The compiler's processes: what users send is compiled here first, where it may crash, swell or never end.
 
-``python -m sgla.grammar.sandbox VOCABULARY CONTROL PARENT`` loads the vocabulary and then forks at each message on the socket with the
-descriptor CONTROL. A message brings one end of a stream for the child; one with a child's pid in digits asks for that child's end.
-A child sends its pid (uint32), reads records (uint32 length, msgpack ``Ask``) and answers each (the same, ``Answer``). All end with
-the process PARENT.
+``python -m sgla.grammar.sandbox VOCABULARY CONTROL PARENT`` loads the vocabulary and then forks at each
+message on the socket with the descriptor CONTROL. A message brings one end of a stream for the child; one
+with a child's pid in digits asks for that child's end. A child sends its pid (uint32), reads records (uint32
+length, msgpack ``Ask``) and answers each (the same, ``Answer``). All end with the process PARENT.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def run_child(parent: int, file: int, work: Callable[[BinaryIO], None]) -> NoRet
 
 
 def serve(tokenizer: LLTokenizer, special: dict[str, int], stream: BinaryIO) -> None:
-    """Until the other end is closed, or this process keeps more than ``GROWN`` of what a grammar has taken: another is made in ms."""
+    """Until the other end is closed, or this process keeps more than ``GROWN`` of what a grammar has taken:
+    another is made in ms."""
     decode, encode = msgspec.msgpack.Decoder(Ask).decode, msgspec.msgpack.encode
     small = resident()
     while len(head := stream.read(LENGTH.size)) == LENGTH.size:
@@ -157,7 +158,8 @@ def compile_as_it_is(tokenizer: LLTokenizer, special: dict[str, int], grammar: G
 
 
 def blame(tokenizer: LLTokenizer, grammar: Grammar, message: str) -> GrammarError:
-    """The compiler's error for the user. Of the parts of a structural tag, the one that does not compile alone is named."""
+    """The compiler's error for the user.
+    Of the parts of a structural tag, the one that does not compile alone is named."""
     found = grammars_of(json.loads(grammar.text)) if grammar.kind == "structural_tag" else ()
     for name, kind, text in found:
         alone = msgspec.structs.replace(grammar, kind=kind, text=text)

@@ -1,7 +1,8 @@
 """JSON Schemas in the dialect of the matcher, which refuses what it cannot do instead of ignoring it.
 
-Keywords that it lacks are rewritten into those it has wherever that is exact, or leaves only a part of the valid documents.
-What remains is refused by name. (The other common matcher, xgrammar, is no way out: see docs/design.md.)
+Keywords that it lacks are rewritten into those it has wherever that is exact, or leaves only a part of the
+valid documents. What remains is refused by name. (The other common matcher, xgrammar, is no way out: see
+docs/design.md.)
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ RELATIVE = rf"^{_PATH}(\?({_CHAR}|[/?])*)?(#({_CHAR}|[/?])*)?$"
 _LITERAL = r"([!#$&(-;=?-\[\]_a-z~]|%[0-9A-Fa-f]{2})"
 _VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})(\.?([A-Za-z0-9_]|%[0-9A-Fa-f]{2}))*(:[1-9][0-9]{0,3}|\*)?"
 TEMPLATE = rf"^({_LITERAL}|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*$"
-# RFC 3339, of which the matcher's dates have a 29 February in every year, and its times a leap second in every minute.
+# RFC 3339, of which the matcher's dates have a 29 February in every year,
+# and its times a leap second in every minute.
 _DATE = (
     "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
     "|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
@@ -96,7 +98,10 @@ _DATE = (
 _HOUR = "([01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR}:[0-5][0-9])"
 # Regular expressions that every dialect has, without groups in groups.
-_ATOM = r"([^\\^$.|?*+()\[\]{}\x00-\x1f]|\.|\\[dDwWsS\\^$.|?*+()\[\]{}/nrt-]|\[\^?([A-Za-z0-9_ .,:;/@%]|a-z|A-Z|0-9|\\[dws.-])+\])"
+_ATOM = (
+    r"([^\\^$.|?*+()\[\]{}\x00-\x1f]|\.|\\[dDwWsS\\^$.|?*+()\[\]{}/nrt-]"
+    r"|\[\^?([A-Za-z0-9_ .,:;/@%]|a-z|A-Z|0-9|\\[dws.-])+\])"
+)
 _TIMES = r"([*+?]|\{[0-9]{1,2}\})?"
 EXPRESSION = rf"^\^?({_ATOM}{_TIMES}|\((\?:)?({_ATOM}{_TIMES}|\|)*\){_TIMES}|\|)*\$?$"
 PATTERNS: dict[str, Json] = {
@@ -147,7 +152,8 @@ def adapt(schema: Json, find: Find | None = None) -> Json:
     find.schemas += 1
     if find.schemas > SCHEMAS:
         raise GrammarError(
-            f"the JSON schema has more than {SCHEMAS} parts when its oneOf, not, if and patternProperties are written out",
+            f"the JSON schema has more than {SCHEMAS} parts when its oneOf, "
+            "not, if and patternProperties are written out",
             unsupported=True,
         )
     some = _listed(schema, find)
@@ -166,7 +172,8 @@ def adapt(schema: Json, find: Find | None = None) -> Json:
 
 
 def _listed(schema: Object, find: Find) -> Json:
-    """The listed values that fit, where values are listed beside keywords that the matcher lacks; None: not so."""
+    """The listed values that fit,
+    where values are listed beside keywords that the matcher lacks; None: not so."""
     found = list(parts(schema, find))
     values = listed(found)
     if values is None or not any(HARD & set(part) for part in found):
@@ -196,8 +203,9 @@ def open_beside(schema: Json) -> bool:
 
 
 def escapes(schema: Json) -> Object:
-    """Options of the matcher, which spells names that are not declared with any escape of JSON, so that one may be a declared name in
-    disguise: then there are only the escapes that a character needs. Raises GrammarError where a listed value has others."""
+    """Options of the matcher, which spells names that are not declared with any escape of JSON, so that one
+    may be a declared name in disguise: then there are only the escapes that a character needs. Raises
+    GrammarError where a listed value has others."""
     if not open_beside(schema):
         return {}
     if re.search(r"[\x00-\x07\x0b\x0e-\x1f]", "".join(_strings(schema))):
@@ -217,8 +225,8 @@ def _strings(value: Json) -> Iterator[str]:
 def uncounted(
     schema: Json, path: str = "", needed: frozenset[str] = frozenset(), closed: bool = False
 ) -> str | None:
-    """JSON pointer of the first ``minProperties`` for which a name that comes twice might count twice; None if there is none. ``needed``
-    and ``closed``: what holds around it for the same document."""
+    """JSON pointer of the first ``minProperties`` for which a name that comes twice might count twice; None
+    if there is none. ``needed`` and ``closed``: what holds around it for the same document."""
     if not isinstance(schema, dict):
         return None
     for part in _same_document(schema):
@@ -246,7 +254,8 @@ def _counted(key: str, value: Json) -> Json:
 
 
 def where(schema: Json, keyword: str, path: str = "", value: Json = None) -> str | None:
-    """JSON pointer of the first schema that has ``keyword``, with ``value`` if that is given; None if none has."""
+    """JSON pointer of the first schema that has ``keyword``, with ``value`` if that is given;
+    None if none has."""
     if not isinstance(schema, dict):
         return None
     if keyword in schema and value in (None, schema[keyword]):
@@ -275,7 +284,7 @@ def _absent(*names: str) -> Object:
     return {"properties": dict.fromkeys(names, False)}
 
 
-# Rules: each changes the schema in place or leaves it alone. Subschemas are done. ------------------------------------
+# Rules: each changes the schema in place or leaves it alone. Subschemas are done. ---------------------------
 
 
 def _drop_idle(schema: Object) -> None:
@@ -370,7 +379,8 @@ def _decide(schema: Object) -> None:
 
 
 def _test_of(condition: Object) -> tuple[str, list[Json], bool] | None:
-    """Of ``{"properties": {name: const or enum}}``: the name, the values, and whether a document without it passes."""
+    """Of ``{"properties": {name: const or enum}}``:
+    the name, the values, and whether a document without it passes."""
     properties = condition.get("properties")
     if set(condition) - {"properties", "required", "type"} or not isinstance(properties, dict):
         return None
@@ -385,7 +395,8 @@ def _test_of(condition: Object) -> tuple[str, list[Json], bool] | None:
 
 
 def _values(schema: Json) -> list[Json] | None:
-    """The values that a schema lists; None if it does not. Numbers are left out: 1 is 1.0, and True in Python."""
+    """The values that a schema lists; None if it does not.
+    Numbers are left out: 1 is 1.0, and True in Python."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -403,7 +414,8 @@ def _branch(name: str, values: list[Json], rest: Json) -> Object | None:
 
 
 def _name_properties(schema: Object) -> None:
-    """``propertyNames`` with a list of names, a pattern or lengths, where nothing else says which names there may be."""
+    """``propertyNames`` with a list of names, a pattern or lengths,
+    where nothing else says which names there may be."""
     names, more = schema.get("propertyNames"), schema.get("additionalProperties", True)
     if not isinstance(names, dict) or "$ref" in schema:
         return
@@ -462,7 +474,8 @@ def _pattern_of(names: Json) -> str | None:
 
 
 def _list_names(schema: Object) -> None:
-    """Patterns that few names match become these names: the matcher cannot tell when there are no more of them."""
+    """Patterns that few names match become these names:
+    the matcher cannot tell when there are no more of them."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
@@ -533,7 +546,8 @@ def _limit(schema: Object) -> None:
 
 
 def _count(schema: Object) -> None:
-    """Numbers of properties: the matcher counts only those that are not declared, so a choice says which declared ones there are."""
+    """Numbers of properties:
+    the matcher counts only those that are not declared, so a choice says which declared ones there are."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or not isinstance(required, list):
         return
@@ -575,7 +589,8 @@ def _count(schema: Object) -> None:
 def _sets(
     names: list[str], sizes: Iterable[int], inside: bool = False, outside: bool = False
 ) -> list[Object]:
-    """For each set of ``names`` of one of these ``sizes``: those ``inside`` of it are required, those ``outside`` are absent."""
+    """For each set of ``names`` of one of these ``sizes``:
+    those ``inside`` of it are required, those ``outside`` are absent."""
     return [
         ({"required": list(some)} if inside else {})
         | (_absent(*(name for name in names if name not in some)) if outside else {})
@@ -590,8 +605,8 @@ def _matches_everything(pattern: str) -> bool:
 
 
 def _part_patterns(schema: Object) -> None:
-    """``patternProperties`` that names may match several of: the matcher wants them apart. One that every name matches is what is
-    additional; others become one that asks for all of them."""
+    """``patternProperties`` that names may match several of: the matcher wants them apart. One that every
+    name matches is what is additional; others become one that asks for all of them."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return
@@ -632,7 +647,7 @@ RULES: tuple[Callable[[Object], None], ...] = (
 )
 
 
-# The same by logic: these see the schema as it was, too, and find what it refers to. -----------------------------------
+# The same by logic: these see the schema as it was, too, and find what it refers to. ------------------------
 
 
 def _negate_exactly(schema: Object, given: Object, find: Find) -> None:
@@ -653,7 +668,8 @@ def _one_of_these(schemas: list[Json]) -> Json:
 
 
 def _decide_exactly(schema: Object, given: Object, find: Find) -> None:
-    """Either the condition and ``then``, or the opposite of the condition and ``else``; or both, whatever the condition says."""
+    """Either the condition and ``then``, or the opposite of the condition and ``else``;
+    or both, whatever the condition says."""
     if "if" not in schema:
         return
     wrongs = differing(_but(given, "if", "then", "else"), given["if"], find)
@@ -702,8 +718,8 @@ def _choose_exactly(schema: Object, given: Object, find: Find) -> None:
 
 
 def _list_sets(schema: Object, given: Object, find: Find) -> None:
-    """``uniqueItems`` of items with few values: all arrays that there may be, in any order if these are not too many, else each set at
-    least in the order of the list."""
+    """``uniqueItems`` of items with few values: all arrays that there may be, in any order if these are not
+    too many, else each set at least in the order of the list."""
     items = given.get("items")
     if "array" not in kinds([given]):
         _drop(schema, "uniqueItems")

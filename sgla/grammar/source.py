@@ -1,4 +1,5 @@
-"""``Grammar`` -> source: the text in llguidance's own format that workers make matchers of. Pure; may take long."""
+"""``Grammar`` -> source: the text in llguidance's own format that workers make matchers of.
+Pure; may take long."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from sgla.grammar.schema import adapt, escapes, object_schema, uncounted, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import MAX_GRAMMAR, Grammar
 
-SPACE = r"[ \n\r\t]{1,32}"  # where it is free: room for indentation, but no end of it for a model that has lost its way
+# Where it is free: room for indentation, but an end for a model that has lost its way.
+SPACE = r"[ \n\r\t]{1,32}"
 
 _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 
@@ -26,7 +28,8 @@ _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
 def source_of(grammar: Grammar, special: dict[str, int]) -> str:
     """``special``: text -> id of the tokens that no text contains. Raises GrammarError.
 
-    Whether the source compiles is not checked for all kinds: ``explain`` tells the user what the compiler says.
+    Whether the source compiles is not checked for all kinds:
+    ``explain`` tells the user what the compiler says.
     """
     if len(grammar.text) > MAX_GRAMMAR:
         raise GrammarError(f"the grammar has {len(grammar.text)} characters, the limit is {MAX_GRAMMAR}")
@@ -71,7 +74,8 @@ def parse(text: str) -> Any:
 
 
 def json_schema(schema: Any, additional: bool) -> Any:
-    """In the matcher's dialect; see ``Grammar.additional``. Raises GrammarError, also for what is no schema."""
+    """In the matcher's dialect; see ``Grammar.additional``.
+    Raises GrammarError, also for what is no schema."""
     try:
         adapted = adapt(schema)
         found = ported(bare(unroll(adapted if additional else close(adapted))), adapted)
@@ -113,7 +117,8 @@ DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[467]|draft/20(19-09|20-1
 
 
 def flaw(schema: Any) -> str:
-    """Why it is no JSON Schema; "" if it is one. Another ``$schema`` than those of JSON Schema itself would be fetched."""
+    """Why it is no JSON Schema; "" if it is one.
+    Another ``$schema`` than those of JSON Schema itself would be fetched."""
     import jsonschema_rs
 
     if isinstance(schema, dict) and not DRAFT.fullmatch(str(schema.get("$schema", ""))):

@@ -1,8 +1,9 @@
 """Structural tags: text with constrained parts in it, as Lark.
 
-Two forms are understood: SGLang's and vLLM's first one (``structures`` and ``triggers``), and xgrammar's ``format``, whose
-types are ``const_string``, ``json_schema``, ``regex``, ``grammar``, ``any_text``, ``sequence``, ``or``, ``tag``,
-``triggered_tags`` and ``tags_with_separator``. A schema or a grammar may have a name for errors.
+Two forms are understood: SGLang's and vLLM's first one (``structures`` and ``triggers``), and xgrammar's
+``format``, whose types are ``const_string``, ``json_schema``, ``regex``, ``grammar``, ``any_text``,
+``sequence``, ``or``, ``tag``, ``triggered_tags`` and ``tags_with_separator``. A schema or a grammar may have
+a name for errors.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Json = Any
 def tags_source(
     spec: Json, special: dict[str, int], json_options: dict[str, Any], adapt: Callable[[Json], Json]
 ) -> str:
-    """Source of a structural tag. ``special`` as in ``source_of``; ``adapt`` makes JSON Schemas ones of the matcher's dialect.
-    Raises GrammarError."""
+    """Source of a structural tag. ``special`` as in ``source_of``; ``adapt`` makes JSON Schemas ones of the
+    matcher's dialect. Raises GrammarError."""
     if not isinstance(spec, dict):
         raise GrammarError("a structural tag is an object")
     writer = _Writer(special, json_options, adapt)
@@ -149,7 +150,8 @@ class _Writer:
         if kind == "any_text" and end:
             return f"{head} {self.upto(end)}"
         if kind == "regex" and end and not self._pieces.search(end):
-            # Lazy, because ``end`` may be what the expression would go on with; and without an ``end`` inside.
+            # Lazy, because ``end`` may be what the expression would go on with;
+            # and without an ``end`` inside.
             inside = self.terminal(f"{ANY_TEXT} {_quoted(end)} {ANY_TEXT}")
             both = self.terminal(f"{self.format(content)} & ~{inside}")
             return f"{head} {self.rule(f'{both} {_quoted(end)}', '[lazy]')}"

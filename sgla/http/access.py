@@ -14,7 +14,8 @@ from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
 
-# Routes that are asked again and again, by the page and by whoever watches the server, and the page's files: only what goes wrong is told.
+# Routes that are asked again and again, by the page and by whoever watches the server, and the page's files:
+# only what goes wrong is told.
 POLLED = {
     "/metrics",
     "/health",

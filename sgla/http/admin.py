@@ -43,7 +43,8 @@ async def model(request: web.Request) -> web.Response:
 
 
 def model_page(server: Server, query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of Anthropic's list: ``limit`` models behind ``after_id``, or before ``before_id``. Raises InvalidField."""
+    """A page of Anthropic's list: ``limit`` models behind ``after_id``, or before ``before_id``.
+    Raises InvalidField."""
     names, limit = server.ingress.model_names, query.get("limit", "20")
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidField(f"limit must be from 1 to {MAX_PAGE}", param="limit")
@@ -151,7 +152,8 @@ async def model_info(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Settings (no secrets), what the workers have, and the scheduler's counters as ``internal_states[0]``."""
+    """Settings (no secrets), what the workers have,
+    and the scheduler's counters as ``internal_states[0]``."""
     server = request.app[SERVER]
     settings = msgspec.to_builtins(server.config)
     settings |= dict.fromkeys(SECRETS)

@@ -1,4 +1,5 @@
-"""The objects that routes answer with, for /openapi.json; handlers write them as dictionaries. More fields may come."""
+"""The objects that routes answer with, for /openapi.json; handlers write them as dictionaries.
+More fields may come."""
 
 from __future__ import annotations
 

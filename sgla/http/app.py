@@ -167,7 +167,8 @@ PATTERNS = [
 
 
 def match(path: str) -> tuple[str, str]:
-    """The route of a path and its ``{id}``, and its ``{item}`` behind a slash; the path itself if there is no route."""
+    """The route of a path and its ``{id}``, and its ``{item}`` behind a slash;
+    the path itself if there is no route."""
     if path not in ROUTES:
         for pattern, route in PATTERNS:
             if found := pattern.fullmatch(path):
@@ -176,7 +177,8 @@ def match(path: str) -> tuple[str, str]:
 
 
 def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Application:
-    """The server's application. It may listen before the model is loaded: requests get a typed 503 until then.
+    """The server's application.
+    It may listen before the model is loaded: requests get a typed 503 until then.
 
     Run it with ``connections.Runner``: its connections leave bodies compressed.
     """

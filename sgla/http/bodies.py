@@ -37,14 +37,16 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        # One body at a time is inflated, and one that is large decoded, so that many add no more than one to a turn of the loop.
+        # One body at a time is inflated, and one that is large decoded,
+        # so that many add no more than one to a turn of the loop.
         self.inflating, self.decoding = asyncio.Lock(), asyncio.Lock()
         self.reading = Door()  # for pieces of large bodies; what has not been read is not received either
         self.of_client: Counter[str] = Counter()
         self._arriving: dict[Share, float] = {}  # and since when, the longest first
 
     def make_room(self, size: int, most: int, asking: Share) -> bool:
-        """Whether ``size`` more bytes fit below ``most``, if need be without bodies that have long been arriving."""
+        """Whether ``size`` more bytes fit below ``most``,
+        if need be without bodies that have long been arriving."""
         now = asyncio.get_running_loop().time()
         for share, since in list(self._arriving.items()):
             if self.used + size <= most or now - since < PATIENCE:
@@ -79,8 +81,9 @@ class Share:
         most = budget.limit - budget.limit // SMALL_SHARE * large
         if self.size + size > most:
             raise TooLarge(
-                f"the request would take {self.size + size} bytes of memory, of {most} that there are for the requests of all "
-                "clients; send less, or start the server with a larger --request-memory-bytes"
+                f"the request would take {self.size + size} bytes of memory, of {most} that there are for "
+                "the requests of all clients; send less, or start the server with a larger "
+                "--request-memory-bytes"
             )
         if large and self.size < budget.of_client[self._client] > budget.limit // 2 - size:
             raise full("your requests", budget.of_client[self._client], budget.limit // 2)
@@ -111,8 +114,8 @@ class Share:
         self.close()
 
     async def read(self, request: web.Request) -> bytes:
-        """The whole body, inflated; it is in the share, too. Raises BodyTimeout, UnsupportedEncoding, Overloaded, BadRequest for
-        what is broken, and TooLarge without reading the rest."""
+        """The whole body, inflated; it is in the share, too. Raises BodyTimeout, UnsupportedEncoding,
+        Overloaded, BadRequest for what is broken, and TooLarge without reading the rest."""
         limit = request.client_max_size
         check_length(request.content_length or 0, limit)
         inflate = inflater(request.headers.get("Content-Encoding", ""))
@@ -136,7 +139,8 @@ class Share:
         except TimeoutError as error:
             if self.evicted:
                 raise Overloaded(
-                    f"the request body made room for others: it had not arrived within {PATIENCE} s; retry later",
+                    "the request body made room for others: it had not "
+                    f"arrived within {PATIENCE} s; retry later",
                     retry_after=5.0,
                 ) from error
             raise BodyTimeout(f"the request body did not arrive within {BODY_SECONDS} s") from error
@@ -160,8 +164,8 @@ SHARE = web.RequestKey("share", Share)  # what the request holds of the memory f
 
 def full(whose: str, used: int, most: int) -> Overloaded:
     return Overloaded(
-        f"{whose} take {used} bytes of memory, of {most} that there are for them; retry later, or start the server with a "
-        "larger --request-memory-bytes",
+        f"{whose} take {used} bytes of memory, of {most} that there are for them; retry later, or start the "
+        "server with a larger --request-memory-bytes",
         retry_after=1.0,
     )
 
@@ -169,7 +173,8 @@ def full(whose: str, used: int, most: int) -> Overloaded:
 def check_length(size: int, limit: int) -> None:
     if size > limit:
         raise TooLarge(
-            f"the request body is larger than {limit} bytes; send less, or start the server with a larger --max-body-bytes"
+            f"the request body is larger than {limit} bytes; send less, or "
+            "start the server with a larger --max-body-bytes"
         )
 
 
@@ -186,7 +191,8 @@ def inflater(encoding: str) -> Inflater | None:
 
 
 class Inflater:
-    """gzip (one member), or deflate with or without zlib's header: servers and clients disagree about its meaning."""
+    """gzip (one member), or deflate with or without zlib's header:
+    servers and clients disagree about its meaning."""
 
     def __init__(self, name: str) -> None:
         self._name = name

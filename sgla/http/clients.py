@@ -1,4 +1,5 @@
-"""Whose request it is: what keeps the clients of one server apart, and what it shares out fairly among them."""
+"""Whose request it is:
+what keeps the clients of one server apart, and what it shares out fairly among them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from sgla.errors import ConfigError
 
 
 class Client(NamedTuple):
-    """``name`` is equal for requests that share one part of what the server has: a digest of the API key, or without keys the
-    address. ``owner``: who may see what the request stores; the digest, or "" where there are no keys: then whoever knows an id.
-    ``admin``: it came with an admin key. ``group``: of whose requests all together share one part of what runs at a time.
+    """``name`` is equal for requests that share one part of what the server has: a digest of the API key, or
+    without keys the address. ``owner``: who may see what the request stores; the digest, or "" where there
+    are no keys: then whoever knows an id. ``admin``: it came with an admin key. ``group``: of whose requests
+    all together share one part of what runs at a time.
     """
 
     name: str
@@ -38,7 +40,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def with_key(key: bytes, admin: bool, salt: bytes) -> Client:
-    """``salt``: a secret of the server, so that a digest that is seen somewhere tells nothing about the key."""
+    """``salt``: a secret of the server,
+    so that a digest that is seen somewhere tells nothing about the key."""
     digest = hashlib.blake2s(key, key=salt, digest_size=12).hexdigest()
     return Client(digest, digest, admin)
 
@@ -66,7 +69,8 @@ def address_of(text: str) -> Address | None:
 
 
 class Proxies:
-    """Whose ``X-Forwarded-For`` is believed: ``trusted`` are addresses, networks, or "*" for all. Raises ConfigError."""
+    """Whose ``X-Forwarded-For`` is believed: ``trusted`` are addresses, networks, or "*" for all.
+    Raises ConfigError."""
 
     def __init__(self, trusted: Iterable[str]) -> None:
         names = [name.strip() for text in trusted for name in text.split(",")]

@@ -1,4 +1,5 @@
-"""Connections: how many there may be, how clients share them, what they may keep waiting, and how the server listens."""
+"""Connections: how many there may be, how clients share them,
+what they may keep waiting, and how the server listens."""
 
 from __future__ import annotations
 
@@ -25,17 +26,16 @@ HEADER_SECONDS = 30  # that a new connection has for its first request's header
 NEW_SECONDS = 0.25  # that a new connection without a request is not taken for an idle one
 IDLE_SECONDS = 75  # between requests, a header included; proxies commonly end theirs after 60
 UNREAD_SECONDS = 120  # that a client may read nothing of an answer
-# That the rest of a refused body is read, and thrown away, so that the client sees the answer; and that a client
-# has to read an answer on a spare connection, or the last one where its place is wanted.
+# That the rest of a refused body is read, and thrown away, so that the client sees the answer; and that a
+# client has to read an answer on a spare connection, or the last one where its place is wanted.
 LINGER_SECONDS = 5
 PATIENCE = 5.0  # seconds for which a client may keep a connection waiting that others want
 HEADER_BYTES = 64 << 10  # of all headers of a request
 READ_BYTES = 64 << 10  # of a body that are kept for a handler that does not read, about
 
 OWN_FILES = 128  # descriptors for all that is no client
-MOST_FILES = (
-    1 << 20
-)  # asked of the system; some systems allow a billion, and programs that are started close them all
+# Asked of the system; some systems allow a billion, and programs that are started close them all.
+MOST_FILES = 1 << 20
 MOST_CONNECTIONS = 16384
 SPARE = (
     64  # connections more than there may be, for health and metrics, and as many that are on their way out
@@ -57,12 +57,14 @@ def raise_file_limit() -> int:
 
 
 def connection_limit(files: int, asked: int | None) -> int:
-    """Connections that ``files`` descriptors are enough for, at most ``asked``. A backlog may come at once."""
+    """Connections that ``files`` descriptors are enough for, at most ``asked``.
+    A backlog may come at once."""
     room = max(1, files - OWN_FILES - 2 * SPARE - backlog(files))
     wanted = MOST_CONNECTIONS if asked is None else asked
     if room < (wanted if asked is not None else min(wanted, 4096)):
         log.warning(
-            "the process may have %d files open, which is enough for %d connections; raise the limit (ulimit -Hn)",
+            "the process may have %d files open, which is enough for %d "
+            "connections; raise the limit (ulimit -Hn)",
             files,
             room,
         )
@@ -74,8 +76,9 @@ def backlog(files: int) -> int:
 
 
 class Connection(web.RequestHandler):
-    """``client``: whose it is, by its address until a request has told more. ``spare``: it was opened beyond the limit, and gets one
-    answer, about health or metrics. ``handshake``: the task that greets a client of TLS, until it has.
+    """``client``: whose it is, by its address until a request has told more. ``spare``: it was opened beyond
+    the limit, and gets one answer, about health or metrics. ``handshake``: the task that greets a client of
+    TLS, until it has.
     """
 
     __slots__ = (
@@ -131,7 +134,8 @@ class Connection(web.RequestHandler):
 
     @property
     def waits(self) -> bool:
-        """Whether its client has long kept it waiting: for a body or an event, or by reading nothing of an answer."""
+        """Whether its client has long kept it waiting:
+        for a body or an event, or by reading nothing of an answer."""
         since = self._resting if self._unread is None else self._unread
         if since is None and self._current_request is not None and not self._current_request.content.is_eof():
             since = self._asked
@@ -204,7 +208,8 @@ class Connection(web.RequestHandler):
         self._resting = self._loop.time() if whether else None
 
     def make_room(self) -> None:
-        """Close it for another one: a spare one at once, else as soon as the client has read what was sent."""
+        """Close it for another one:
+        a spare one at once, else as soon as the client has read what was sent."""
         transport = self.transport
         if self.handshake is not None:
             self.handshake.cancel()
@@ -261,8 +266,8 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.Server):
-    """Makes connections. At most ``limit`` stay open, handshakes of TLS among them, besides ``SPARE`` for health and metrics and
-    ``SPARE`` that have to go."""
+    """Makes connections. At most ``limit`` stay open, handshakes of TLS among them, besides ``SPARE`` for
+    health and metrics and ``SPARE`` that have to go."""
 
     def __init__(self, server: web.Server, limit: int) -> None:
         super().__init__(
@@ -288,8 +293,8 @@ class Listener(web.Server):
         return len(self._places) >= self.limit
 
     def opened(self, connection: Connection) -> None:
-        """Find a place: a free one, that of idle connections, that of a client that has more, or a spare one, if need be that of the
-        oldest."""
+        """Find a place: a free one, that of idle connections, that of a client that has more, or a spare one,
+        if need be that of the oldest."""
         if self.full:
             self._close_idle()
         if self.full:
@@ -337,8 +342,8 @@ class Listener(web.Server):
         self._leaving[connection] = None
 
     def _take_from_others(self, client: str) -> None:
-        """Have a connection of a client that has more than this one make room: the oldest that its client keeps waiting, or the newest
-        whose answer has not begun."""
+        """Have a connection of a client that has more than this one make room: the oldest that its client
+        keeps waiting, or the newest whose answer has not begun."""
         enough = len(self._shares.get(client, ())) + 1
         for share in heapq.nlargest(LOOKED_AT, self._shares.values(), key=len):
             if len(share) <= enough:
@@ -351,10 +356,11 @@ class Listener(web.Server):
                 return
 
     def _close_idle(self) -> None:
-        """Close a sixteenth of those that wait for a request, unless they are new, or linger: looking takes a while.
+        """Close a sixteenth of those that wait for a request, unless they are new, or linger:
+        looking takes a while.
 
-        Those of the client that has most go first; of one client's those that never had a request, and last those that linger:
-        they may not have seen their answer.
+        Those of the client that has most go first; of one client's those that never had a request, and last
+        those that linger: they may not have seen their answer.
         """
         now = asyncio.get_running_loop().time()
         if now < self._all_busy_until:
@@ -382,7 +388,8 @@ async def answers(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def rests(request: web.Request, whether: bool) -> None:
-    """Whether nothing is made for the client of a WebSocket: if it has more connections than others, it may have to give this one away."""
+    """Whether nothing is made for the client of a WebSocket:
+    if it has more connections than others, it may have to give this one away."""
     if isinstance(request.protocol, Connection):
         request.protocol.rests(whether)
 
@@ -399,18 +406,20 @@ def gives_way(request: web.Request) -> Overloaded | None:
     if not isinstance(connection, Connection) or not connection.gives_way:
         return None
     return Overloaded(
-        f"{connection.listener.limit} connections are open, which is the limit, and most of them are yours: this one makes room "
-        "for another client; retry later or raise --max-connections",
+        f"{connection.listener.limit} connections are open, which is the limit, and most of them are yours: "
+        "this one makes room for another client; retry later or raise --max-connections",
         retry_after=1.0,
     )
 
 
 def check_spare(request: web.Request, may: bool) -> None:
-    """Raise Overloaded on a connection beyond the limit, unless the route is one of those that ``may`` use it."""
+    """Raise Overloaded on a connection beyond the limit,
+    unless the route is one of those that ``may`` use it."""
     connection = request.protocol
     if isinstance(connection, Connection) and connection.spare and not may:
         raise Overloaded(
-            f"{connection.listener.limit} connections are open, which is the limit; retry later or raise --max-connections",
+            f"{connection.listener.limit} connections are open, which is the "
+            "limit; retry later or raise --max-connections",
             retry_after=1.0,
         )
 

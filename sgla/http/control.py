@@ -29,8 +29,8 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). Without an admin key, those with
-    the same API key alone."""
+    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). Without an
+    admin key, those with the same API key alone."""
     fields = await intake(request, ABORT)
     if not fields.rid and not fields.abort_all:
         raise InvalidField("give rid, or abort_all: true", param="rid")
@@ -39,8 +39,8 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    """Stop generating. Running requests are aborted, without an admin key those with the same API key alone and the others wait; with
-    ``mode: in_place`` all wait. New ones wait in any case."""
+    """Stop generating. Running requests are aborted, without an admin key those with the same API key alone
+    and the others wait; with ``mode: in_place`` all wait. New ones wait in any case."""
     server = request.app[SERVER]
     fields = await optional_intake(request, PAUSE)
     mode = fields.mode or request.query.get("mode") or "abort"
@@ -66,8 +66,8 @@ def resolved(folder: str) -> Path:
 
 
 async def start_profile(request: web.Request) -> web.Response:
-    """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder that the server's owner
-    chose, or into one inside of it."""
+    """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder
+    that the server's owner chose, or into one inside of it."""
     server = request.app[SERVER]
     fields = await optional_intake(request, PROFILE)
     owned = resolved(server.config.profile_folder)
@@ -87,7 +87,8 @@ async def stop_profile(request: web.Request) -> web.Response:
 
 
 async def step_log(request: web.Request) -> web.Response:
-    """The scheduler's last steps, for ``sgla replay``. They hold everybody's prompts: only an admin key will do."""
+    """The scheduler's last steps, for ``sgla replay``.
+    They hold everybody's prompts: only an admin key will do."""
     server = request.app[SERVER]
     if not server.config.admin_api_key:
         raise Unauthorized("the step log holds prompts; start the server with --admin-api-key to read it")

@@ -1,4 +1,5 @@
-"""The README's table of endpoints, made of the routes. ``python -m sgla.http.endpoints README.md`` brings it up to date."""
+"""The README's table of endpoints, made of the routes.
+``python -m sgla.http.endpoints README.md`` brings it up to date."""
 
 from __future__ import annotations
 

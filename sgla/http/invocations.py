@@ -48,7 +48,8 @@ async def invocations(request: web.Request) -> web.StreamResponse:
 
 
 def asked(fields: InvocationRequest, task: str) -> Handler:
-    """What answers ``fields``. ``task``: what a model is for that answers with vectors, else "". Raises BadRequest."""
+    """What answers ``fields``. ``task``: what a model is for that answers with vectors, else "".
+    Raises BadRequest."""
     values = {name: getattr(fields, name) for name in fields.__struct_fields__}
     has = {name for name, value in values.items() if value not in (msgspec.UNSET, NULL)}
     if has.issuperset({"query", "documents"}):
@@ -64,6 +65,6 @@ def asked(fields: InvocationRequest, task: str) -> Handler:
     if has & {"input", "messages"}:
         return classify.classify if task == "classify" else embeddings.embeddings
     raise BadRequest(
-        "the body has none of the fields messages, prompt, input, query, queries, text_1 and data_1, by which this route knows "
-        "what is asked for"
+        "the body has none of the fields messages, prompt, input, query, queries, text_1 and data_1, by "
+        "which this route knows what is asked for"
     )

@@ -20,14 +20,16 @@ T = TypeVar("T")
 
 
 async def beside(request: web.Request, size: int, work: Callable[[], T], inline: int = INLINE_SIZE) -> T:
-    """``work()``, here if ``size`` (characters or tokens) is at most ``inline``. Raises Overloaded, with what ``work`` raises."""
+    """``work()``, here if ``size`` (characters or tokens) is at most ``inline``.
+    Raises Overloaded, with what ``work`` raises."""
     if size <= inline:
         return work()
     return await request.app[SERVER].ingress.lanes.run(request[CLIENT].runs_as, size, work)
 
 
 async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None, size: int = SLICE) -> Any:
-    """A long list as JSON, each item as ``shape`` makes it, which takes a turn of the loop for each ``size`` items; a short one as it is."""
+    """A long list as JSON, each item as ``shape`` makes it, which takes a turn of the loop for each ``size``
+    items; a short one as it is."""
     if len(items) <= size:
         return list(items) if shape is None else list(map(shape, items))
     parts = []

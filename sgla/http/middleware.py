@@ -55,7 +55,8 @@ class Gate:
         self._all = [*users, *admins] if keys else []
 
     def check(self, request: web.Request, path: str) -> Client:
-        """Who asks. Raises Unauthorized unless the path is open or the key is right: a bearer token, or Anthropic's x-api-key."""
+        """Who asks. Raises Unauthorized unless the path is open or the key is right:
+        a bearer token, or Anthropic's x-api-key."""
         first = path.split("/")[1]
         keys = self._admin if first in ADMIN else self._all
         if not keys or first in OPEN:

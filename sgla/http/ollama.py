@@ -1,4 +1,5 @@
-"""Ollama's API: chats and texts as lines of JSON, and what its clients ask before them. Translated to chats and back."""
+"""Ollama's API: chats and texts as lines of JSON, and what its clients ask before them.
+Translated to chats and back."""
 
 from __future__ import annotations
 
@@ -215,7 +216,8 @@ def error_response(error: SglaError) -> web.Response:
 
 
 class Lines(Encoder):
-    """Events -> lines of JSON. A call is one line, sent when its arguments are complete. ``kind``: message or response."""
+    """Events -> lines of JSON. A call is one line, sent when its arguments are complete.
+    ``kind``: message or response."""
 
     done = b""
     ping = b""
@@ -312,7 +314,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-# what clients ask first -----------------------------------------------------------------------------------------------
+# what clients ask first -------------------------------------------------------------------------------------
 
 
 async def tags(request: web.Request) -> web.Response:

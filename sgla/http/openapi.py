@@ -1,4 +1,5 @@
-"""GET /openapi.json: the API's description, made of the table of routes and the structs that bodies are decoded into."""
+"""GET /openapi.json:
+the API's description, made of the table of routes and the structs that bodies are decoded into."""
 
 from __future__ import annotations
 
@@ -81,8 +82,9 @@ OPTIONAL = (PauseRequest, ProfileRequest, ConversationCreate)  # bodies that may
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """What one handler does. ``answer``: the type of what it answers with, or a tuple of types. ``stream``: the media type that it answers in
-    instead where the body has ``stream: true``. ``query``: names of parameters."""
+    """What one handler does. ``answer``: the type of what it answers with, or a tuple of types. ``stream``:
+    the media type that it answers in instead where the body has ``stream: true``. ``query``: names of
+    parameters."""
 
     summary: str
     body: type[msgspec.Struct] | None = None
@@ -334,7 +336,8 @@ ITEMS: dict[str, dict[str, Any]] = {
 
 
 def document(routes: Mapping[str, Mapping[str, Any]], models: Sequence[str] = ()) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a server of ``models``. A handler of ``routes`` that ``OPERATIONS`` does not describe raises KeyError."""
+    """The OpenAPI 3.1 document of a server of ``models``.
+    A handler of ``routes`` that ``OPERATIONS`` does not describe raises KeyError."""
     return {
         "openapi": "3.1.0",
         "info": {

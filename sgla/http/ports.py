@@ -1,4 +1,5 @@
-"""What the HTTP layer needs of the rest: the shapes of ``actors.ingress.Ingress`` and of the text services."""
+"""What the HTTP layer needs of the rest:
+the shapes of ``actors.ingress.Ingress`` and of the text services."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Progress(Protocol):
 
 
 class Ingress(Protocol):
-    """The engine as handlers see it. ``tokenizer``, ``template`` and ``facts`` are None until the model is loaded."""
+    """The engine as handlers see it.
+    ``tokenizer``, ``template`` and ``facts`` are None until the model is loaded."""
 
     @property
     def phase(self) -> str: ...
@@ -84,14 +86,15 @@ class Ingress(Protocol):
         """Raise the typed 503 that says why requests are not accepted now."""
 
     def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
-        """Admit requests, all or none, or raise the SglaError that refuses them; never waits. ``extra``: beside what there is room
-        for."""
+        """Admit requests, all or none, or raise the SglaError that refuses them; never waits. ``extra``:
+        beside what there is room for."""
 
     async def room(self, job: Job) -> None:
         """Wait until ``open_all`` would refuse the job no longer for want of room."""
 
     def cancel(self, rid: str, reason: str) -> bool:
-        """Forget the request and free what it holds; nothing more reaches its sink. False if it is not open."""
+        """Forget the request and free what it holds; nothing more reaches its sink.
+        False if it is not open."""
 
     def preparing(self, rid: str) -> bool:
         """Whether the request may yet be refused."""

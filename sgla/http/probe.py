@@ -1,7 +1,7 @@
 """Whether anything comes out of the engine, found out once for all who ask.
 
-``/health_generate`` is open without a key, so that load balancers can use it. So whoever calls it as often as he likes costs
-one token a second at most, and no user a place.
+``/health_generate`` is open without a key, so that load balancers can use it. So whoever calls it as often as
+he likes costs one token a second at most, and no user a place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LOOK = 0.05  # seconds between looks at steps that run for others
 
 
 class Probe:
-    """One look at the engine at a time. A busy engine is healthy as soon as one of its steps ends; an idle one makes a token."""
+    """One look at the engine at a time.
+    A busy engine is healthy as soon as one of its steps ends; an idle one makes a token."""
 
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
@@ -76,7 +77,8 @@ class Probe:
             raise SglaError.from_rejected(rejected)
 
     def _steps(self) -> tuple[bool, int]:
-        """Whether there is something to do, and how many steps have ended. Raises what the ingress refuses requests with."""
+        """Whether there is something to do, and how many steps have ended.
+        Raises what the ingress refuses requests with."""
         self._ingress.require_ready()
         stats = self._ingress.stats()
         busy = stats.running + stats.waiting + stats.draining + stats.in_flight > 0

@@ -44,7 +44,8 @@ def run(
     on_progress: Callable[[Progress], None] | None = None,
     on_ready: Callable[[Facts, Defaults, str, float], None] | None = None,
 ) -> int:
-    """Serve until a signal or a failure; returns the process's exit code. What then does not end in time ends with the process.
+    """Serve until a signal or a failure; returns the process's exit code.
+    What then does not end in time ends with the process.
 
     ``on_ready(facts, defaults of sampling, url, seconds)`` is called once requests are accepted.
     """
@@ -115,8 +116,9 @@ async def _write_rest(metrics: Metrics) -> None:
 
 
 class Signals:
-    """SIGTERM and SIGINT. The first asks for a drain (``stop``), the second for an end at once (``hurry``); a server that hangs
-    is ended by ``last_resort``. Handlers are Python's, not the loop's, which may be what hangs."""
+    """SIGTERM and SIGINT. The first asks for a drain (``stop``), the second for an end at once (``hurry``); a
+    server that hangs is ended by ``last_resort``. Handlers are Python's, not the loop's, which may be what
+    hangs."""
 
     def __init__(self, system: System, last_resort: LastResort) -> None:
         self.stop = asyncio.Event()
@@ -149,7 +151,8 @@ def start_tracing(config: Config, model: str) -> Tracing | None:
         return Tracing(otlp_processor(config.otlp_traces_endpoint), model)
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); install it with: pip install 'sgla[otel]'",
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); "
+            "install it with: pip install 'sgla[otel]'",
             param="otlp_traces_endpoint",
         ) from error
 

@@ -59,8 +59,8 @@ SCRAPES = 20  # so a twentieth of the loop's time goes to metrics at most
 class Work(msgspec.Struct, kw_only=True):
     """One HTTP request's share of the engine: a job for each prompt, ``n`` choices for each job.
 
-    Choice ``j`` of prompt ``i`` has index ``i * n + j``. The engine makes at least one token, so ``prompt_only[i]`` tells
-    that prompt ``i`` asked for none (``max_tokens: 0``).
+    Choice ``j`` of prompt ``i`` has index ``i * n + j``. The engine makes at least one token, so
+    ``prompt_only[i]`` tells that prompt ``i`` asked for none (``max_tokens: 0``).
     """
 
     rid: str  # as the client knows it
@@ -125,10 +125,11 @@ class Server:
                 each.sweep()
             self.database.give_back()
 
-    # facts -----------------------------------------------------------------------------------------------------------
+    # facts --------------------------------------------------------------------------------------------------
 
     def model(self, asked: str | None) -> str:
-        """The model name to answer with. Raises ModelNotFound; an empty or missing name means the first model."""
+        """The model name to answer with.
+        Raises ModelNotFound; an empty or missing name means the first model."""
         names = self.ingress.model_names
         if not asked:
             return names[0]
@@ -143,7 +144,8 @@ class Server:
         return self.ingress.default_sampling
 
     def metrics_text(self) -> bytes:
-        """Prometheus' text. Open without a key, and some milliseconds of the loop: one that took t is shown for ``SCRAPES`` times t."""
+        """Prometheus' text. Open without a key, and some milliseconds of the loop:
+        one that took t is shown for ``SCRAPES`` times t."""
         began = clock.now()
         if began >= self._metrics_hold:
             facts, stats = self.ingress.facts, self.ingress.stats()
@@ -156,7 +158,7 @@ class Server:
             self._metrics_hold = ended + SCRAPES * (ended - began)
         return self._metrics_text
 
-    # running requests ------------------------------------------------------------------------------------------------
+    # running requests ---------------------------------------------------------------------------------------
 
     def open(self, work: Work, sink: EndableSink) -> None:
         """Admit all jobs or none of them; raises the SglaError that refuses them."""
@@ -182,8 +184,8 @@ class Server:
         self.close(work, "slow")
 
     async def abort(self, rid: str | None, client: Client | None = None) -> int:
-        """End the running requests with this id, or all of them for None; those of ``client`` alone, if it is given and no
-        admin. Returns how many there were."""
+        """End the running requests with this id, or all of them for None; those of ``client`` alone, if it is
+        given and no admin. Returns how many there were."""
         found = [
             work.uid
             for work, _ in self._live.values()
@@ -245,7 +247,8 @@ async def make_work(
     rid: str | None = None,
     **common: Any,
 ) -> Work:
-    """A Work of one job for each of ``prompts`` (the Job fields that differ); ``common`` is the same for all. Many are made with pauses.
+    """A Work of one job for each of ``prompts`` (the Job fields that differ); ``common`` is the same for all.
+    Many are made with pauses.
 
     ``rid`` is the id that the body asks for. ``sampling`` may be one for each prompt, with the same ``n``.
     """
@@ -312,8 +315,8 @@ def sampled(params: SamplingParams) -> SamplingParams:
 
 
 def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
-    """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each character at most. Without
-    ``outputs`` those of prompts alone count."""
+    """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each
+    character at most. Without ``outputs`` those of prompts alone count."""
     context = facts.context_len if facts is not None else 0
     most = 0
     for job in jobs:
@@ -328,14 +331,15 @@ def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int, outputs
             most += tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_token_ids))
     if most > limit:
         raise InvalidField(
-            f"the answer may have {most} logprobs, {limit} is the limit of one request; send fewer prompts, or ask "
-            "for fewer choices, alternatives or tokens",
+            f"the answer may have {most} logprobs, {limit} is the limit of one request; send fewer prompts, "
+            "or ask for fewer choices, alternatives or tokens",
             param="logprobs",
         )
 
 
 def check_hidden_states(jobs: Iterable[Job], facts: Facts | None, limit: int) -> None:
-    """Raise InvalidField for hidden states of more numbers than an answer may have, counted as in ``check_logprobs``."""
+    """Raise InvalidField for hidden states of more numbers than an answer may have,
+    counted as in ``check_logprobs``."""
     if facts is None:
         return
     most = 0
@@ -346,8 +350,8 @@ def check_hidden_states(jobs: Iterable[Job], facts: Facts | None, limit: int) ->
             most += job.sampling.n * min(tokens, facts.context_len) * facts.hidden
     if most > limit:
         raise InvalidField(
-            f"the hidden states of the answer may have {most} numbers, {limit} is the limit of one request; send fewer or shorter "
-            "prompts, or ask for fewer choices or tokens",
+            f"the hidden states of the answer may have {most} numbers, {limit} is the limit of one request; "
+            "send fewer or shorter prompts, or ask for fewer choices or tokens",
             param="return_hidden_states",
         )
 

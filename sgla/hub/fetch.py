@@ -37,7 +37,8 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
 
 
 def find_local(config: Config) -> Path | None:
-    """What of ``resolve_model`` needs no network: a path, or a complete model in a cache. Raises ConfigError as it does."""
+    """What of ``resolve_model`` needs no network: a path, or a complete model in a cache.
+    Raises ConfigError as it does."""
     path = Path(config.model).expanduser()
     if path.is_dir():
         return check_folder(path, config.load_format)
@@ -54,8 +55,8 @@ def find_local(config: Config) -> Path | None:
     close = difflib.get_close_matches(config.model, demo.MODELS)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise ConfigError(
-        f"there is no file or folder '{config.model}', and it is no hub id (organisation/name, organisation/name:Q4_K_M) "
-        f"and none of {', '.join(demo.MODELS)}{hint}",
+        f"there is no file or folder '{config.model}', and it is no hub id (organisation/name, "
+        f"organisation/name:Q4_K_M) and none of {', '.join(demo.MODELS)}{hint}",
         param="model",
     )
 
@@ -81,7 +82,8 @@ def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> 
 
 
 def check_folder(folder: Path, load_format: str = "auto") -> Path:
-    """``folder`` itself, or the one ``.gguf`` file in it, if what ``load_format`` needs is there; else ConfigError."""
+    """``folder`` itself, or the one ``.gguf`` file in it, if what ``load_format`` needs is there;
+    else ConfigError."""
     ggufs = sorted(folder.glob("*.gguf"))
     if load_format == "gguf" or (load_format == "auto" and ggufs and not (folder / "config.json").is_file()):
         if len(ggufs) == 1:
@@ -98,7 +100,8 @@ def check_folder(folder: Path, load_format: str = "auto") -> Path:
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ConfigError(
-            f"{folder} lacks weights: {shown}; download it completely, or use --load-format dummy for random weights",
+            f"{folder} lacks weights: {shown}; download it completely, or "
+            "use --load-format dummy for random weights",
             param="model",
         )
     return folder

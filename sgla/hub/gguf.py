@@ -1,7 +1,8 @@
 """GGUF files: HF-style configuration, raw tokenizer tables and tensors under their HF names.
 
-``gguf_header`` reads the file, ``gguf_keys`` says which keys are honoured. The configuration is one that HF's class of the
-architecture could have, so what HF has no words for is refused. Quantized blocks are decoded by the ``gguf`` package.
+``gguf_header`` reads the file, ``gguf_keys`` says which keys are honoured. The configuration is one that HF's
+class of the architecture could have, so what HF has no words for is refused. Quantized blocks are decoded by
+the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _NAMED = 8  # tensor names shown in an error
 
 
 class _Place(NamedTuple):
-    """Where HF has a tensor, and the dims of its weight: d hidden, f of the MLP, q and k of all heads, h of one, v tokens."""
+    """Where HF has a tensor, and the dims of its weight:
+    d hidden, f of the MLP, q and k of all heads, h of one, v tokens."""
 
     stem: str
     dims: str
@@ -65,8 +67,8 @@ _QKV, _MLP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up", "ffn_down")
 
 
 class _Architecture(NamedTuple):
-    """HF's class, its ``model_type``, the tensors of a layer, and those that have biases: always, all of them or none by
-    HF's ``attention_bias``, all or none by ``mlp_bias``."""
+    """HF's class, its ``model_type``, the tensors of a layer, and those that have biases: always, all of them
+    or none by HF's ``attention_bias``, all or none by ``mlp_bias``."""
 
     hf_class: str
     model_type: str
@@ -88,7 +90,8 @@ _ARCHITECTURES = {
 class LazyTensor:
     """A tensor of the file under its HF name, decoded on demand.
 
-    ``blocks`` uint8 ``[n, bytes of a row]``: memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``.
+    ``blocks`` uint8 ``[n, bytes of a row]``:
+    memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``.
     """
 
     name: str
@@ -105,7 +108,8 @@ class LazyTensor:
         return values
 
     def _decode(self, rows: range) -> NDArray[np.float32]:
-        """By the ``gguf`` package, except for three simple types, at which this is two to three times as fast."""
+        """By the ``gguf`` package, except for three simple types,
+        at which this is two to three times as fast."""
         if len(self.shape) == 1:
             return self._dequantize(self.blocks)[0, rows.start : rows.stop]
         if self.type_name in _SIMPLE and (quants := self.quants(rows)) is not None:
@@ -127,7 +131,8 @@ class LazyTensor:
 
     @property
     def kept(self) -> str | None:
-        """The format of quant/weight.py that has these values at the least loss for its bytes; None of floating-point numbers."""
+        """The format of quant/weight.py that has these values at the least loss for its bytes;
+        None of floating-point numbers."""
         return None if self.type_name in _FLOATS else _KEPT.get(self.type_name, ("int8", 0.0))[0]
 
     @property
@@ -136,8 +141,8 @@ class LazyTensor:
         return self.type_name in _SIMPLE and _SIMPLE[self.type_name].symmetric
 
     def quants(self, rows: range) -> Quants | None:
-        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None of others. Those of Q4_K
-        and Q5_K are products, which are rounded to float16."""
+        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None
+        of others. Those of Q4_K and Q5_K are products, which are rounded to float16."""
         if self.type_name in ("Q4_K", "Q5_K"):
             return self._nested_quants(rows)
         if self.type_name not in _SIMPLE:
@@ -156,7 +161,8 @@ class LazyTensor:
         return quants.reshape(len(blocks), -1), scale, minimum
 
     def _nested_quants(self, rows: range) -> Quants:
-        """Blocks of eight groups: two float16 numbers, 6-bit multiples of them for each group, the fifth bits, four bits."""
+        """Blocks of eight groups:
+        two float16 numbers, 6-bit multiples of them for each group, the fifth bits, four bits."""
         from gguf.quants import Q4_K
 
         size = 144 if self.type_name == "Q4_K" else 176
@@ -191,7 +197,8 @@ class _Simple(NamedTuple):
         return np.dtype([*fields, ("quants", "u1", 32 if self.bits == 8 else 16)])
 
 
-# What a CPU keeps quantized matrices in (quant/weight.py), and its bytes of a weight; types that are not here: int8.
+# What a CPU keeps quantized matrices in (quant/weight.py), and its bytes of a weight;
+# types that are not here: int8.
 _KEPT = {
     "Q4_0": ("q4_0", 0.5625),
     "Q4_1": ("int4", 0.625),
@@ -242,8 +249,9 @@ class GGUFFile:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` of the same model would say. Raises ConfigError for keys that are not supported, and WeightError
-        for tensors that do not fit them, so that no size in it is larger than the file's."""
+        """What ``config.json`` of the same model would say. Raises ConfigError for keys that are not
+        supported, and WeightError for tensors that do not fit them, so that no size in it is larger than the
+        file's."""
         try:
             keys = read_keys(self.metadata, self.architecture)
             check_places(self._header, len(self._map))
@@ -264,7 +272,8 @@ class GGUFFile:
         for name in ("attention.value_length", "rope.dimension_count"):
             if keys.get(name, head_dim) != head_dim:
                 raise ConfigError(
-                    f"{self.architecture}.{name} is {keys[name]}, and only the size of a head, {head_dim}, is supported"
+                    f"{self.architecture}.{name} is {keys[name]}, and only the "
+                    f"size of a head, {head_dim}, is supported"
                 )
         config = {
             "architectures": [architecture.hf_class],
@@ -303,7 +312,8 @@ class GGUFFile:
         return config
 
     def _default_scale(self, config: dict[str, Any]) -> float:
-        """Of queries. Gemma's 27B model alone has hidden/heads instead of the size of a head; the metadata does not say so."""
+        """Of queries. Gemma's 27B model alone has hidden/heads instead of the size of a head;
+        the metadata does not say so."""
         if self.architecture == "gemma3" and config["num_hidden_layers"] == 62:
             return float((config["hidden_size"] // config["num_attention_heads"]) ** -0.5)
         return float(config["head_dim"] ** -0.5)
@@ -438,10 +448,12 @@ class GGUFFile:
 
     @cached_property
     def tokenizer_raw(self) -> dict[str, Any]:
-        """The vocabulary: model, pre, tokens, token_type, merges, scores, the special ids, flags and chat template.
+        """The vocabulary: model, pre, tokens, token_type,
+        merges, scores, the special ids, flags and chat template.
 
-        Absent entries are ``None``. ``model`` is ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece). ``chat_template`` is
-        its source, or sources by name. Raises ConfigError for keys that are not supported.
+        Absent entries are ``None``. ``model`` is ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+        ``chat_template`` is its source, or sources by name. Raises ConfigError for keys that are not
+        supported.
         """
         try:
             keys = read_vocabulary(self.metadata)
@@ -491,8 +503,8 @@ class GGUFFile:
             yield LazyTensor(name, kind.name, shape, blocks, self._shift(name))
 
     def _reorder(self, blocks: NDArray[np.uint8], query: bool, size: int) -> NDArray[np.uint8]:
-        """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart. ``size``: bytes of a row, or of
-        one value of a bias."""
+        """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart. ``size``:
+        bytes of a row, or of one value of a bias."""
         heads = self.config["num_attention_heads" if query else "num_key_value_heads"]
         halves = blocks.reshape(heads, -1, 2, size).swapaxes(1, 2)
         return np.ascontiguousarray(halves).reshape(blocks.shape)

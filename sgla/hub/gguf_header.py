@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata and the table of tensors, within bounds whatever the file says.
 
-Parsed here, because the ``gguf`` package's reader makes numpy views of every token string (seconds for a large vocabulary,
-against a tenth of one). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Parsed here, because the ``gguf`` package's reader makes numpy views of every token string (seconds for a
+large vocabulary, against a tenth of one). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor in the file. ``shape`` is row-major as in torch; ``type`` a GGML type number; ``offset`` in bytes."""
+    """One tensor in the file.
+    ``shape`` is row-major as in torch; ``type`` a GGML type number; ``offset`` in bytes."""
 
     name: str
     type: int
@@ -45,7 +46,8 @@ class Header:
 
 
 class _Cursor:
-    """Reads GGUF values from a buffer; ``at`` is the offset of the next byte. Raises ValueError for what cannot be."""
+    """Reads GGUF values from a buffer; ``at`` is the offset of the next byte.
+    Raises ValueError for what cannot be."""
 
     def __init__(self, buffer: mmap.mmap, at: int) -> None:
         self.buffer = buffer
@@ -110,7 +112,8 @@ class _Cursor:
 
 
 def parse(buffer: mmap.mmap) -> Header:
-    """Raises ValueError, saying what is wrong, for anything but a whole header with keys and tensors of different names."""
+    """Raises ValueError, saying what is wrong,
+    for anything but a whole header with keys and tensors of different names."""
     if buffer[:4] != b"GGUF":
         raise ValueError("it does not start with the bytes GGUF")
     cursor = _Cursor(buffer, 4)
@@ -154,8 +157,8 @@ def _tensor(cursor: _Cursor) -> GGUFTensor:
 
 
 def check_places(header: Header, size: int) -> None:
-    """Raises WeightError for a tensor of a type that cannot be decoded, or whose data is not all its own part of a file of
-    ``size`` bytes."""
+    """Raises WeightError for a tensor of a type that cannot be decoded, or whose data is not all its own part
+    of a file of ``size`` bytes."""
     from gguf.constants import GGML_QUANT_SIZES
 
     names, end, before = decodable(), header.data, ""
@@ -168,7 +171,8 @@ def check_places(header: Header, size: int) -> None:
         block, bytes_of_block = GGML_QUANT_SIZES[tensor.type]  # type: ignore[index]
         if tensor.shape[-1] % block:
             raise WeightError(
-                f"tensor {tensor.name}: rows of {tensor.shape[-1]} values are not whole blocks of {names[tensor.type]}"
+                f"tensor {tensor.name}: rows of {tensor.shape[-1]} values are "
+                f"not whole blocks of {names[tensor.type]}"
             )
         start = header.data + tensor.offset
         if start < end:

@@ -1,10 +1,11 @@
 """Which keys of GGUF metadata are honoured, and what becomes of all others.
 
-In the namespace of the architecture (``llama.*``) every key must be in its table: the keys that ``GGUFFile.config`` reads, and
-keys that change nothing, some of them at certain values only. Any other key, and any other value, is refused by name.
-``general.*`` describes the file, but for a few keys. In ``tokenizer.*`` the same rule holds as in the architecture's namespace,
-unless the vocabulary is not used. Namespaces that other tools write for themselves (``quantize.*``, ``mradermacher.*``) are
-ignored, those that stand for another kind of file are refused.
+In the namespace of the architecture (``llama.*``) every key must be in its table: the keys that
+``GGUFFile.config`` reads, and keys that change nothing, some of them at certain values only. Any other key,
+and any other value, is refused by name. ``general.*`` describes the file, but for a few keys. In
+``tokenizer.*`` the same rule holds as in the architecture's namespace, unless the vocabulary is not used.
+Namespaces that other tools write for themselves (``quantize.*``, ``mradermacher.*``) are ignored, those that
+stand for another kind of file are refused.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from sgla.errors import ConfigError
 
 @dataclass(frozen=True)
 class Number:
-    """Values of a key: whole numbers or any finite ones, from ``low`` on; ``layers``: or a list with one for each layer,
-    which must all be the same."""
+    """Values of a key: whole numbers or any finite ones, from ``low`` on; ``layers``: or a list with one for
+    each layer, which must all be the same."""
 
     whole: bool = False
     low: float = 0.0
@@ -103,7 +104,8 @@ _COMMON: dict[str, Rule] = {
     "rope.scaling.yarn_beta_fast": POSITIVE,
     "rope.scaling.yarn_beta_slow": POSITIVE,
     "rope.scaling.yarn_log_multiplier": Only((0.0,)),
-    # Off, in models that have them not. transformers and llama.cpp disagree on yarn_attn_factor, so no value is allowed.
+    # Off, in models that have them not.
+    # transformers and llama.cpp disagree on yarn_attn_factor, so no value is allowed.
     "attention.clamp_kqv": Only((0.0,)),
     "attention.max_alibi_bias": Only((0.0,)),
     "attention.sliding_window": Only((0,)),
@@ -184,9 +186,11 @@ _OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.")
 
 
 def read_keys(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The values of the architecture's own keys, by names without the architecture; one number for each list over layers.
+    """The values of the architecture's own keys, by names without the architecture;
+    one number for each list over layers.
 
-    Raises ConfigError for a key that is neither honoured nor harmless, for a value of a wrong kind, and for a missing key.
+    Raises ConfigError for a key that is neither honoured nor harmless,
+    for a value of a wrong kind, and for a missing key.
     """
     table, found = _TABLES[architecture], {}
     for key, value in metadata.items():
@@ -226,8 +230,8 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """How the model's authors recommend to sample, in the words of generation_config.json; what switches llama.cpp's other
-    samplers on keeps its name."""
+    """How the model's authors recommend to sample, in the words of generation_config.json; what switches
+    llama.cpp's other samplers on keeps its name."""
     keys = {f"general.sampling.{name}": hf for name, hf in _SAMPLING.items()}
     others = {f"general.sampling.{name}": name for name in _OTHER_SAMPLERS}
     found = {hf: _check(key, metadata[key], Number()) for key, hf in keys.items() if key in metadata}

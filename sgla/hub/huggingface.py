@@ -18,13 +18,15 @@ PROBE_SECONDS = 3.0
 
 
 class HuggingFace:
-    """``repo``: ``organisation/name``; ``revision`` None: the newest. ``download_dir`` None: the client's own cache."""
+    """``repo``: ``organisation/name``; ``revision`` None: the newest.
+    ``download_dir`` None: the client's own cache."""
 
     def __init__(self, download_dir: str | None = None) -> None:
         self.cache = str(cache_folder(download_dir) / "hub") if download_dir else None
 
     def cached(self, repo: str, revision: str | None, patterns: list[str], ignored: list[str]) -> Path | None:
-        """The folder of a snapshot that is on this disk, if it lacks none of the files that fit ``patterns`` but not ``ignored``."""
+        """The folder of a snapshot that is on this disk,
+        if it lacks none of the files that fit ``patterns`` but not ``ignored``."""
         from huggingface_hub import snapshot_download
 
         try:
@@ -46,7 +48,8 @@ class HuggingFace:
     def download(
         self, repo: str, revision: str | None, patterns: list[str], ignored: list[str], report: OnProgress
     ) -> Path:
-        """The snapshot's folder, with the files that fit ``patterns`` but not ``ignored``. Raises ConfigError."""
+        """The snapshot's folder, with the files that fit ``patterns`` but not ``ignored``.
+        Raises ConfigError."""
         from huggingface_hub import snapshot_download
 
         with _explained(repo, revision):
@@ -80,9 +83,9 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(f"{repo}: no revision '{revision}'", param="revision") from error
     except Exception as error:  # no network, no space, a hub error, and whatever its HTTP library raises
         raise ConfigError(
-            f"{repo} cannot be downloaded: {(str(error).strip() or type(error).__name__).splitlines()[-1]}. Check the network (HF_ENDPOINT names "
-            "a mirror, --model-source modelscope another hub), or give --model a local folder or .gguf file; 'demo' comes from the "
-            "package index"
+            f"{repo} cannot be downloaded: {(str(error).strip() or type(error).__name__).splitlines()[-1]}. "
+            "Check the network (HF_ENDPOINT names a mirror, --model-source modelscope another hub), or "
+            "give --model a local folder or .gguf file; 'demo' comes from the package index"
         ) from error
 
 

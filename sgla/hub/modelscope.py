@@ -18,14 +18,15 @@ from sgla.messages import Progress
 
 
 class ModelScope:
-    """As ``HuggingFace``. ``MODELSCOPE_ENDPOINT`` names another server, ``MODELSCOPE_API_TOKEN`` the token for private models."""
+    """As ``HuggingFace``.
+    ``MODELSCOPE_ENDPOINT`` names another server, ``MODELSCOPE_API_TOKEN`` the token for private models."""
 
     def __init__(self, download_dir: str | None = None) -> None:
         self.cache = cache_folder(download_dir) / "modelscope" if download_dir else None
 
     def cached(self, repo: str, revision: str | None, patterns: list[str], ignored: list[str]) -> Path | None:
-        """The folder of a snapshot that is on this disk. Of files that fit ``patterns`` but not ``ignored`` there must be those of a
-        tokenizer: nothing tells which ones the model has."""
+        """The folder of a snapshot that is on this disk. Of files that fit ``patterns`` but not ``ignored``
+        there must be those of a tokenizer: nothing tells which ones the model has."""
         api, errors = _client()
         try:
             folder = Path(
@@ -47,7 +48,8 @@ class ModelScope:
     def download(
         self, repo: str, revision: str | None, patterns: list[str], ignored: list[str], report: OnProgress
     ) -> Path:
-        """The snapshot's folder, with the files that fit ``patterns`` but not ``ignored``. Raises ConfigError."""
+        """The snapshot's folder, with the files that fit ``patterns`` but not ``ignored``.
+        Raises ConfigError."""
         with _explained(repo, revision), _quiet():
             wanted = sum(
                 one.size
@@ -99,15 +101,17 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         ) from error
     except Exception as error:  # no network, no space, and whatever its HTTP library raises
         raise ConfigError(
-            f"{repo} cannot be downloaded from ModelScope: {(str(error).strip() or type(error).__name__).splitlines()[-1]}. Check "
-            "the network (MODELSCOPE_ENDPOINT names another server), or give --model a local folder or .gguf file",
+            f"{repo} cannot be downloaded from ModelScope: "
+            f"{(str(error).strip() or type(error).__name__).splitlines()[-1]}. Check the network "
+            "(MODELSCOPE_ENDPOINT names another server), or give --model a local folder or .gguf file",
             param="model",
         ) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Its client draws a bar of files on stderr, whatever it is told; ours shows bytes, on the stream that it has from before."""
+    """Its client draws a bar of files on stderr, whatever it is told;
+    ours shows bytes, on the stream that it has from before."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -32,7 +32,8 @@ def quantization(path: str) -> str:
 
 
 def choose(repo: str, files: Iterable[str], wanted: str | None) -> str:
-    """The path of the file that ``wanted`` names: a quantization or a file. Raises ConfigError that lists what there is."""
+    """The path of the file that ``wanted`` names: a quantization or a file.
+    Raises ConfigError that lists what there is."""
     paths = sorted(
         path for path in files if path.endswith(".gguf") and "mmproj" not in path.lower()
     )  # mmproj: of images

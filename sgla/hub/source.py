@@ -1,4 +1,5 @@
-"""A model on this disk: its configuration and where its weights are. Loads no torch; can be sent to a worker."""
+"""A model on this disk: its configuration and where its weights are.
+Loads no torch; can be sent to a worker."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ MAX_ENDS = 1024  # ids that end a generation
 
 @dataclass(frozen=True)
 class ModelSource:
-    """``config`` and ``generation_config`` are the contents of HF's files of these names (GGUF: made from metadata).
+    """``config`` and ``generation_config`` are the contents of HF's files
+    of these names (GGUF: made from metadata).
 
-    ``files`` hold the weights: ``.safetensors`` files, one ``.gguf`` file, or none for ``dummy`` (random weights).
-    ``folder`` is where tokenizer files are (none for GGUF, which carries its vocabulary: see ``gguf``).
+    ``files`` hold the weights: ``.safetensors`` files, one ``.gguf`` file, or none for ``dummy`` (random
+    weights). ``folder`` is where tokenizer files are (none for GGUF, which carries its vocabulary: see
+    ``gguf``).
     """
 
     kind: Literal["safetensors", "gguf", "dummy"]
@@ -59,8 +62,8 @@ class ModelSource:
                 type(token) is int and 0 <= token < 1 << 31 for token in found
             ):
                 raise ConfigError(
-                    f"eos_token_id in generation_config.json or config.json is {str(found[:4])[:60]}; it must be a token id "
-                    f"or a list of at most {MAX_ENDS}",
+                    f"eos_token_id in generation_config.json or config.json is {str(found[:4])[:60]}; it "
+                    f"must be a token id or a list of at most {MAX_ENDS}",
                     param="model",
                 )
             return found

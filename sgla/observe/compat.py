@@ -44,7 +44,8 @@ RELABELLED = {"vllm": {"finish_reason": "finished_reason"}, "sglang": {"status":
 
 
 def translated(families: Iterable[Metric], server: str) -> Iterator[Metric]:
-    """Copies of the families that ``server`` (sglang or vllm) has, under its names and with its labels, too."""
+    """Copies of the families that ``server`` (sglang or vllm) has,
+    under its names and with its labels, too."""
     for family in families:
         ours = family.name.removeprefix(OURS)
         names = VLLM.get(ours, ()) if server == "vllm" else ours

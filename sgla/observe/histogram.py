@@ -1,4 +1,5 @@
-"""Histograms as plain numbers: an observation costs about 0.3 us and takes no lock. Bounds are in seconds, if nothing else is said."""
+"""Histograms as plain numbers: an observation costs about 0.3 us and takes no lock.
+Bounds are in seconds, if nothing else is said."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 
 
 
 class Histogram:
-    """Bucket counts, sum and count, with Prometheus' rule: a value belongs to the first bucket that is >= it."""
+    """Bucket counts, sum and count, with Prometheus' rule:
+    a value belongs to the first bucket that is >= it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)

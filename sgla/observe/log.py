@@ -16,8 +16,8 @@ COLOURS = {
     logging.CRITICAL: "\x1b[31m",
 }
 RESET = "\x1b[0m"
-# What a terminal or a reader of logs could take for a command or a line's end, and what is no text: controls, separators
-# of lines and paragraphs, marks that turn the direction of text, lone surrogates.
+# What a terminal or a reader of logs could take for a command or a line's end, and what is no text: controls,
+# separators of lines and paragraphs, marks that turn the direction of text, lone surrogates.
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 MARKS = (*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
 UNSAFE = {code: f"\\x{code:02x}" for code in CONTROLS} | {code: f"\\u{code:04x}" for code in MARKS}
@@ -31,7 +31,8 @@ def printable(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31 12:34:56.789 info http: message``; control characters are escaped, a traceback follows indented."""
+    """``2026-01-31 12:34:56.789 info http: message``;
+    control characters are escaped, a traceback follows indented."""
 
     def __init__(self, colours: bool) -> None:
         super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
@@ -51,7 +52,8 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, what ``extra={"fields": {...}}`` adds, and a traceback."""
+    """One object a line:
+    time (UTC), level, logger, message, what ``extra={"fields": {...}}`` adds, and a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -68,7 +70,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
-    """Send the logs of the whole process to ``stream`` (default stderr). Other packages are heard from warning on."""
+    """Send the logs of the whole process to ``stream`` (default stderr).
+    Other packages are heard from warning on."""
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     colours = stream.isatty() and "NO_COLOR" not in os.environ

@@ -11,7 +11,8 @@ INTERVAL = 0.1  # seconds; often enough to see a stall, and about nothing to pay
 
 
 class LoopWatch:
-    """Tells ``report`` ten times a second by how many seconds the running loop called it too late, until ``close``."""
+    """Tells ``report`` ten times a second by how many seconds the running loop called it too late,
+    until ``close``."""
 
     def __init__(self, report: Callable[[float], None]) -> None:
         self._loop = asyncio.get_running_loop()

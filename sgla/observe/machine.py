@@ -32,7 +32,8 @@ ISA_FLAGS = (
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What resolve() decides from. Memory in bytes. Cores are those this process may use (affinity, cgroup quota)."""
+    """What resolve() decides from. Memory in bytes.
+    Cores are those this process may use (affinity, cgroup quota)."""
 
     cpu: str = "unknown"
     arch: str = "x86_64"
@@ -87,7 +88,8 @@ def find_compiler() -> str | None:
 
 
 def torch_build() -> tuple[str | None, str | None, str | None]:
-    """Version, CUDA version and ROCm version of the installed torch, from its version file; None where there is none."""
+    """Version, CUDA version and ROCm version of the installed torch, from its version file;
+    None where there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None, None, None
@@ -99,7 +101,8 @@ def torch_build() -> tuple[str | None, str | None, str | None]:
 
 
 def cuda_devices() -> tuple[Device, ...]:
-    """The GPUs that the CUDA driver shows this process (CUDA_VISIBLE_DEVICES holds); empty without a driver."""
+    """The GPUs that the CUDA driver shows this process (CUDA_VISIBLE_DEVICES holds);
+    empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -12,8 +12,9 @@ SLACK = 4 << 20  # bytes that are not worth the while
 
 
 class MemoryWatch:
-    """What is freed goes back to the system, in a thread: soon after each growth, then ever more rarely while the process is larger than at
-    its smallest, since what was in use at first may be freed later. On the running loop until ``close``."""
+    """What is freed goes back to the system, in a thread: soon after each growth, then ever more rarely while
+    the process is larger than at its smallest, since what was in use at first may be freed later. On the
+    running loop until ``close``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,7 +1,8 @@
-"""Prometheus metrics. The actors call plain methods on the loop's thread; the text is made when it is scraped.
+"""Prometheus metrics.
+The actors call plain methods on the loop's thread; the text is made when it is scraped.
 
-Counters and histograms are ordinary Python numbers (an observation costs about 0.3 us and takes no lock) that a
-collector turns into metric families, in this object's own registry.
+Counters and histograms are ordinary Python numbers (an observation costs about 0.3 us and takes no lock) that
+a collector turns into metric families, in this object's own registry.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FINISHES = ("stop", "length", "repetition", "abort", "error")
 
 
 class Metrics(Collector):
-    """Everything ``/metrics`` shows. All names start with ``sgla:`` and carry the label ``model_name``, but for the main
-    process's own (``process_cpu_seconds_total`` and its kin)."""
+    """Everything ``/metrics`` shows. All names start with ``sgla:`` and carry the label ``model_name``, but
+    for the main process's own (``process_cpu_seconds_total`` and its kin)."""
 
     def __init__(self, model_name: str, compat: str | None = None) -> None:
         """``compat``: sglang or vllm; that server's names are shown beside ours."""
@@ -75,7 +76,7 @@ class Metrics(Collector):
         self._rate_from: tuple[float, int] | None = None
         self._throughput = 0.0
 
-    # called by the actors --------------------------------------------------------------------------------------------
+    # called by the actors -----------------------------------------------------------------------------------
 
     def opened(self, opened: Opened) -> None:
         """A child is on its way to the scheduler."""
@@ -87,7 +88,8 @@ class Metrics(Collector):
             self.tracing.tokenized(submit, clock.now())
 
     def finished(self, request: Finished) -> None:
-        """One child has ended, whatever the reason. Nobody waits for one that yields, so its times are not those of the server."""
+        """One child has ended, whatever the reason.
+        Nobody waits for one that yields, so its times are not those of the server."""
         if self.tracing is not None:
             self.tracing.finished(request)
         self.requests[request.reason] += 1
@@ -109,7 +111,8 @@ class Metrics(Collector):
                 )
 
     def inter_token(self, seconds: float, tokens: int = 1) -> None:
-        """``tokens`` tokens of one child came ``seconds`` after the one before them; each gets an equal share."""
+        """``tokens`` tokens of one child came ``seconds`` after the one before them;
+        each gets an equal share."""
         self.itl.observe(seconds / tokens, tokens)
 
     def step(self, seconds: float, gap: float) -> None:
@@ -118,7 +121,8 @@ class Metrics(Collector):
         self.step_gap.observe(gap * 1000)
 
     def gauges(self, stats: Stats, now: float | None = None) -> None:
-        """A snapshot of the scheduler. Throughput is measured between two snapshots at least a second apart."""
+        """A snapshot of the scheduler.
+        Throughput is measured between two snapshots at least a second apart."""
         now = clock.now() if now is None else now
         self._stats = stats
         if self._rate_from is None:
@@ -154,7 +158,7 @@ class Metrics(Collector):
         """A line of a batch has its answer."""
         self.batch_lines["failed" if failed else "completed"] += 1
 
-    # scraping --------------------------------------------------------------------------------------------------------
+    # scraping -----------------------------------------------------------------------------------------------
 
     def text(self) -> bytes:
         """Prometheus' text format, version 0.0.4."""

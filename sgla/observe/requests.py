@@ -1,4 +1,5 @@
-"""Request bodies, kept in a file so that they can be sent again. Off unless ``--dump-requests`` names the file."""
+"""Request bodies, kept in a file so that they can be sent again.
+Off unless ``--dump-requests`` names the file."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ONE_LINE = bytes.maketrans(b"\r\n", b"  ")  # outside of strings, where JSON has
 
 
 class Dumped(msgspec.Struct, kw_only=True):
-    """One line of the file. ``at``: seconds since the server's start; ``body``: as the client sent it. No keys, no headers."""
+    """One line of the file. ``at``: seconds since the server's start; ``body``: as the client sent it.
+    No keys, no headers."""
 
     at: float
     rid: str
@@ -36,8 +38,8 @@ class Dumped(msgspec.Struct, kw_only=True):
 class RequestDump:
     """Appends to ``path``, which only its owner may read. Raises ConfigError if it cannot be opened.
 
-    A thread writes, so that a slow disk does not hold up the loop; nobody waits for it at the end but ``flush``. Requests
-    that cannot be written are counted in ``dropped``.
+    A thread writes, so that a slow disk does not hold up the loop; nobody waits for it at the end but
+    ``flush``. Requests that cannot be written are counted in ``dropped``.
     """
 
     def __init__(self, path: str) -> None:

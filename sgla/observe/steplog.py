@@ -1,7 +1,9 @@
-"""The last steps of the scheduler: kept in memory, written down when asked for or after a crash, and played again.
+"""The last steps of the scheduler:
+kept in memory, written down when asked for or after a crash, and played again.
 
-The scheduler is pure: from the same state the same calls give the same plans. So the log is a snapshot of it and every
-call since. A log holds the token ids of prompts and outputs; treat its files as you would treat the prompts.
+The scheduler is pure: from the same state the same calls give the same plans. So the log is a snapshot of it
+and every call since. A log holds the token ids of prompts and outputs; treat its files as you would treat the
+prompts.
 """
 
 from __future__ import annotations
@@ -26,18 +28,15 @@ from sgla.version import __version__
 
 T = TypeVar("T")
 
-# A snapshot takes some ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more memory than this. It
-# waits, and if need be steps are forgotten, as long as there is so much to write that it would take longer than ``LONGEST``, or ``BUSY``
-# while requests are open.
+# A snapshot takes some ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more
+# memory than this. It waits, and if need be steps are forgotten, as long as there is so much to write that it
+# would take longer than ``LONGEST``, or ``BUSY`` while requests are open.
 BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 LONGEST, BUSY = 0.03, 0.01  # seconds
-NODE, REQUEST, PARAMETER = (
-    4e-6,
-    1e-5,
-    4e-9,
-)  # seconds for a node of the cache, a request, a byte of its ``baggage``
+# Seconds for a node of the cache, a request, a byte of its ``baggage``.
+NODE, REQUEST, PARAMETER = 4e-6, 1e-5, 4e-9
 OFFER_BYTES = 4096  # of a request without its tokens and parameters
 PARAMETER_BYTES = 8  # of each byte of ``Submit.baggage``, as objects of Python
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
@@ -46,7 +45,8 @@ MAGIC = b"sgla steps 1\n"
 
 
 class Offer(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """A call of the scheduler. Of this one and of all below, ``raised`` is the exception that came out of it."""
+    """A call of the scheduler.
+    Of this one and of all below, ``raised`` is the exception that came out of it."""
 
     submit: Submit
     now: float
@@ -106,18 +106,15 @@ class StepLog(msgspec.Struct, kw_only=True):
 
 
 class RecordedCore(Core):
-    """A Core that remembers at least its last ``steps`` steps and all that led to them; costs a few us a step.
+    """A Core that remembers at least its last ``steps`` steps and all that led to them;
+    costs a few us a step.
 
-    Its memory has chapters, each with a snapshot: the current one and the one before, unless that has got too large. A new one
-    begins after ``steps`` steps, in ``rest``, and if possible while the scheduler is idle.
+    Its memory has chapters, each with a snapshot: the current one and the one before, unless that has got too
+    large. A new one begins after ``steps`` steps, in ``rest``, and if possible while the scheduler is idle.
     """
 
-    __slots__ = (
-        "_bytes",
-        "_chapters",
-        "_size",
-        "_start",
-    )  # so they are not among the vars() that decide its plans
+    # So they are not among the vars() that decide its plans.
+    __slots__ = "_bytes", "_chapters", "_size", "_start"
 
     def __init__(self, limits: Limits, steps: int) -> None:
         super().__init__(limits)
@@ -225,7 +222,8 @@ def read(data: bytes) -> StepLog:
 
 
 class Replay(msgspec.Struct, kw_only=True):
-    """What came of playing a chapter. ``difference``: where the copy first did something else; None: nowhere."""
+    """What came of playing a chapter.
+    ``difference``: where the copy first did something else; None: nowhere."""
 
     calls: int = 0
     steps: int = 0

@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 
 
 class Throughput:
-    """Asks ``stats`` every ``interval`` seconds on the running loop, until ``close``; 0: never. Nothing is told of idle times."""
+    """Asks ``stats`` every ``interval`` seconds on the running loop, until ``close``; 0: never.
+    Nothing is told of idle times."""
 
     def __init__(self, stats: Callable[[], Stats | None], interval: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -37,7 +38,10 @@ class Throughput:
             self._timer.cancel()
 
 
-TEXT = "running %d, waiting %d, prompts %.1f tok/s, output %.1f tok/s, prefix cache hits %.0f %%, KV cache used %.0f %%"
+TEXT = (
+    "running %d, waiting %d, prompts %.1f tok/s, output %.1f tok/s, "
+    "prefix cache hits %.0f %%, KV cache used %.0f %%"
+)
 
 
 def throughput(before: Stats, stats: Stats, seconds: float) -> dict[str, float]:

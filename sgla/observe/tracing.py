@@ -1,7 +1,8 @@
-"""OpenTelemetry traces: a request with its phases tokenize, queue, prefill and decode, which are known when it has ended.
+"""OpenTelemetry traces:
+a request with its phases tokenize, queue, prefill and decode, which are known when it has ended.
 
-Imported only where ``--otlp-traces-endpoint`` is given. Names of attributes are OpenTelemetry's for generative AI
-(``gen_ai.*``); the ``gen_ai.latency.*`` ones are vLLM's and SGLang's.
+Imported only where ``--otlp-traces-endpoint`` is given. Names of attributes are OpenTelemetry's for
+generative AI (``gen_ai.*``); the ``gen_ai.latency.*`` ones are vLLM's and SGLang's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ ATTRIBUTES = {
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """Sends spans in the background to a collector, OTLP over HTTP; ``endpoint`` without a path means ``/v1/traces``."""
+    """Sends spans in the background to a collector, OTLP over HTTP;
+    ``endpoint`` without a path means ``/v1/traces``."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     url = urlsplit(endpoint if "//" in endpoint else f"http://{endpoint}")
@@ -75,7 +77,8 @@ class Tracing:
         self._traces: dict[str, Trace] = {}  # by id of the engine's request
 
     def begin(self, headers: Mapping[str, str], method: str, route: str, rid: str, job: Job) -> Trace:
-        """A request that goes to the engine; ``traceparent`` in its headers makes it part of its sender's trace."""
+        """A request that goes to the engine;
+        ``traceparent`` in its headers makes it part of its sender's trace."""
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         operation = operation_of(job)
         span = self._tracer.start_span(

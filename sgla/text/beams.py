@@ -1,4 +1,5 @@
-"""Beam search over the likeliest next tokens of each beam. Pure: who runs it gets these from one-token requests.
+"""Beam search over the likeliest next tokens of each beam.
+Pure: who runs it gets these from one-token requests.
 
 The rules are those of ``_beam_search`` in transformers 5 (``generation/utils.py``).
 """
@@ -17,7 +18,8 @@ Stopping = bool | Literal["never"]
 
 
 class Beam(NamedTuple):
-    """``tokens`` behind the prompt; ``score``: the sum of their logprobs; ``entries``: these with some alternatives, if they are kept."""
+    """``tokens`` behind the prompt; ``score``: the sum of their logprobs;
+    ``entries``: these with some alternatives, if they are kept."""
 
     tokens: list[int]
     score: float
@@ -25,8 +27,8 @@ class Beam(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """``score``: that of the beam divided by its length to the power of the penalty. ``matched``: the token that ended it; None: it is as long
-    as it may be."""
+    """``score``: that of the beam divided by its length to the power of the penalty. ``matched``: the token
+    that ended it; None: it is as long as it may be."""
 
     score: float
     beam: Beam
@@ -34,11 +36,13 @@ class Finished(NamedTuple):
 
 
 class BeamSearch:
-    """``running``: the beams whose next tokens ``take`` wants, until ``done``; ``finished``: the best, the best first, ``width`` at most.
+    """``running``: the beams whose next tokens ``take`` wants, until ``done``;
+    ``finished``: the best, the best first, ``width`` at most.
 
-    ``ends``: tokens that end a beam. ``longest``: tokens of a beam. ``length_penalty`` above 0 favours long beams. ``early_stopping``: True ends
-    the search with ``width`` finished beams; False, when the best running one would not be among them if it ended now; "never", if it could not
-    be among them at any length. ``keep``: alternatives of each token to keep; None: no logprobs.
+    ``ends``: tokens that end a beam. ``longest``: tokens of a beam. ``length_penalty`` above 0 favours long
+    beams. ``early_stopping``: True ends the search with ``width`` finished beams; False, when the best
+    running one would not be among them if it ended now; "never", if it could not be among them at any length.
+    ``keep``: alternatives of each token to keep; None: no logprobs.
     """
 
     def __init__(
@@ -113,5 +117,6 @@ def one_token(width: int, ends: int) -> SamplingParams:
 
 
 def candidates(width: int, ends: int) -> int:
-    """How many of the likeliest tokens to ask for: enough to go on, even if all that can end a beam are among them."""
+    """How many of the likeliest tokens to ask for:
+    enough to go on, even if all that can end a beam are among them."""
     return min(MAX_CANDIDATES, max(2, 1 + ends) * width)

@@ -1,7 +1,8 @@
 """How a tokenizer's decoder turns ids into text, taken apart so that it can run one token at a time.
 
-Three decoders cover the language models that are served: byte-level BPE (GPT-2's byte alphabet), SentencePiece with
-byte fallback (``<0xNN>`` tokens, ``▁`` for a space, perhaps one leading space stripped) and plain ``Metaspace``.
+Three decoders cover the language models that are served: byte-level BPE (GPT-2's byte alphabet),
+SentencePiece with byte fallback (``<0xNN>`` tokens, ``▁`` for a space, perhaps one leading space stripped)
+and plain ``Metaspace``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Decoding:
         return self.strip > 0 or self.bare_first
 
     def piece(self, token: str) -> str | bytes:
-        """What one token string adds in the middle of a text: str, or raw bytes that may be part of a character."""
+        """What one token string adds in the middle of a text:
+        str, or raw bytes that may be part of a character."""
         if self.kind == "bytes":
             return _from_byte_alphabet(token)
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):

@@ -1,7 +1,8 @@
 """Token ids -> text as they come. Whatever the cuts, the pieces add up to the tokenizer's decode of all ids.
 
-Only what later tokens may still change is held back: bytes of an unfinished character and, where the tokenizer has
-byte-fallback tokens, a run of them, because the decode of one invalid run replaces each of its bytes.
+Only what later tokens may still change is held back: bytes of an unfinished character and, where the
+tokenizer has byte-fallback tokens, a run of them, because the decode of one invalid run replaces each of its
+bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Detokenizer(Protocol):
 def make_detokenizer(
     tokenizer: Tokenizer, skip_special_tokens: bool = True, continues: bool = False
 ) -> Detokenizer:
-    """``continues``: text stands before the output, so a tokenizer that strips a text's first space leaves it here."""
+    """``continues``: text stands before the output,
+    so a tokenizer that strips a text's first space leaves it here."""
     kind = tokenizer.decoding.kind
     if kind == "bytes":
         return ByteDetokenizer(tokenizer.byte_table(skip_special_tokens))
@@ -124,7 +126,8 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any other decoder: decode a short window twice, with and without the new ids, and take the difference."""
+    """Any other decoder:
+    decode a short window twice, with and without the new ids, and take the difference."""
 
     __slots__ = ("_ids", "_read", "_skip", "_tokenizer")
 

@@ -1,8 +1,9 @@
 """A ``tokenizers`` tokenizer from the vocabulary in a GGUF file, converted once and then loaded from a cache.
 
-Byte-level BPE (``model: gpt2``) comes with merges; the split of a text before merging is known by name (``pre``), as in
-llama.cpp (``llama-vocab.cpp``). SentencePiece (``model: llama``) comes with scores; the merges are recovered from the
-vocabulary: a pair may merge if its concatenation is a token, better tokens first, as transformers converts it.
+Byte-level BPE (``model: gpt2``) comes with merges; the split of a text before merging is known by name
+(``pre``), as in llama.cpp (``llama-vocab.cpp``). SentencePiece (``model: llama``) comes with scores; the
+merges are recovered from the vocabulary: a pair may merge if its concatenation is a token, better tokens
+first, as transformers converts it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from sgla.text.decoding import CHAR_OF, SPACE
 
 log = logging.getLogger(__name__)
 
-MOST_WORK = (
-    10**9
-)  # characters looked at to find the merges of SentencePiece; Gemma's vocabulary takes 2 * 10^7
+# Characters looked at to find the merges of SentencePiece; Gemma's vocabulary takes 2 * 10^7.
+MOST_WORK = 10**9
 VERSION = 2  # of the conversion; part of the cache key
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -42,7 +42,8 @@ _WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{end}}|[^\r\n\p{{L}}\p{{N}}]
 _TEKKEN = _WORD.replace("{end}", "") + r"|\p{N}|" + _SLASH_TAIL
 _GPT4O = _WORD.replace("{end}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}|" + _SLASH_TAIL
 _DEEPSEEK3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -72,7 +73,8 @@ _WHOLE_TOKENS_FIRST = (
 
 
 def backend_from_gguf(raw: dict[str, Any], cache: Path | None = None) -> Tokenizer:
-    """``raw``: ``GGUFFile.tokenizer_raw``. ``cache``: folder for the result. Raises ConfigError for an unknown kind."""
+    """``raw``: ``GGUFFile.tokenizer_raw``. ``cache``: folder for the result.
+    Raises ConfigError for an unknown kind."""
     if not raw.get("tokens"):
         raise ConfigError(
             "the GGUF file has no vocabulary; name a tokenizer folder with --tokenizer", param="tokenizer"
@@ -92,7 +94,8 @@ def backend_from_gguf(raw: dict[str, Any], cache: Path | None = None) -> Tokeniz
 
 @contextmanager
 def readable(complaint: str) -> Iterator[None]:
-    """Turns whatever the ``tokenizers`` library raises, plain Exceptions and panics of Rust, into ConfigError."""
+    """Turns whatever the ``tokenizers`` library raises,
+    plain Exceptions and panics of Rust, into ConfigError."""
     try:
         yield
     except (SglaError, KeyboardInterrupt, SystemExit):
@@ -147,7 +150,8 @@ def _byte_level(raw: dict[str, Any]) -> Tokenizer:
     pre = raw.get("pre") or "default"
     if pre not in SPLITS:
         raise ConfigError(
-            f"the GGUF file's pre-tokenizer {pre!r} is not known; name the original model's folder with --tokenizer",
+            f"the GGUF file's pre-tokenizer {pre!r} is not known; name the "
+            "original model's folder with --tokenizer",
             param="tokenizer",
         )
     alphabet = set(CHAR_OF.values())
@@ -185,7 +189,8 @@ def _sentencepiece(raw: dict[str, Any]) -> Tokenizer:
 
 
 def _gemma(raw: dict[str, Any]) -> Tokenizer:
-    """Gemma's files write runs of spaces as spaces, and the order of tokens, not their scores, is the order of merges.
+    """Gemma's files write runs of spaces as spaces,
+    and the order of tokens, not their scores, is the order of merges.
 
     Runs of one character are user-defined tokens; SentencePiece gives these the best score of all.
     """

@@ -1,7 +1,8 @@
-"""Fill in the middle: prompts made of what comes before and after a gap, for models whose tokenizer has the marks.
+"""Fill in the middle:
+prompts made of what comes before and after a gap, for models whose tokenizer has the marks.
 
-M. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", 2022. Sources of the orders: the models'
-published prompt formats.
+M. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", 2022. Sources of the
+orders: the models' published prompt formats.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Marks(NamedTuple):
-    """Tokens around the two texts: the prompt is ``first`` prefix ``second`` suffix ``third``. With ``suffix_first`` it is
-    ``first`` suffix ``second`` prefix."""
+    """Tokens around the two texts: the prompt is ``first`` prefix ``second`` suffix ``third``. With
+    ``suffix_first`` it is ``first`` suffix ``second`` prefix."""
 
     first: str
     second: str
@@ -57,14 +58,15 @@ class Infill:
         self.ends = frozenset(token for text in texts for token in self._ids(text))
 
     def tokens(self, before: list[int], after: str) -> list[int]:
-        """The prompt for what stands between the ids ``before`` and the text ``after``. A BOS stays in front of all.
+        """The prompt for what stands between the ids ``before`` and the text ``after``.
+        A BOS stays in front of all.
 
         Raises UnsupportedField for a model that cannot do that."""
         marks = self._marks
         if marks is None:
             raise UnsupportedField(
-                "suffix is not supported by this model: its tokenizer has no tokens for filling in the middle; "
-                "leave it out",
+                "suffix is not supported by this model: its tokenizer has no tokens for filling in the "
+                "middle; leave it out",
                 param="suffix",
             )
         bos = before[:1] if before[:1] == [self._tokenizer.bos_id] else []

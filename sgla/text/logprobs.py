@@ -1,16 +1,20 @@
-"""Logprobs as the APIs show them: token strings, raw bytes, character offsets. Pure functions of the tokenizer.
+"""Logprobs as the APIs show them: token strings, raw bytes, character offsets.
+Pure functions of the tokenizer.
 
 For the HTTP layer:
 
-- ``chat_logprobs(tokenizer, entries, as_ids=False) -> [{token, logprob, bytes, top_logprobs}]``: the ``content`` list.
+- ``chat_logprobs(tokenizer, entries, as_ids=False) -> [{token, logprob, bytes, top_logprobs}]``:
+  the ``content`` list.
 - ``completion_logprobs(tokenizer, entries, offsets, as_ids=False) -> {text_offset, token_logprobs, tokens,
   top_logprobs}``; entry ``None`` (a prompt's first token) needs its id, so entries come beside ``tokens``.
 - ``prompt_logprobs(tokenizer, tokens, entries, k)``: vLLM's list for a prompt.
-- ``TextOffsets(tokenizer, skip_special_tokens, start, prompt)``: one a text, ``feed(tokens)`` gives the offsets of its next tokens.
+- ``TextOffsets(tokenizer, skip_special_tokens, start, prompt)``:
+  one a text, ``feed(tokens)`` gives the offsets of its next tokens.
 - ``token_text``, ``token_name``, ``finite`` for other shapes.
 
-``entries`` are ``TokenLogprob`` as they come in ``Event.logprobs`` or ``Event.prompt_logprobs``. Every entry of
-``entry.top`` and, for outputs, of ``entry.asked`` is shown, so ask the engine for no more than the client did.
+``entries`` are ``TokenLogprob`` as they come in ``Event.logprobs`` or ``Event.prompt_logprobs``. Every entry
+of ``entry.top`` and, for outputs, of ``entry.asked`` is shown, so ask the engine for no more than the client
+did.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def token_name(tokenizer: Tokenizer, token: int, as_ids: bool = False) -> str:
-    """The token in the legacy completions shape: partial UTF-8 as ``bytes:\\xNN``; ``token_id:N`` if ``as_ids``."""
+    """The token in the legacy completions shape:
+    partial UTF-8 as ``bytes:\\xNN``; ``token_id:N`` if ``as_ids``."""
     if as_ids:
         return f"token_id:{token}"
     raw = tokenizer.token_bytes(token)
@@ -55,7 +60,8 @@ def token_name(tokenizer: Tokenizer, token: int, as_ids: bool = False) -> str:
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprob], as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """``choices[].logprobs.content``: one object a token; ``bytes`` are the raw ones, so their concatenation is the text."""
+    """``choices[].logprobs.content``: one object a token;
+    ``bytes`` are the raw ones, so their concatenation is the text."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = f"token_id:{token}" if as_ids else token_text(tokenizer, token)
@@ -77,8 +83,8 @@ def completion_logprobs(
 ) -> dict[str, list[Any]]:
     """``choices[].logprobs`` of ``/v1/completions`` for ``tokens``; all lists have their length.
 
-    An entry ``None`` (the first token of an echoed prompt) has a null logprob and null alternatives. The chosen token is
-    always among the alternatives, in addition to the asked number if it is not one of them.
+    An entry ``None`` (the first token of an echoed prompt) has a null logprob and null alternatives. The
+    chosen token is always among the alternatives, in addition to the asked number if it is not one of them.
     """
     assert len(tokens) == len(entries) == len(offsets)
     return {
@@ -101,8 +107,9 @@ def _alternatives(tokenizer: Tokenizer, entry: TokenLogprob, as_ids: bool) -> di
 def prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], k: int
 ) -> list[Any]:
-    """vLLM's ``prompt_logprobs``: for each of the prompt's ``tokens`` its ``k`` likeliest alternatives and itself, by id. Where that is
-    the whole vocabulary it is JSON already, since other threads wait for each call of the encoder."""
+    """vLLM's ``prompt_logprobs``: for each of the prompt's ``tokens`` its ``k`` likeliest alternatives and
+    itself, by id. Where that is the whole vocabulary it is JSON already, since other threads wait for each
+    call of the encoder."""
 
     def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
@@ -125,8 +132,8 @@ def prompt_logprobs(
 class TextOffsets:
     """Character offsets of the tokens of a text, as they come.
 
-    ``start``: characters before the first token (the echoed prompt's length). ``prompt``: the tokens that it continues. Tokens that
-    share a character (partial UTF-8) share its offset.
+    ``start``: characters before the first token (the echoed prompt's length). ``prompt``: the tokens that it
+    continues. Tokens that share a character (partial UTF-8) share its offset.
     """
 
     def __init__(

@@ -32,9 +32,10 @@ class Piece(msgspec.Struct):
 class OutputStream:
     """Text state of one child: bytes, stops, and the tokens whose text is held back.
 
-    A token comes out with the piece that has the end of its text, so the pieces' tokens and logprobs fit their text. As in
-    vLLM: tokens that make up a stop string come out although their text is cut; the token id that ended the output has
-    no text unless stops are included; stop strings are looked for after ``min_tokens`` tokens.
+    A token comes out with the piece that has the end of its text, so the pieces' tokens and logprobs fit
+    their text. As in vLLM: tokens that make up a stop string come out although their text is cut; the token
+    id that ended the output has no text unless stops are included; stop strings are looked for after
+    ``min_tokens`` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prompt: Sequence[int] = ()) -> None:
@@ -101,7 +102,8 @@ class OutputStream:
         return Piece(shown, [], None if logprobs is None else [], None, 1)
 
     def _past_stops(self, text: str, counted: bool = True) -> tuple[str, str | None]:
-        """What of ``text`` may be shown, and the stop string it completes. ``counted``: it came with a token."""
+        """What of ``text`` may be shown, and the stop string it completes.
+        ``counted``: it came with a token."""
         if self._stops is None:
             return text, None
         if self._unchecked > 0:

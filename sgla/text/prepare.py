@@ -1,4 +1,5 @@
-"""Job -> Submits: render, encode, check, derive seeds. Pure but for the seeds drawn for requests without one."""
+"""Job -> Submits: render, encode, check, derive seeds.
+Pure but for the seeds drawn for requests without one."""
 
 from __future__ import annotations
 
@@ -144,7 +145,8 @@ class Preparer:
         self._check_processors(job.sampling.processors)
         if job.sampling.hidden_states and not self.limits.hidden:
             raise UnsupportedField(
-                "return_hidden_states needs a server that runs with --enable-return-hidden-states; leave it out",
+                "return_hidden_states needs a server that runs with "
+                "--enable-return-hidden-states; leave it out",
                 param="return_hidden_states",
             )
         grammar = job.sampling.grammar
@@ -168,7 +170,8 @@ class Preparer:
                 )
 
     def _pooled(self, job: Job, labels: list[int]) -> Submit:
-        """For a request that wants a vector. Raises ContextTooLong if the input is too long and may not be cut."""
+        """For a request that wants a vector.
+        Raises ContextTooLong if the input is too long and may not be cut."""
         limit = self.limits.context_len
         most = None if job.truncate is None else limit if job.truncate < 0 else min(job.truncate, limit)
         segment = 0
@@ -182,8 +185,8 @@ class Preparer:
             tokens = self.tokens(job)[:most]
         if len(tokens) > limit:
             raise ContextTooLong(
-                f"This model's maximum context length is {limit} tokens. However, your input has {len(tokens)} tokens. "
-                "Please shorten it, or have it cut with truncate_prompt_tokens: -1.",
+                f"This model's maximum context length is {limit} tokens. However, your input has "
+                f"{len(tokens)} tokens. Please shorten it, or have it cut with truncate_prompt_tokens: -1.",
                 param="input",
             )
         for token in labels:
@@ -247,7 +250,8 @@ class Preparer:
         return tokens
 
     def _fitting(self, job: Job) -> list[int]:
-        """A chat without as many of its oldest turns as it takes to fit the context. The system's words stay."""
+        """A chat without as many of its oldest turns as it takes to fit the context.
+        The system's words stay."""
         messages = job.messages or []
         turns = [i for i, message in enumerate(messages) if message.get("role") == "user"] or [0]
         leading = messages[: next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), 0)]
@@ -271,7 +275,8 @@ class Preparer:
             raise InvalidField("messages must have at least one message", param="messages")
         if self.template is None:
             raise BadRequest(
-                "the model has no chat template; start the server with --chat-template FILE or use /v1/completions",
+                "the model has no chat template; start the server with "
+                "--chat-template FILE or use /v1/completions",
                 param="messages",
             )
         options = {
@@ -297,7 +302,8 @@ class Preparer:
         if low < 0 or high >= self.limits.vocab_size:
             wrong = low if low < 0 else high
             raise InvalidField(
-                f"the {param} has token id {wrong}, the model's vocabulary is 0 to {self.limits.vocab_size - 1}",
+                f"the {param} has token id {wrong}, the model's vocabulary is 0 to "
+                f"{self.limits.vocab_size - 1}",
                 param=param,
             )
         return ids
@@ -311,7 +317,8 @@ class Preparer:
             raise ContextTooLong.of(limit, least, 0)
 
     def _reachable(self, text: str, most: int | None) -> str:
-        """The part of a text that an input cut to ``most`` tokens may reach; raises ContextTooLong if it is not to be cut."""
+        """The part of a text that an input cut to ``most`` tokens may reach;
+        raises ContextTooLong if it is not to be cut."""
         if most is None:
             self._check_length(text)
             return text
@@ -364,7 +371,8 @@ class Preparer:
             if thinking.wish:
                 return None
             raise UnsupportedField(
-                f"{thinking.param} is not supported with this model: the tags of its reasoning are not tokens",
+                f"{thinking.param} is not supported with this model: the "
+                "tags of its reasoning are not tokens",
                 param=thinking.param,
             )
         tail = self.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
@@ -373,7 +381,8 @@ class Preparer:
 
 
 def extremes(ids: list[int]) -> tuple[int, int]:
-    """Smallest and largest id: of long lists three times as fast as ``min`` and ``max``. Raises struct.error for what is no int32."""
+    """Smallest and largest id: of long lists three times as fast as ``min`` and ``max``.
+    Raises struct.error for what is no int32."""
     column = int32(ids)
     if len(ids) < SHORT:
         return min(ids), max(ids)
@@ -417,7 +426,8 @@ def row_sampling(
     stop_ids: frozenset[int],
     bad_words: Sequence[list[int]] = (),
 ) -> RowSampling:
-    """What the worker needs of ``sampling`` but for the seed, the grammar and what depends on the prompt; ``bad_words`` are its own in tokens."""
+    """What the worker needs of ``sampling`` but for the seed, the grammar and what depends on the prompt;
+    ``bad_words`` are its own in tokens."""
     return RowSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

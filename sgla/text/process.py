@@ -69,8 +69,8 @@ class Died(Exception):
 
 
 class Processes:
-    """As many as there are threads that ask at a time, and one for the next. Whose task ends or slows one waits for another to start,
-    so that others need not. Safe in any thread; blocks."""
+    """As many as there are threads that ask at a time, and one for the next. Whose task ends or slows one
+    waits for another to start, so that others need not. Safe in any thread; blocks."""
 
     def __init__(self) -> None:
         self.idle: list[Process] = []
@@ -227,8 +227,8 @@ def ask(task: Render | Parse, foreign: bool = False) -> Answer:
 
 
 class BoundedTemplate:
-    """A model's chat template, as ``template.ChatTemplate``, but rendered where its time and memory have limits. Thread-safe; blocks.
-    ``defaults``: variables where a request does not set them.
+    """A model's chat template, as ``template.ChatTemplate``, but rendered where its time and memory have
+    limits. Thread-safe; blocks. ``defaults``: variables where a request does not set them.
 
     Raises ConfigError for a source that does not compile or goes on for ever.
     """
@@ -260,7 +260,8 @@ class BoundedTemplate:
         return shows_tools(self.source)
 
     def shows_tools(self, name: str | None) -> bool:
-        """Whether the template does that a request with tools names; None: that it gets. A name may be a template's text."""
+        """Whether the template does that a request with tools names; None: that it gets.
+        A name may be a template's text."""
         if name is not None and is_source(name):
             return shows_tools(name)
         sources = dict(self._sources)

@@ -1,8 +1,9 @@
 """Regular expressions that follow a text as it grows, in bounded time a character whatever the expression.
 
-The syntax is that of Python's ``re``, whose parser is used; what no finite automaton can do (references, look-around) is
-refused. Source of the automaton: V. Glushkov, "The abstract theory of automata", 1961: one state for each character of the
-expression, so that a set of states is an integer. Steps are made when they are first needed and kept.
+The syntax is that of Python's ``re``, whose parser is used; what no finite automaton can do (references,
+look-around) is refused. Source of the automaton: V. Glushkov, "The abstract theory of automata", 1961: one
+state for each character of the expression, so that a set of states is an integer. Steps are made when they
+are first needed and kept.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ START, END, NEWLINE, WORD, OTHER, UNKNOWN = range(6)
 
 
 class RegexError(ValueError):
-    """The expression is wrong, too large or asks for what an automaton cannot do. The message is for the user."""
+    """The expression is wrong, too large or asks for what an automaton cannot do.
+    The message is for the user."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Span(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """``first``: positions that begin a match; ``last``: those that end one; ``follow``: what may come behind each."""
+    """``first``: positions that begin a match; ``last``:
+    those that end one; ``follow``: what may come behind each."""
 
     first: int
     last: int
@@ -79,16 +82,16 @@ class Tables(NamedTuple):
 
 
 class State(NamedTuple):
-    """The positions that the text has led to, in groups by where their match began, the earliest first. A position stands
-    in one group only: of two matches that end together the longer counts."""
+    """The positions that the text has led to, in groups by where their match began, the earliest first. A
+    position stands in one group only: of two matches that end together the longer counts."""
 
     groups: tuple[int, ...]
     before: int
 
 
 class Match(NamedTuple):
-    """``group``: of the state before the step, or one more for a match that begins with its character. ``early``: it ended
-    before the character, which only decided it. ``name``: the expression."""
+    """``group``: of the state before the step, or one more for a match that begins with its character.
+    ``early``: it ended before the character, which only decided it. ``name``: the expression."""
 
     group: int
     early: bool
@@ -104,7 +107,8 @@ class Step(NamedTuple):
 
 
 class Automaton:
-    """All expressions of a request. Immutable but for what it keeps, so requests share it. Raises RegexError."""
+    """All expressions of a request. Immutable but for what it keeps, so requests share it.
+    Raises RegexError."""
 
     start = State((), START)
 

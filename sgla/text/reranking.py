@@ -1,5 +1,5 @@
-"""Qwen3-Reranker (arXiv 2506.05176): a model of text that is asked whether a document fits a query. Its score is the
-probability of "yes" against "no"; the prompt is that of its model card."""
+"""Qwen3-Reranker (arXiv 2506.05176): a model of text that is asked whether a document fits a query. Its score
+is the probability of "yes" against "no"; the prompt is that of its model card."""
 
 from __future__ import annotations
 

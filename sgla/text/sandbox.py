@@ -1,7 +1,9 @@
-"""The process for work on texts that nothing else bounds: chat templates, which are programs, and the parsing of long outputs.
+"""The process for work on texts that nothing else bounds:
+chat templates, which are programs, and the parsing of long outputs.
 
-``python -m sgla.text.sandbox`` reads records from stdin (uint32 length, a pickled task) and answers each on stdout (the same, msgpack
-``Answer``). It ends with its stdin, and by itself where a task takes too long and nobody is left to end it.
+``python -m sgla.text.sandbox`` reads records from stdin (uint32 length, a pickled task) and answers each on
+stdout (the same, msgpack ``Answer``). It ends with its stdin, and by itself where a task takes too long and
+nobody is left to end it.
 """
 
 from __future__ import annotations

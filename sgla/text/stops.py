@@ -1,8 +1,8 @@
 """Stop strings and expressions in a stream: cut at the first match, hold back only what may still become one.
 
-The match is the one that ends first, and among those the longest, so it does not depend on how the text was cut into pieces.
-Where an expression ends with an assertion about the character behind it, that character must have come.
-Source of the automaton for strings: A. Aho and M. Corasick, "Efficient string matching", 1975.
+The match is the one that ends first, and among those the longest, so it does not depend on how the text was
+cut into pieces. Where an expression ends with an assertion about the character behind it, that character must
+have come. Source of the automaton for strings: A. Aho and M. Corasick, "Efficient string matching", 1975.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Node:
 
 @lru_cache(maxsize=32)
 def _automaton(stops: tuple[str, ...]) -> _Node:
-    """The root of the trie of ``stops`` with failure links; read-only, shared by the requests that use them."""
+    """The root of the trie of ``stops`` with failure links;
+    read-only, shared by the requests that use them."""
     root = _Node(0)
     for stop in stops:
         node = root
@@ -117,8 +118,8 @@ class StopMatcher:
 
 
 class RegexMatcher:
-    """``Stops`` of expressions and strings; of two equal matches the expression's counts. The stop that matched is told as it was
-    given. With ``include`` nothing is held back."""
+    """``Stops`` of expressions and strings; of two equal matches the expression's counts. The stop that
+    matched is told as it was given. With ``include`` nothing is held back."""
 
     def __init__(self, known: Automaton, strings: Sequence[str] = (), include: bool = False) -> None:
         self._automaton = known

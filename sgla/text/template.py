@@ -80,8 +80,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """The compiled chat template(s) of a model. Thread-safe.
 
-    ``source``: Jinja source, or sources by name (``default``, ``tool_use``). ``special_tokens``: ``bos_token`` and so on,
-    variables of the template. Raises ConfigError if a source does not compile.
+    ``source``: Jinja source, or sources by name (``default``, ``tool_use``). ``special_tokens``:
+    ``bos_token`` and so on, variables of the template. Raises ConfigError if a source does not compile.
     """
 
     def __init__(self, source: str | dict[str, str], special_tokens: dict[str, str] | None = None) -> None:
@@ -103,8 +103,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is the source of another.
-        A template that knows no tools shows them as text, unless ``tool_prompt`` is False.
+        """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``);
+        ``chat_template`` picks one by name, or is the source of another. A template that knows no tools shows
+        them as text, unless ``tool_prompt`` is False.
 
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
@@ -139,7 +140,8 @@ class ChatTemplate:
         if is_source(name):
             return self._compiled(name)
         raise UnsupportedField(
-            f"chat_template must be one of the model's templates ({', '.join(sorted(self._variants))}) or a template's text",
+            "chat_template must be one of the model's templates "
+            f"({', '.join(sorted(self._variants))}) or a template's text",
             param="chat_template",
         )
 
@@ -200,7 +202,8 @@ class _Variant:
         return with_tools([_plain(message) for message in messages], tools, self._takes_system)
 
     def with_system_first(self, messages: list[Message]) -> list[Message]:
-        """``messages``; where the template refuses system messages behind the first message, as agents send them, these are the user's."""
+        """``messages``; where the template refuses system messages behind the first message, as agents send
+        them, these are the user's."""
         if all(m.get("role") not in SYSTEM for m in messages[1:]) or self._takes_later_system:
             return messages
         plain = [_plain(message) for message in messages]

@@ -1,4 +1,5 @@
-"""Text <-> token ids with the ``tokenizers`` library alone; transformers is imported only for folders without tokenizer.json."""
+"""Text <-> token ids with the ``tokenizers`` library alone;
+transformers is imported only for folders without tokenizer.json."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ PROBE_SECONDS = 2.0  # for one text, which takes milliseconds; more is a regular
 class Tokenizer:
     """A model's tokenizer. Thread-safe: the tables that fill on use are plain dicts with one value a key.
 
-    ``special_tokens``: name (``bos_token``, ...) -> text, as chat templates see them. ``chat_template``: source, or sources
-    by name. ``eos_ids``: every id that ends a generation.
+    ``special_tokens``: name (``bos_token``, ...) -> text, as chat templates see them. ``chat_template``:
+    source, or sources by name. ``eos_ids``: every id that ends a generation.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises BadRequest for lone surrogates, which no UTF-8 text has, and for what the library cannot encode."""
+        """Token ids. Raises BadRequest for lone surrogates,
+        which no UTF-8 text has, and for what the library cannot encode."""
         return self._encode([text], add_special_tokens)[0].ids
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
@@ -95,8 +97,9 @@ class Tokenizer:
     def encode_pair(
         self, text: str, pair: str | None = None, add_special_tokens: bool = True, most: int | None = None
     ) -> tuple[list[int], int]:
-        """Token ids of a text or a pair of texts, and where the second begins if the tokenizer gives it a type of its own
-        (else 0). ``most``: cut the texts, the longer one first, so that special tokens and all have at most that many.
+        """Token ids of a text or a pair of texts, and where the second begins if the tokenizer gives it a
+        type of its own (else 0). ``most``: cut the texts, the longer one first, so that special tokens and
+        all have at most that many.
 
         Raises BadRequest for lone surrogates.
         """
@@ -150,8 +153,8 @@ class Tokenizer:
 
 
 def cut_lengths(lengths: list[int], most: int) -> list[int]:
-    """Lengths of one or two texts cut to ``most`` tokens together: the longer one first, then both to a half, as the
-    ``longest_first`` of HF's tokenizers does it."""
+    """Lengths of one or two texts cut to ``most`` tokens together: the longer one first, then both to a half,
+    as the ``longest_first`` of HF's tokenizers does it."""
     if sum(lengths) <= most:
         return lengths
     if len(lengths) == 1:
@@ -164,7 +167,8 @@ def cut_lengths(lengths: list[int], most: int) -> list[int]:
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """Of a model with ``size`` logits. Raises UnsupportedField for a tokenizer that knows no end of a text."""
+    """Of a model with ``size`` logits.
+    Raises UnsupportedField for a tokenizer that knows no end of a text."""
     ends = sorted(token for token in tokenizer.eos_ids if token < size)
     if not ends:
         raise UnsupportedField(
@@ -237,8 +241,9 @@ def check_tools(template: BoundedTemplate, config: Config) -> None:
     family = BY_NAME.get(name) if name is not None else None  # None, too: no parser
     if family is not None and not template.knows_tools() and not written_as_told(family):
         raise ConfigError(
-            f"--tool-call-parser {name}: the model's chat template shows no tools, so that this server tells the model of them, "
-            "and how to write calls as the parser hermes reads them; leave the flag out, or give a --chat-template that shows tools",
+            f"--tool-call-parser {name}: the model's chat template shows no tools, so that this server "
+            "tells the model of them, and how to write calls as the parser hermes reads them; leave the "
+            "flag out, or give a --chat-template that shows tools",
             param="tool_call_parser",
         )
 
@@ -262,7 +267,8 @@ def check_ids(source: ModelSource) -> None:
 
 
 def probe(tokenizer: Tokenizer) -> None:
-    """Encode and decode texts of growing length. Raises whatever goes wrong, and ConfigError if one takes too long."""
+    """Encode and decode texts of growing length.
+    Raises whatever goes wrong, and ConfigError if one takes too long."""
     for piece in PROBES:
         length = 1
         while length <= PROBE_LENGTH:
@@ -297,7 +303,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """From a folder in HF layout, or the ``tokenizer_raw`` tables of a GGUF file.
 
-    ``cache``: folder for tokenizers converted from GGUF. ``eos_ids``: more ids that end a generation. Raises ConfigError.
+    ``cache``: folder for tokenizers converted from GGUF.
+    ``eos_ids``: more ids that end a generation. Raises ConfigError.
     """
     if isinstance(source, dict):
         return _from_gguf(source, cache, eos_ids)
@@ -384,7 +391,8 @@ def _added(token: dict[str, Any]) -> tokenizers.AddedToken:
 
 
 def _folder_templates(folder: Path, settings: dict[str, Any]) -> Templates:
-    """The chat templates of a folder: ``.jinja`` files first, then chat_template.json, then tokenizer_config.json."""
+    """The chat templates of a folder:
+    ``.jinja`` files first, then chat_template.json, then tokenizer_config.json."""
     main, named = (
         folder / "chat_template.jinja",
         sorted((folder / "additional_chat_templates").glob("*.jinja")),
@@ -404,7 +412,8 @@ def _folder_templates(folder: Path, settings: dict[str, Any]) -> Templates:
 
 
 def read_template(path: Path) -> Templates:
-    """The file that ``--chat-template`` names: Jinja source, or JSON with a ``chat_template``. Raises ConfigError."""
+    """The file that ``--chat-template`` names: Jinja source, or JSON with a ``chat_template``.
+    Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"--chat-template: no file '{path}'", param="chat_template")
     if path.suffix == ".json":

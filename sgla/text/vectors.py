@@ -21,8 +21,8 @@ def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
         return
     if pooling.dimensions is None:
         raise UnsupportedField(
-            f"dimensions is not supported by this model: its embeddings have {pooling.size} values and were not "
-            "trained to be cut; leave it out",
+            f"dimensions is not supported by this model: its embeddings have {pooling.size} values and were "
+            "not trained to be cut; leave it out",
             param="dimensions",
         )
     allowed = pooling.dimensions or range(1, pooling.size + 1)
@@ -45,7 +45,8 @@ def unit(values: Floats) -> Floats:
 
 
 def scores(vector: bytes, pooling: Pooling, activate: bool = True) -> Floats:
-    """Probabilities, or what else the model's activation makes of the logits; the logits themselves if not ``activate``."""
+    """Probabilities, or what else the model's activation makes of the logits;
+    the logits themselves if not ``activate``."""
     logits = raw(vector)
     if not activate or pooling.activation == "identity":
         return logits

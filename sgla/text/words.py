@@ -8,8 +8,8 @@ from sgla.text.tokenizer import Tokenizer
 
 
 def word_tokens(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Of each word as it is and behind a space (as vLLM, but also where the two differ in length). Other ways to write a
-    word in tokens stay open. Raises InvalidField for a word without tokens and for too many."""
+    """Of each word as it is and behind a space (as vLLM, but also where the two differ in length). Other ways
+    to write a word in tokens stay open. Raises InvalidField for a word without tokens and for too many."""
     sequences: list[list[int]] = []
     for word in words:
         bare = word.strip() and word.lstrip()

@@ -102,7 +102,8 @@ class Choice:
 class Collector:
     """A sink that resolves ``done`` when every choice has finished or the request was rejected.
 
-    What it holds is counted in ``share``; a request for which there is no memory left ends with Overloaded or TooLarge.
+    What it holds is counted in ``share``;
+    a request for which there is no memory left ends with Overloaded or TooLarge.
     """
 
     def __init__(self, choices: int, share: Share | None = None) -> None:
@@ -147,7 +148,8 @@ class Collector:
 
 
 class PromptOnly:
-    """A sink for ``max_tokens: 0``: the engine makes one token, this hides it and lets only the prompt's data pass."""
+    """A sink for ``max_tokens: 0``:
+    the engine makes one token, this hides it and lets only the prompt's data pass."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

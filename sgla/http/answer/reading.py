@@ -28,7 +28,8 @@ TAIL = 16  # tokens at a prompt's end in which a tag that opens reasoning is loo
 
 
 class Reading:
-    """Made once a request; ``reader`` once a choice. Raises BadRequest kinds for tools that are wrong or cannot be had."""
+    """Made once a request; ``reader`` once a choice.
+    Raises BadRequest kinds for tools that are wrong or cannot be had."""
 
     def __init__(self, server: Server, fields: ChatRequest, budget: int | None = None) -> None:
         """``budget``: a wish for how many tokens reasoning has at most."""
@@ -44,8 +45,8 @@ class Reading:
         if self.tools is not None and template is not None and self.dialect.tools is None:
             raise unsupported(
                 "tools",
-                " with this model, unless tool_choice is 'none': its chat template has no tool calls that are known; "
-                "the server's --tool-call-parser names a format",
+                " with this model, unless tool_choice is 'none': its chat template has no tool calls that "
+                "are known; the server's --tool-call-parser names a format",
             )
         if self.tools is not None and template is not None and not written_as_told(dialect.tools):
             check_shown(template, fields)
@@ -56,7 +57,8 @@ class Reading:
         self._grammars = facts is not None and facts.grammars
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """Special tokens must stay in the text where they are the tags to be read. A grammar is for the answer alone."""
+        """Special tokens must stay in the text where they are the tags to be read.
+        A grammar is for the answer alone."""
         sampling = msgspec.structs.replace(sampling, thinking=self._thinking())
         grammar = self._constraint(sampling.grammar)
         if grammar is not None:
@@ -154,7 +156,8 @@ class Reading:
 
 
 def thinking_of(fields: SamplingFields, dialect: Dialect) -> Thinking | None:
-    """The limit of reasoning that a request asks for. Raises UnsupportedField where the model's reasoning is not known."""
+    """The limit of reasoning that a request asks for.
+    Raises UnsupportedField where the model's reasoning is not known."""
     budgets = {name: getattr(fields, name) for name in BUDGETS}
     switch = getattr(fields, "thinking", None)  # of chats
     if isinstance(switch, ThinkingSwitch) and switch.type != "disabled":
@@ -184,12 +187,13 @@ def schema_of(grammar: Grammar) -> dict[str, Any] | None:
 
 
 def check_shown(template: BoundedTemplate, fields: ChatRequest) -> None:
-    """Raise UnsupportedField if the template shows no tools, so that the model is told to write calls in another form than is read."""
+    """Raise UnsupportedField if the template shows no tools,
+    so that the model is told to write calls in another form than is read."""
     if not template.shows_tools(fields.chat_template):
         raise unsupported(
             "tools",
-            " with this chat template: it shows no tools, and the calls of this model are not read in the form that models are told of "
-            "instead; the server's --tool-call-parser hermes does that",
+            " with this chat template: it shows no tools, and the calls of this model are not read in the "
+            "form that models are told of instead; the server's --tool-call-parser hermes does that",
         )
 
 

@@ -1,8 +1,8 @@
 """Server-sent events: ``push`` encodes an event and writes it to the transport in the same call.
 
-There is no task, queue or await for a token. While the client reads too slowly (the transport is paused), events are
-gathered per choice and go out as one, or as a few if they have many logprobs, when it has caught up; beyond a byte limit the client
-is dropped.
+There is no task, queue or await for a token. While the client reads too slowly (the transport is paused),
+events are gathered per choice and go out as one, or as a few if they have many logprobs, when it has caught
+up; beyond a byte limit the client is dropped.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
 
-# A refusal found after admission (prompt too long, bad template input, a grammar that takes too long) should still get its HTTP status.
-# So the headers wait for the first message: this long, in seconds, and twice as long again as long as the request is being prepared.
+# A refusal found after admission (prompt too long, bad template input, a grammar that takes too long) should
+# still get its HTTP status. So the headers wait for the first message: this long, in seconds, and twice as
+# long again as long as the request is being prepared.
 GRACE = 0.1
 TOGETHER = 64  # tokens with logprobs that are encoded in one go: a few milliseconds with many alternatives
 
 
 class SseSink:
-    """The output of one streaming request. States: gathering (before the headers, or paused), passing, over."""
+    """The output of one streaming request.
+    States: gathering (before the headers, or paused), passing, over."""
 
     def __init__(self, encoder: Encoder, work: Work, limit: int, on_slow: Callable[[], None]) -> None:
         self._encoder = encoder
@@ -52,7 +54,7 @@ class SseSink:
         self.over = False
         self.wake = asyncio.Event()  # for the handler: the first message, a pause, the end
 
-    # from the engine -------------------------------------------------------------------------------------------------
+    # from the engine ----------------------------------------------------------------------------------------
 
     def push(self, message: Event | Rejected) -> None:
         if not self.over:
@@ -131,10 +133,11 @@ class SseSink:
         if self._transport is not None:
             self._transport.abort()
 
-    # from the handler ------------------------------------------------------------------------------------------------
+    # from the handler ---------------------------------------------------------------------------------------
 
     async def run(self, request: web.Request, writer: AbstractStreamWriter, keepalive: float) -> None:
-        """Pass events on until the stream is over; the headers have been sent. ``keepalive``: seconds, 0 is off."""
+        """Pass events on until the stream is over; the headers have been sent.
+        ``keepalive``: seconds, 0 is off."""
         self._protocol = request.protocol
         self._transport = request.transport
         self._chunked = request.version >= HttpVersion11
@@ -158,7 +161,8 @@ class SseSink:
                 self._timer.cancel()
 
     async def _flush(self) -> None:
-        """What is held goes out, so many logprobs in a turn of the loop, until the client has to catch up again."""
+        """What is held goes out, so many logprobs in a turn of the loop,
+        until the client has to catch up again."""
         sent = 0
         while self._held and not self.over:
             choice = self._held.popleft()

@@ -1,4 +1,5 @@
-"""Answers in one piece. A long one is made while it is sent: it neither holds the loop nor is there as a whole."""
+"""Answers in one piece.
+A long one is made while it is sent: it neither holds the loop nor is there as a whole."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from sgla.http.answer.collect import Choice
 from sgla.http.wire import encode
 
 INLINE = 4096  # values of an answer that the loop makes itself
-PART = 256  # items that are encoded in one go, since other threads wait for each call of the encoder; fewer where they have
-VALUES = 1024  # values in all
+# Items that are encoded in one go, since other threads wait for each call of the encoder; fewer where they
+# have ``VALUES`` values in all.
+PART, VALUES = 256, 1024
 TEXT = 64 << 10  # characters that are encoded in one go
 PIECE = 128 << 10  # bytes that are sent at once, at least
 
@@ -23,7 +25,8 @@ _threads = ThreadPoolExecutor(2, thread_name_prefix="answers")
 
 
 class Long:
-    """A list, as the JSON of a few of its items after the other, without brackets; an item may be a ``Long`` itself."""
+    """A list, as the JSON of a few of its items after the other, without brackets;
+    an item may be a ``Long`` itself."""
 
     def __init__(self, parts: Iterable[bytes | Long]) -> None:
         self.parts = parts
@@ -63,10 +66,11 @@ def slices(count: int, size: int = PART) -> list[slice]:
 async def answered(
     request: web.Request, size: int, make: Callable[[], Any], choices: Iterable[Choice] = ()
 ) -> web.StreamResponse:
-    """The JSON of what ``make`` makes, in a thread and a piece at a time if it has more than ``INLINE`` values (``size``, about). Never
-    refused: its work is done.
+    """The JSON of what ``make`` makes, in a thread and a piece at a time if it has more than ``INLINE``
+    values (``size``, about). Never refused: its work is done.
 
-    The logprobs of ``choices`` are not needed after that. They are freed a few at a time: other threads wait for that, too.
+    The logprobs of ``choices`` are not needed after that.
+    They are freed a few at a time: other threads wait for that, too.
     """
     if size <= INLINE:
         return web.Response(body=encode_all(make()), content_type="application/json")

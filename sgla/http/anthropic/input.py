@@ -22,7 +22,8 @@ from sgla.http.wire import encode
 
 Message = dict[str, Any]
 
-# Claude Code puts a line with a nonce in front of its system prompt; left there, no turn would find its prefix cached.
+# Claude Code puts a line with a nonce in front of its system prompt;
+# left there, no turn would find its prefix cached.
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 
@@ -105,7 +106,8 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """``budget_tokens`` ends reasoning where its tags are tokens of the model; others cannot be told of it."""
+    """``budget_tokens`` ends reasoning where its tags are tokens of the model;
+    others cannot be told of it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -123,7 +125,8 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(SamplingFields, kw_only=True):
-    """The body of ``count_tokens``, which may be that of a message, and all of ``MessagesRequest`` but one field."""
+    """The body of ``count_tokens``, which may be that of a message,
+    and all of ``MessagesRequest`` but one field."""
 
     messages: list[MessageParam]
     model: str | None = None
@@ -198,7 +201,8 @@ def response_format(form: OutputFormat) -> dict[str, Any]:
 
 
 def template_kwargs(fields: CountTokensRequest) -> dict[str, Any]:
-    """``thinking`` is ``enable_thinking`` or ``thinking`` in templates; without it the model's own default holds."""
+    """``thinking`` is ``enable_thinking`` or ``thinking`` in templates;
+    without it the model's own default holds."""
     if fields.thinking is None:
         return fields.chat_template_kwargs or {}
     wanted = fields.thinking.type != "disabled"
@@ -206,7 +210,8 @@ def template_kwargs(fields: CountTokensRequest) -> dict[str, Any]:
 
 
 def chat_tools(fields: CountTokensRequest) -> dict[str, Any]:
-    """The tools, and which of them the model may or must call. Raises UnsupportedField for Anthropic's own."""
+    """The tools, and which of them the model may or must call.
+    Raises UnsupportedField for Anthropic's own."""
     tools = [chat_tool(tool, i) for i, tool in enumerate(fields.tools or [])]
     choice = fields.tool_choice
     if choice is None:
@@ -249,7 +254,8 @@ def is_prefill(messages: list[MessageParam]) -> bool:
 
 
 def chat_messages(fields: CountTokensRequest) -> list[Message]:
-    """Messages in OpenAI's shape. System texts at the beginning become one message: few templates take more."""
+    """Messages in OpenAI's shape.
+    System texts at the beginning become one message: few templates take more."""
     leading = 0
     while leading < len(fields.messages) and fields.messages[leading].role == "system":
         leading += 1

@@ -188,7 +188,8 @@ def signature(thinking: str) -> str:
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """The arguments as an object; those that were cut off, as Anthropic's documentation says to send them back."""
+    """The arguments as an object;
+    those that were cut off, as Anthropic's documentation says to send them back."""
     try:
         value = msgspec.json.decode(arguments) if arguments else {}
     except (msgspec.DecodeError, RecursionError):

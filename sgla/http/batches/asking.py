@@ -1,4 +1,5 @@
-"""Asking a route from inside: the handler that answers over HTTP gets a request that came over no connection."""
+"""Asking a route from inside:
+the handler that answers over HTTP gets a request that came over no connection."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ HEADERS = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json"}))
 
 
 class Answer(NamedTuple):
-    """``body``: JSON. ``ignored``: the fields that the route ignored. ``later``: the server may have room for the request later."""
+    """``body``: JSON. ``ignored``: the fields that the route ignored.
+    ``later``: the server may have room for the request later."""
 
     status: int
     body: bytes
@@ -105,8 +107,8 @@ async def ask(
     rid: str,
     choices: Callable[[int], None],
 ) -> Answer:
-    """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come over connections. ``choices`` is
-    told how many it opens at once."""
+    """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come
+    over connections. ``choices`` is told how many it opens at once."""
     server = app[SERVER]
     share = Share(server.budget, client.runs_as)
     writer = Kept(share)
@@ -130,7 +132,8 @@ async def ask(
 
 
 async def answered(handler: Handler, request: web.Request, writer: Kept) -> tuple[int, bytes, bool]:
-    """Status, body, and whether a later try may fare better: what can never be admitted is another kind of error."""
+    """Status, body, and whether a later try may fare better:
+    what can never be admitted is another kind of error."""
     later = False
     try:
         request[SHARE].take(request[SHARE].body)

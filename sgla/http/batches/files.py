@@ -1,8 +1,9 @@
-"""Files that clients upload and batches make: in pieces in the database, so that no file takes the memory of its size.
+"""Files that clients upload and batches make:
+in pieces in the database, so that no file takes the memory of its size.
 
-A file is an object of the shelf, found by its owner. One that is on its way up, or that a batch still writes, is there too, as ``HIDDEN``'s; its
-bytes count from the first piece on. A file that is in use is pinned: neither its age nor others' want of room removes it. The pieces of a
-file that is removed go a few at a time.
+A file is an object of the shelf, found by its owner. One that is on its way up, or that a batch still writes,
+is there too, as ``HIDDEN``'s; its bytes count from the first piece on. A file that is in use is pinned:
+neither its age nor others' want of room removes it. The pieces of a file that is removed go a few at a time.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def file_bounds(config: Config) -> Bounds:
 
 
 class Files:
-    """Bounded in number, bytes and age. A client may have half of both; where all together have too much, the one that has most loses its
-    oldest file that is not in use, unless it is the one that asks."""
+    """Bounded in number, bytes and age. A client may have half of both; where all together have too much, the
+    one that has most loses its oldest file that is not in use, unless it is the one that asks."""
 
     def __init__(self, database: Database, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -79,7 +80,7 @@ class Files:
         """Bytes that one file may have."""
         return min(MOST_BYTES, self.bounds.bytes // 2)
 
-    # in transactions -------------------------------------------------------------------------------------------------
+    # in transactions ----------------------------------------------------------------------------------------
 
     def begin(self, tx: sqlite3.Connection, client: Client) -> int:
         """A hidden file without pieces, for which there is room; returns its number."""
@@ -104,7 +105,8 @@ class Files:
         size = sum(COST + len(text.encode()) for _, text in lines)
         yield from self.make_room(tx, client, size)
         tx.execute(
-            "INSERT INTO pieces SELECT ?, json_extract(value, '$[0]'), CAST(json_extract(value, '$[1]') AS BLOB) FROM json_each(?)",
+            "INSERT INTO pieces SELECT ?, json_extract(value, '$[0]'), "
+            "CAST(json_extract(value, '$[1]') AS BLOB) FROM json_each(?)",
             (number, encode(lines).decode()),
         )
         self.grow(tx, number, size)
@@ -146,8 +148,8 @@ class Files:
         count, size = count + files, size + more
         if count > bounds.limit // 2 or size > bounds.bytes // 2:
             raise StorageFull(
-                f"your files would be {count} with {size} bytes; you may have {bounds.limit // 2} with {bounds.bytes // 2}; delete "
-                "some, or start the server with a larger --files-bytes"
+                f"your files would be {count} with {size} bytes; you may have {bounds.limit // 2} with "
+                f"{bounds.bytes // 2}; delete some, or start the server with a larger --files-bytes"
             )
         while True:
             count, size = taken(tx, "totals WHERE kind = ?", FILE)
@@ -160,13 +162,15 @@ class Files:
             )
             oldest = one(
                 tx,
-                "SELECT number FROM objects WHERE kind = ? AND client = ? AND stamp < ? ORDER BY stamp, number LIMIT 1",
+                "SELECT number FROM objects WHERE kind = ? AND client = ? AND "
+                "stamp < ? ORDER BY stamp, number LIMIT 1",
                 *(FILE, largest, PINNED),
             )
             if largest == client or oldest is None:
                 raise StorageFull(
-                    f"the files of all clients would be {count} with {size} bytes; {bounds.limit} with {bounds.bytes} are the limit; delete "
-                    "some, or start the server with a larger --files-bytes"
+                    f"the files of all clients would be {count} with {size} bytes; {bounds.limit} with "
+                    f"{bounds.bytes} are the limit; delete some, or start the server with a larger "
+                    "--files-bytes"
                 )
             self.shelf.remove(tx, oldest[0])
             removed += 1
@@ -176,17 +180,24 @@ class Files:
     def listed(
         self, tx: sqlite3.Connection, client: Client, purpose: str | None, after: int, newest_first: bool
     ) -> tuple[list[str], list[bytes], int | None]:
-        """Ids and JSON of the client's files among the owner's next ``LISTED`` behind number ``after``, and the number of the last of these;
-        None if there are no more. Without keys all have one owner, and a list would tell each the ids of the others."""
+        """Ids and JSON of the client's files among the owner's next ``LISTED`` behind number ``after``, and
+        the number of the last of these; None if there are no more. Without keys all have one owner, and a
+        list would tell each the ids of the others."""
         order, side, last = ("DESC", "<", "min") if newest_first else ("ASC", ">", "max")
         ids, text, count, at = one(
             tx,
             f"""
-            SELECT group_concat(iif(wanted, id, NULL)), cast(group_concat(iif(wanted, text, NULL), char(10)) AS BLOB), count(*), {last}(number)
+            SELECT
+                group_concat(iif(wanted, id, NULL)),
+                cast(group_concat(iif(wanted, text, NULL), char(10)) AS BLOB),
+                count(*),
+                {last}(number)
             FROM (
-                SELECT *, client = ?3 AND (?4 IS NULL OR json_extract(text, '$.purpose') = ?4) AS wanted FROM (
+                SELECT *, client = ?3 AND (?4 IS NULL OR json_extract(text, '$.purpose') = ?4) AS wanted
+                FROM (
                     SELECT number, id, client, CAST(json AS TEXT) AS text FROM objects
-                    WHERE kind = ?1 AND owner = ?2 AND number {side} ?5 AND stamp > ?6 ORDER BY number {order} LIMIT ?7
+                    WHERE kind = ?1 AND owner = ?2 AND number {side} ?5 AND stamp > ?6
+                    ORDER BY number {order} LIMIT ?7
                 )
             )
             """,
@@ -195,7 +206,7 @@ class Files:
         found = (ids.split(","), text.split(b"\n")) if ids else ([], [])
         return *found, at if count == LISTED else None
 
-    # on the loop -----------------------------------------------------------------------------------------------------
+    # on the loop --------------------------------------------------------------------------------------------
 
     async def find(self, uid: str, client: Client) -> Row | None:
         return await self.database.run(client, lambda tx: self.shelf.find(tx, uid, client.owner))
@@ -209,7 +220,8 @@ class Files:
         newest_first: bool,
         share: Share,
     ) -> tuple[list[str], list[bytes], bool]:
-        """Ids and JSON, which is in ``share``, of up to ``limit`` of the client's files behind number ``after``, and whether there are more."""
+        """Ids and JSON, which is in ``share``, of up to ``limit`` of the client's files behind number
+        ``after``, and whether there are more."""
         ids: list[str] = []
         found: list[bytes] = []
         at: int | None = (UNBOUNDED if newest_first else 0) if after is None else after

@@ -60,7 +60,8 @@ def parsed(text: bytes | None, longest: int) -> Line:
     if text is None:
         raise BadLine(
             "line_too_long",
-            f"the line is longer than {longest} bytes; send less, or start the server with a larger --max-body-bytes",
+            f"the line is longer than {longest} bytes; send less, or start "
+            "the server with a larger --max-body-bytes",
         )
     try:
         line = _LINE.decode(text)
@@ -77,7 +78,8 @@ def parsed(text: bytes | None, longest: int) -> Line:
 
 
 def check_request(line: Line, urls: Collection[str], model: Callable[[str | None], str]) -> None:
-    """Whether it is for one of the routes ``urls``. ``model`` raises for a name that is not served. Raises BadLine."""
+    """Whether it is for one of the routes ``urls``.
+    ``model`` raises for a name that is not served. Raises BadLine."""
     try:
         check_fields(line, urls, model)
     except SglaError as error:
@@ -115,7 +117,7 @@ def name_of(text: bytes) -> str | None:
     return name if name and len(name) <= MAX_ID else None
 
 
-# what is written ------------------------------------------------------------------------------------------------------
+# what is written --------------------------------------------------------------------------------------------
 
 
 def answer_line(uid: str, custom_id: str, status: int, body: bytes, ignored: list[str]) -> bytes:

@@ -1,4 +1,5 @@
-"""Reading the lines of a batch's input from its file: one after the other, none of them in memory that there is no room for."""
+"""Reading the lines of a batch's input from its file:
+one after the other, none of them in memory that there is no room for."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Place(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A line and its number, from 1. ``text`` is None for one that is read when there is room for it, or too long."""
+    """A line and its number, from 1.
+    ``text`` is None for one that is read when there is room for it, or too long."""
 
     number: int
     size: int
@@ -37,8 +39,8 @@ class Numbered(NamedTuple):
 
 
 class Lines:
-    """The lines of file ``number`` that are not empty. Those of up to ``kept`` bytes come with their text; of those longer than ``longest``
-    nobody gets it. ``most``: lines, empty ones included."""
+    """The lines of file ``number`` that are not empty. Those of up to ``kept`` bytes come with their text; of
+    those longer than ``longest`` nobody gets it. ``most``: lines, empty ones included."""
 
     def __init__(
         self, files: Files, client: Client, number: int, longest: int, kept: int, most: float = math.inf

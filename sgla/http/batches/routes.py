@@ -60,11 +60,12 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 CREATE = Schema(BatchRequest)
 
 
-# files ----------------------------------------------------------------------------------------------------------------
+# files ------------------------------------------------------------------------------------------------------
 
 
 async def file_list(request: web.Request) -> web.Response:
-    """A page of the client's files, newest first, or oldest first with ``order=asc``; with ``purpose`` those alone."""
+    """A page of the client's files, newest first, or oldest first with ``order=asc``;
+    with ``purpose`` those alone."""
     files, client, query = request.app[SERVER].files, request[CLIENT], request.query
     limit, ascending = page_of(request, default=MAX_FILES, most=MAX_FILES)
     after = None
@@ -129,7 +130,7 @@ async def found(request: web.Request) -> tuple[Files, Row]:
     return files, row
 
 
-# batches --------------------------------------------------------------------------------------------------------------
+# batches ----------------------------------------------------------------------------------------------------
 
 
 async def create(request: web.Request) -> web.Response:

@@ -1,7 +1,8 @@
 """Runs batches: line by line through the handlers of the routes that they are for, at the lowest priority.
 
-A line counts as done once its answer is stored, so a batch goes on after a restart where it was. ``turns`` says which line is next. Clients
-take turns at the work on the loop, too: reading and checking go on for a few milliseconds, then another client's do.
+A line counts as done once its answer is stored, so a batch goes on after a restart where it was. ``turns``
+says which line is next. Clients take turns at the work on the loop, too: reading and checking go on for a few
+milliseconds, then another client's do.
 """
 
 from __future__ import annotations
@@ -59,10 +60,8 @@ ROUTES: dict[str, Handler] = {
 GROUP = "batches"  # of all lines: together they share in what the server has as one client does
 MOST_TOLD = 100  # errors that a batch lists
 LOOK = 0.2  # seconds between looks whether the model is loaded
-WAITS = (
-    0.05,
-    5.0,
-)  # seconds before a line is tried again for which the server had no room: at first, and at most
+# Seconds before a line is tried again for which the server had no room: at first, and at most.
+WAITS = 0.05, 5.0
 AGAIN = 16  # lines of a batch that wait for that while it begins with others
 SLICE = 200  # errors that are stored at once
 TURN = 0.005  # seconds of reading or checking for one client, if others wait; a long line may take longer
@@ -126,7 +125,7 @@ class Runner:
             await asyncio.sleep(LOOK)
         self._turns.open(ingress.facts.slots)
 
-    # one batch -------------------------------------------------------------------------------------------------------
+    # one batch ----------------------------------------------------------------------------------------------
 
     async def _run(self, batch: Batch) -> None:
         timer = asyncio.get_running_loop().call_later(
@@ -259,7 +258,8 @@ class Runner:
             lines.clear()
 
     async def _checked(self, batch: Batch, text: bytes | None) -> Line:
-        """Raises BadLine. A long line is counted before it is decoded, as bodies are, and others run in between."""
+        """Raises BadLine. A long line is counted before it is decoded,
+        as bodies are, and others run in between."""
         if text is None or len(text) <= census.SMALL:
             return await self._decoded(batch, text)
         facts = self._server.ingress.facts
@@ -319,7 +319,7 @@ class Runner:
         await self._in_turns(batch, answer)
         await self._keep_errors(batch, late)
 
-    # lines -----------------------------------------------------------------------------------------------------------
+    # lines --------------------------------------------------------------------------------------------------
 
     def _lines(self, batch: Batch, kept: int) -> Lines:
         most = math.inf if batch.local else MAX_NUMBER
@@ -338,7 +338,8 @@ class Runner:
         return found
 
     async def _answer(self, seat: Seat, lines: Lines, found: Numbered, again: Again) -> None:
-        """Run a line, and keep its answer. Where the server has no room for it, others have its seat for a while."""
+        """Run a line, and keep its answer.
+        Where the server has no room for it, others have its seat for a while."""
         batch, uid, delay = seat.batch, line_id(), WAITS[0]
         try:
             while (kept := await self._asked(seat, lines, found, uid)) is None:

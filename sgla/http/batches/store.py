@@ -1,4 +1,5 @@
-"""Batches in the database: those that have ended as clients see them, the others with what it takes to go on after a restart."""
+"""Batches in the database:
+those that have ended as clients see them, the others with what it takes to go on after a restart."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class FileNotFound(NotFound):
 
 
 class Batch:
-    """One that has not ended. ``seen`` is what clients see of it, but for the counts; ``input``, ``output`` and ``errors`` are numbers of files."""
+    """One that has not ended. ``seen`` is what clients see of it, but for the counts;
+    ``input``, ``output`` and ``errors`` are numbers of files."""
 
     def __init__(
         self, number: int, client: Client, seen: dict[str, Any], files: tuple[int, int, int], kept: int
@@ -77,7 +79,8 @@ class BatchStore:
         self.shelf = Shelf(database, BATCH, Bounds(MOST, MOST * 16 * ENTRY, files.bounds.ttl))
 
     async def create(self, client: Client, seen: dict[str, Any], kept: int) -> Batch:
-        """Raises FileNotFound, InvalidField for a file that is no input, Overloaded for too many batches, StorageFull."""
+        """Raises FileNotFound, InvalidField for a file that is no input,
+        Overloaded for too many batches, StorageFull."""
 
         def work(tx: sqlite3.Connection) -> Generator[None, None, Batch]:
             yield from self.files.make_room(tx, client.name, 2 * ENTRY, 2)
@@ -122,7 +125,8 @@ class BatchStore:
             oldest = one(
                 tx,
                 "SELECT number FROM objects WHERE kind = ? AND stamp < ? ORDER BY "
-                "(SELECT count FROM shares WHERE shares.kind = objects.kind AND shares.client = objects.client) DESC, stamp LIMIT 1",
+                "(SELECT count FROM shares WHERE shares.kind = objects.kind AND shares.client = "
+                "objects.client) DESC, stamp LIMIT 1",
                 *(BATCH, PINNED),
             )
             if oldest is None:
@@ -141,7 +145,8 @@ class BatchStore:
                 (HIDDEN,),
             )
             rows = tx.execute(
-                "SELECT number, owner, client, json, input, output, errors, kept FROM unended_batches JOIN objects ON batch = number ORDER BY number"
+                "SELECT number, owner, client, json, input, output, errors, kept FROM unended_batches JOIN "
+                "objects ON batch = number ORDER BY number"
             )
             return [
                 Batch(number, Client(client, owner), msgspec.json.decode(json), (given, output, errors), kept)
@@ -151,7 +156,8 @@ class BatchStore:
         return await self.database.run(None, work)
 
     async def done(self, batch: Batch) -> bytearray:
-        """For each line by its number whether it has been answered, up to the last one that has been; counts them, too."""
+        """For each line by its number whether it has been answered, up to the last one that has been;
+        counts them, too."""
 
         def work(tx: sqlite3.Connection) -> tuple[int, list[tuple[int, str | None]]]:
             files = (batch.output, batch.errors)
@@ -251,7 +257,8 @@ class BatchStore:
             if after is not None and start is None:
                 raise InvalidField("after must be the id of a batch", param="after")
             found = tx.execute(
-                f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND client = ? AND number < ? ORDER BY number DESC LIMIT ?",
+                f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND client = ? AND number < ? "
+                "ORDER BY number DESC LIMIT ?",
                 (BATCH, client.owner, client.name, UNBOUNDED if start is None else start.number, limit),
             )
             return [Row(*row) for row in found]

@@ -13,7 +13,8 @@ PASSES = 64  # lines that may pass one for whose bytes there is no room
 
 
 class Seat:
-    """What a line of ``size`` bytes takes while it runs: a place for each of its choices, and its bytes unless it is small."""
+    """What a line of ``size`` bytes takes while it runs:
+    a place for each of its choices, and its bytes unless it is small."""
 
     def __init__(self, batch: Batch, number: int, size: int) -> None:
         self.batch = batch
@@ -27,9 +28,10 @@ class Seat:
 class Turns:
     """Places for as many choices as the model has slots, and room for bytes.
 
-    Who has the fewest choices running is first, among clients, then among the batches of one; then the first line of a batch. Small lines
-    wait for no bytes. A line that waits for them lets others pass, but not for ever. A place that is given to a line before it is known how many
-    choices it has may turn out to be several: then the next ones are given when all are below the number of slots again.
+    Who has the fewest choices running is first, among clients, then among the batches of one; then the first
+    line of a batch. Small lines wait for no bytes. A line that waits for them lets others pass, but not for
+    ever. A place that is given to a line before it is known how many choices it has may turn out to be
+    several: then the next ones are given when all are below the number of slots again.
     """
 
     def __init__(self) -> None:

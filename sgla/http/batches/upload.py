@@ -45,7 +45,8 @@ class FileForm(
 
 
 def ignore_warnings() -> None:
-    """Of headers of parts that are wrong: their text is the client's, and Python keeps each one that it has shown."""
+    """Of headers of parts that are wrong:
+    their text is the client's, and Python keeps each one that it has shown."""
     for category in (BadContentDispositionHeader, BadContentDispositionParam):
         warnings.filterwarnings("ignore", category=category)
 
@@ -76,7 +77,8 @@ async def create(request: web.Request) -> web.Response:
 
 
 class Content:
-    """What a form is read from. A line takes microseconds of the loop, however short it is: too many raise BadRequest."""
+    """What a form is read from.
+    A line takes microseconds of the loop, however short it is: too many raise BadRequest."""
 
     def __init__(self, content: StreamReader) -> None:
         self._content = content
@@ -178,7 +180,8 @@ async def value_of(part: BodyPartReader) -> bytes:
 
 
 def expiry(asked: dict[str, Any], param: str = "expires_after") -> int:
-    """Seconds that a file is kept, of OpenAI's ``{"anchor": "created_at", "seconds": ...}``. Raises InvalidField."""
+    """Seconds that a file is kept, of OpenAI's ``{"anchor": "created_at", "seconds": ...}``.
+    Raises InvalidField."""
     anchor, seconds = asked["anchor"], asked["seconds"]
     if anchor is None and seconds is None:
         return TTL

@@ -33,7 +33,8 @@ class Answer(msgspec.Struct):
 _ANSWER, _USAGE = msgspec.json.Decoder(Answer), msgspec.json.Decoder(Usage)
 NOTHING = Details()
 LONG = 1 << 20  # bytes of an answer that is not decoded: it would hold the loop
-KEY = b'"usage":'  # in a string of JSON its quotes would be escaped; our answers have it behind all that a request can name so
+# In a string of JSON its quotes would be escaped; our answers have it behind all that a request can name so.
+KEY = b'"usage":'
 WHOLE = re.compile(rb"\{[^{}]*(?:\{[^{}]*\}[^{}]*){,8}\}")
 
 

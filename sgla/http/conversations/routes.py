@@ -29,7 +29,8 @@ MAX_ADDED = 20  # items in one request
 MAX_PAGE = 100  # items
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # entries; characters
 
-# What OpenAI's server can show beside items. Here all that an item has is shown, and the tools that the rest belongs to are not there.
+# What OpenAI's server can show beside items.
+# Here all that an item has is shown, and the tools that the rest belongs to are not there.
 INCLUDES = (
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
@@ -127,7 +128,7 @@ async def delete_item(request: web.Request) -> web.Response:
     return shown(request, await store.delete_item(uid, client, item))
 
 
-# bodies ---------------------------------------------------------------------------------------------------------------
+# bodies -----------------------------------------------------------------------------------------------------
 
 
 def check_metadata(entries: dict[str, str]) -> None:
@@ -152,8 +153,8 @@ def shown(request: web.Request, body: bytes) -> web.Response:
 
 
 async def given_items(request: web.Request, items: list[Item]) -> list[Item]:
-    """Items as conversations have them, with stored ones in place of references. Raises InvalidField and UnsupportedField for what no
-    response could go on from."""
+    """Items as conversations have them, with stored ones in place of references. Raises InvalidField and
+    UnsupportedField for what no response could go on from."""
     check_count("items", items, MAX_ADDED)
     server = request.app[SERVER]
     limit, share = server.config.max_body_bytes, request[SHARE]

@@ -1,5 +1,5 @@
-"""Conversations: lists of items that clients and responses add to. See ``state.shelf`` for how they are bounded; the age of one is the
-time since its last change."""
+"""Conversations: lists of items that clients and responses add to. See ``state.shelf`` for how they are
+bounded; the age of one is the time since its last change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ KIND = "conversation"
 MAX_ITEMS = 8192  # of a conversation
 
 SCHEMA = """
-CREATE TABLE conversations (object INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE, part INTEGER NOT NULL);
+CREATE TABLE conversations (
+    object INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE,
+    part INTEGER NOT NULL
+);
 """
 
 
@@ -44,8 +47,8 @@ class Found(NamedTuple):
 
 
 class Turn:
-    """A response's turn in a conversation: no other response, and no change of its items, comes in between. ``asked``: the response's
-    input."""
+    """A response's turn in a conversation: no other response, and no change of its items, comes in between.
+    ``asked``: the response's input."""
 
     def __init__(self, store: ConversationStore, uid: str, client: Client) -> None:
         self.uid = uid
@@ -54,7 +57,8 @@ class Turn:
         self._store: ConversationStore | None = store
 
     def end(self, said: Sequence[Kept] | None) -> None:
-        """The response has ended with this output; None: with an error, which leaves the conversation as it was."""
+        """The response has ended with this output; None:
+        with an error, which leaves the conversation as it was."""
         if self._store is not None and said is not None:
             self._store.append(self.uid, self._client, [*self.asked, *said])
         self.close()
@@ -66,8 +70,8 @@ class Turn:
 
 
 class ConversationStore:
-    """Raises ConversationNotFound for what an owner has not, ConversationLocked for changes in the middle of a response, and
-    StorageFailed."""
+    """Raises ConversationNotFound for what an owner has not, ConversationLocked for changes in the middle of
+    a response, and StorageFailed."""
 
     def __init__(self, database: Database, bounds: Bounds) -> None:
         self.shelf = Shelf(database, KIND, bounds, forget=self._forget)
@@ -114,7 +118,8 @@ class ConversationStore:
             self._check_free(uid, client.owner)
             if found.part.items + len(items) > MAX_ITEMS:
                 raise InvalidField(
-                    f"items: the conversation would have {found.part.items + len(items)} items, the limit is {MAX_ITEMS}",
+                    "items: the conversation would have "
+                    f"{found.part.items + len(items)} items, the limit is {MAX_ITEMS}",
                     param="items",
                 )
             for item in items:
@@ -169,7 +174,7 @@ class ConversationStore:
 
         return await self._with(uid, client, work)
 
-    # for work --------------------------------------------------------------------------------------------------------
+    # for work -----------------------------------------------------------------------------------------------
 
     async def _with(
         self,

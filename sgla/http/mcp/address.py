@@ -42,7 +42,8 @@ def addresses(texts: Iterable[str], environ: Mapping[str, str] = os.environ) -> 
 
 
 def parse(text: str) -> Address:
-    """``URL``, ``HOST:PORT`` (SSE, as vLLM has it) or a command, with ``LABEL=`` before it, which a command needs."""
+    """``URL``, ``HOST:PORT`` (SSE, as vLLM has it) or a command,
+    with ``LABEL=`` before it, which a command needs."""
     labeled = LABELED.fullmatch(text)
     label, place = (labeled[1], labeled[2].strip()) if labeled else ("", text)
     if HOST.fullmatch(place):

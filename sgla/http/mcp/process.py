@@ -1,8 +1,9 @@
-"""The process that speaks to one MCP server, by the ``mcp`` package. ``python -m sgla.http.mcp.process SOCKET PARENT`` reads records of the
-socket (uint32 length, a msgpack ``Ask``; the first one is the ``Address``) and answers each by a ``Reply``.
+"""The process that speaks to one MCP server, by the ``mcp`` package. ``python -m sgla.http.mcp.process SOCKET
+PARENT`` reads records of the socket (uint32 length, a msgpack ``Ask``; the first one is the ``Address``) and
+answers each by a ``Reply``.
 
-What an MCP server sends may take any memory and time to read, and its schemas any to check: here that holds up nobody, and the process can
-be ended. It ends by itself when its session is lost, and with its parent.
+What an MCP server sends may take any memory and time to read, and its schemas any to check: here that holds
+up nobody, and the process can be ended. It ends by itself when its session is lost, and with its parent.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class TooMuch(Exception):
 
 
 class Pace:
-    """A flood of messages is read no faster than ``PACE`` a second, so whoever writes it waits, and it takes a part of a core."""
+    """A flood of messages is read no faster than ``PACE`` a second,
+    so whoever writes it waits, and it takes a part of a core."""
 
     def __init__(self) -> None:
         self._began, self._count = 0.0, 0
@@ -99,8 +101,9 @@ class Pace:
 
 
 class Cut:
-    """Cuts what an MCP server sends into messages, at ``end``. One of more than ``most`` bytes is not kept: in its place comes an error
-    for the call that it answers, as far as that is known. ``lead`` stands before the JSON. ``asked``: the id of the only call that is answered."""
+    """Cuts what an MCP server sends into messages, at ``end``. One of more than ``most`` bytes is not kept:
+    in its place comes an error for the call that it answers, as far as that is known. ``lead`` stands before
+    the JSON. ``asked``: the id of the only call that is answered."""
 
     def __init__(self, end: bytes, most: int, lead: bytes = b"", asked: bytes = b"") -> None:
         self._end = end
@@ -336,7 +339,8 @@ def transport(address: Address) -> Any:
 
 @asynccontextmanager
 async def stdio(command: list[str]) -> AsyncIterator[Any]:
-    """``mcp.client.stdio`` with bounded lines, which it reads in time quadratic in their length, and at a bounded pace."""
+    """``mcp.client.stdio`` with bounded lines,
+    which it reads in time quadratic in their length, and at a bounded pace."""
     process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None

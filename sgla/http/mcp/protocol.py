@@ -1,4 +1,5 @@
-"""What the server and the process of an MCP server (``process.py``) say to each other, and what either may take."""
+"""What the server and the process of an MCP server (``process.py``) say to each other,
+and what either may take."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """To the ask of this number; 0: the process ends, and why. ``tools`` that cannot be used are not in it, and ``wrong`` names them."""
+    """To the ask of this number; 0: the process ends, and why.
+    ``tools`` that cannot be used are not in it, and ``wrong`` names them."""
 
     number: int
     text: str = ""

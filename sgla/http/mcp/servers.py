@@ -1,5 +1,5 @@
-"""The MCP servers that the operator has named (``--tool-server``). Each has a process of its own (``process.py``), which is started with the
-server, and again when it is lost and somebody needs it."""
+"""The MCP servers that the operator has named (``--tool-server``). Each has a process of its own
+(``process.py``), which is started with the server, and again when it is lost and somebody needs it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Session:
         self._reading = asyncio.ensure_future(self._read(ours))
 
     async def ask(self, verb: str, seconds: float, name: str = "", arguments: str = "") -> Reply:
-        """Raises ToolError. What takes longer than ``seconds`` is cancelled; where that does not help, the process ends."""
+        """Raises ToolError.
+        What takes longer than ``seconds`` is cancelled; where that does not help, the process ends."""
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
         self._send(msgspec.msgpack.encode(Ask(number, verb, name, arguments)))
@@ -296,6 +297,7 @@ def check_package() -> None:
         ) from error
     if int(version.split(".")[0]) < 2:
         raise ConfigError(
-            f"--tool-server needs version 2 of the package mcp, not {version}; install it with: pip install 'sgla[mcp]'",
+            f"--tool-server needs version 2 of the package mcp, not {version}; "
+            "install it with: pip install 'sgla[mcp]'",
             param="tool_server",
         )

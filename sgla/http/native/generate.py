@@ -1,4 +1,5 @@
-"""POST /generate: SGLang's native request. Text in a stream is cumulative; lists of prompts give lists of results."""
+"""POST /generate: SGLang's native request.
+Text in a stream is cumulative; lists of prompts give lists of results."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ async def answer(
 async def begin_turn(
     request: web.Request, server: Server, params: SessionParams, rid: str, work: Work, many: bool
 ) -> Turn:
-    """Put what the session has in front of the prompt. Raises BadRequest kinds, SessionNotFound, Overloaded."""
+    """Put what the session has in front of the prompt.
+    Raises BadRequest kinds, SessionNotFound, Overloaded."""
     if many or work.n > 1:
         raise InvalidField("session_params is for one prompt with n=1", param="session_params")
     (job,) = work.jobs
@@ -240,7 +242,8 @@ class Shapes:
         return None if choice.finish is None else {"type": "abort", "message": ABORTED}
 
     def _hidden_states(self, choice: Choice) -> Long:
-        """As SGLang's: a list of those of the prompt's tokens, then that of each output token but the last, which nothing came after."""
+        """As SGLang's: a list of those of the prompt's tokens,
+        then that of each output token but the last, which nothing came after."""
         usage, width = choice.usage, self._width
         rows = np.frombuffer(b"".join(choice.hidden), np.float32).reshape(-1, width)
 
@@ -254,7 +257,8 @@ class Shapes:
         )
 
     def _logprobs(self, choice: Choice, sampling: SamplingParams, start: int | None) -> dict[str, Any]:
-        """All so far. What an earlier result of the choice had is not made again: a stream shows it with each event."""
+        """All so far. What an earlier result of the choice had is not made again:
+        a stream shows it with each event."""
         if sampling.logprobs is None:
             return {}
         asked: dict[str, Show] = {"token": self._chosen}

@@ -1,4 +1,5 @@
-"""POST /parse_function_call and /separate_reasoning: what chats do with outputs, for any text. SGLang's shapes."""
+"""POST /parse_function_call and /separate_reasoning:
+what chats do with outputs, for any text. SGLang's shapes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""SGLang's sessions: a tree of turns, of which each goes on from an earlier one. The prefix cache makes that cheap; kept
-here are token ids alone, of each turn those that it added. An owner (``clients.Client.owner``) finds its own sessions; the room for
-them is shared among clients (``Client.name``)."""
+"""SGLang's sessions: a tree of turns, of which each goes on from an earlier one. The prefix cache makes that
+cheap; kept here are token ids alone, of each turn those that it added. An owner (``clients.Client.owner``)
+finds its own sessions; the room for them is shared among clients (``Client.name``)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_NAME = 200
 
 
 class OpenSessionRequest(msgspec.Struct, kw_only=True):
-    """``capacity_of_str_len``: the longest conversation, here in tokens. ``timeout``: seconds without a turn until it is
-    closed. ``streaming``: each turn goes on from the one before it, without being told so."""
+    """``capacity_of_str_len``: the longest conversation, here in tokens. ``timeout``: seconds without a turn
+    until it is closed. ``streaming``: each turn goes on from the one before it, without being told so."""
 
     capacity_of_str_len: int
     session_id: str | None = None
@@ -45,8 +45,8 @@ class SessionNotFound(NotFound):
 class Turn:
     """A prompt and its answer, which is None until it is complete.
 
-    ``before``: the turn that it goes on from, with the first ``kept`` ids of that conversation. ``added``: what its prompt
-    has behind them.
+    ``before``: the turn that it goes on from, with the first ``kept`` ids of that conversation. ``added``:
+    what its prompt has behind them.
     """
 
     def __init__(
@@ -126,8 +126,9 @@ class Session:
         longest: int,
         make_room: Callable[[int], None],
     ) -> Turn:
-        """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest kinds, and what ``make_room``
-        raises for the tokens that the session would hold in addition; either leaves it as it was."""
+        """The turn that ``params`` ask for, with ``added`` behind what it goes on from. Raises BadRequest
+        kinds, and what ``make_room`` raises for the tokens that the session would hold in addition; either
+        leaves it as it was."""
         self.touch()
         if len(rid) > MAX_NAME:
             raise InvalidField(f"rid may have at most {MAX_NAME} characters", param="rid")
@@ -216,8 +217,8 @@ def kept_of(before: Turn | None, params: SessionParams) -> int:
 
 
 class Share:
-    """The sessions of one client, the one that is longest without a turn first, and how many tokens they have. ``whole``: those of all
-    clients."""
+    """The sessions of one client, the one that is longest without a turn first, and how many tokens they
+    have. ``whole``: those of all clients."""
 
     def __init__(self, client: str = "", whole: Share | None = None) -> None:
         self.client = client
@@ -232,8 +233,8 @@ class Share:
 
 
 class Sessions:
-    """At most ``limit``; each is closed after ``ttl`` seconds without a turn. Where there is no room, a client that has more than the one
-    who asks loses the session that is longest without a turn."""
+    """At most ``limit``; each is closed after ``ttl`` seconds without a turn. Where there is no room, a
+    client that has more than the one who asks loses the session that is longest without a turn."""
 
     def __init__(self, limit: int, ttl: float) -> None:
         self._limit = limit

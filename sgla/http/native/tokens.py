@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize, in vLLM's shape with SGLang's names beside it; and what they make of messages."""
+"""POST /tokenize and /detokenize, in vLLM's shape with SGLang's names beside it;
+and what they make of messages."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def check_size(name: str, lists: list[Any], most: int, unit: str) -> None:
 
 
 async def render(request: web.Request, server: Server, fields: ChatRequest | TokenizeRequest) -> str:
-    """The chat template's text for ``messages``. Raises BadRequest for what the template refuses, and Overloaded."""
+    """The chat template's text for ``messages``.
+    Raises BadRequest for what the template refuses, and Overloaded."""
     if server.ingress.template is None:
         raise InvalidField(
             "the model has no chat template; send prompt instead of messages", param="messages"
@@ -116,7 +118,8 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def decoded(tokenizer: Any, ids: list[Any], limit: int, skip: bool) -> str:
-    """The text of ``ids``, made in slices, since the library's call for all of them stops other threads. Raises InvalidField."""
+    """The text of ``ids``, made in slices, since the library's call for all of them stops other threads.
+    Raises InvalidField."""
     detokenizer = make_detokenizer(tokenizer, skip)
     texts = []
     for at in range(0, len(ids), IDS_SLICE):

@@ -17,7 +17,8 @@ from sgla.messages import Job, SamplingParams, Usage
 from sgla.text.beams import MAX_WIDTH, BeamSearch, Finished, one_token
 from sgla.text.output import OutputStream
 
-# What else could be asked of the tokens, with the values that ask for nothing. A search knows no temperature and no seed.
+# What else could be asked of the tokens, with the values that ask for nothing.
+# A search knows no temperature and no seed.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "top_p": (None, 1),
@@ -55,7 +56,8 @@ def searches(fields: ChatRequest | CompletionRequest) -> bool:
 async def collect(
     request: web.Request, work: Work, fields: ChatRequest | CompletionRequest
 ) -> tuple[Work, list[Choice]]:
-    """The ``n`` best beams of each prompt, of as many as ``beam_width``, ``best_of`` or ``n`` says, and the work with that ``n``."""
+    """The ``n`` best beams of each prompt, of as many as ``beam_width``,
+    ``best_of`` or ``n`` says, and the work with that ``n``."""
     wanted = fields.n or 1
     width = fields.beam_width or max(wanted, getattr(fields, "best_of", None) or 1)
     check(fields, work, width, wanted)

@@ -69,7 +69,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def chat_work(
     request: web.Request, server: Server, fields: ChatRequest, reading: Reading, clip: bool = False
 ) -> Work:
-    """The engine's share of a chat; other APIs translate their requests to a ChatRequest. Raises BadRequest kinds.
+    """The engine's share of a chat; other APIs translate their requests to a ChatRequest.
+    Raises BadRequest kinds.
 
     ``clip``: an answer that the context has no room for ends there, instead of being refused.
     """

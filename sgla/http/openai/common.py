@@ -38,7 +38,8 @@ def usage_object(usage: Usage, reasoning_tokens: int | None = None) -> dict[str,
 
 
 def stop_fields(finish: str | None, matched: str | int | None, stop_token_ids: list[int]) -> dict[str, Any]:
-    """Which stop ended the choice: SGLang's ``matched_stop`` names any, vLLM's ``stop_reason`` only asked-for ones."""
+    """Which stop ended the choice:
+    SGLang's ``matched_stop`` names any, vLLM's ``stop_reason`` only asked-for ones."""
     if finish == "repetition":
         return {"matched_stop": None, "stop_reason": "repetition_detected"}
     if finish != "stop":
@@ -124,7 +125,8 @@ class ChunkStream(Encoder):
         return usage_object(usage)
 
     def chunk(self, choice: dict[str, Any], usage: Usage, beside: dict[str, Any] | None = None) -> bytes:
-        """A block with one choice; ``usage`` is that choice's so far, ``beside`` stands next to the choices."""
+        """A block with one choice;
+        ``usage`` is that choice's so far, ``beside`` stands next to the choices."""
         tail = self._tail
         if self._continuous:
             tail = b',"usage":%b}\n\n' % encode(self.usage(usage, choice["index"]))

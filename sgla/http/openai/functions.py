@@ -1,4 +1,5 @@
-"""``functions`` and ``function_call``: OpenAI's names for tools before there were tools, in terms of those that followed."""
+"""``functions`` and ``function_call``:
+OpenAI's names for tools before there were tools, in terms of those that followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: the prompts in token ids, in vLLM's shape. Nothing is generated."""
+"""POST /v1/chat/completions/render and /v1/completions/render: the prompts in token ids, in vLLM's shape.
+Nothing is generated."""
 
 from __future__ import annotations
 
@@ -54,13 +55,13 @@ async def text(request: web.Request) -> web.StreamResponse:
 
 
 def check_repeated(jobs: Sequence[Job]) -> int:
-    """The bytes that the sampling parameters take, which are the same for all prompts and shown with each. Raises InvalidField for too
-    many."""
+    """The bytes that the sampling parameters take, which are the same for all prompts and shown with each.
+    Raises InvalidField for too many."""
     size = len(jobs) * len(encode(jobs[0].sampling))
     if size > MAX_REPEATED:
         raise InvalidField(
-            f"the sampling parameters, which the answer shows with each of {len(jobs)} prompts, would take {size} bytes of it; "
-            f"{MAX_REPEATED} is the limit; send fewer prompts",
+            f"the sampling parameters, which the answer shows with each of {len(jobs)} prompts, would take "
+            f"{size} bytes of it; {MAX_REPEATED} is the limit; send fewer prompts",
             param="prompt",
         )
     return size

@@ -91,7 +91,8 @@ async def text_work(request: web.Request, server: Server, fields: CompletionRequ
 
 
 def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
-    """Of each prompt's ``made`` choices the ``wanted`` ones with the highest mean logprob a token, the best first."""
+    """Of each prompt's ``made`` choices the ``wanted`` ones with the highest mean logprob a token,
+    the best first."""
     if made == wanted:
         return choices
     groups = [choices[start : start + made] for start in range(0, len(choices), made)]
@@ -109,8 +110,9 @@ def job_fields(prompt: str | list[Any]) -> dict[str, Any]:
 
 
 def separate(value: Any, param: str) -> list[Any]:
-    """The texts, or lists of ids, of a string, a list of strings, a list of ids or a list of id lists. Raises InvalidField for a list that is
-    empty, too long or mixed; whether a list of ids is mixed is for ``token_prompt`` to say."""
+    """The texts, or lists of ids, of a string, a list of strings, a list of ids or a list of id lists. Raises
+    InvalidField for a list that is empty, too long or mixed; whether a list of ids is mixed is for
+    ``token_prompt`` to say."""
     if isinstance(value, str) or (value and isinstance(value[0], int)):
         return [value]
     if not value:
@@ -167,7 +169,8 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
 
 
 def made(fields: CompletionRequest) -> int:
-    """Choices that are generated for each prompt; bench_serving sends a ``best_of`` of 1, which asks for nothing."""
+    """Choices that are generated for each prompt;
+    bench_serving sends a ``best_of`` of 1, which asks for nothing."""
     return max(fields.n or 1, fields.best_of or 1)
 
 
@@ -180,7 +183,8 @@ def check_best_of(fields: CompletionRequest) -> None:
 
 
 class Shapes:
-    """What the fields of one request make of text, logprobs and token ids; keeps each choice's text offsets."""
+    """What the fields of one request make of text, logprobs and token ids;
+    keeps each choice's text offsets."""
 
     def __init__(self, fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
         self._echo = bool(fields.echo)

@@ -1,4 +1,5 @@
-"""GET /: a page to chat with the model and to watch the server. GET /docs: the API's reference. GET /page/...: their files.
+"""GET /: a page to chat with the model and to watch the server. GET /docs: the API's reference.
+GET /page/...: their files.
 
 No build step, and nothing from elsewhere: other people's libraries are in vendor/, with their licences.
 """
@@ -69,7 +70,8 @@ def _packed(name: str) -> bytes:
 
 
 def packed(name: str) -> bytes:
-    """The file compressed by gzip, once in the life of the process, which takes up to 50 ms. Blocks; safe in any thread."""
+    """The file compressed by gzip, once in the life of the process, which takes up to 50 ms.
+    Blocks; safe in any thread."""
     with _packing:
         return _packed(name)
 

@@ -23,8 +23,8 @@ Form = Literal["float", "binary", "ubinary", "base64"]
 
 
 class CohereEmbedRequest(PooledFields, kw_only=True):
-    """``inputs``: objects whose ``content`` has parts of text. ``truncate``: END (the default) cuts longer texts, to ``max_tokens`` if that is
-    given; NONE refuses them."""
+    """``inputs``: objects whose ``content`` has parts of text. ``truncate``: END (the default) cuts longer
+    texts, to ``max_tokens`` if that is given; NONE refuses them."""
 
     texts: list[str] | None = None
     inputs: list[dict[str, Any]] | None = None
@@ -89,7 +89,8 @@ def given(fields: CohereEmbedRequest) -> list[str]:
 
 
 def shown(row: Floats, form: str) -> Any:
-    """An embedding as numbers, as the base64 of its float32, or as bits: eight to a byte, the first one highest, 1 for what is not negative."""
+    """An embedding as numbers, as the base64 of its float32, or as bits:
+    eight to a byte, the first one highest, 1 for what is not negative."""
     if form == "float":
         return row.tolist()
     if form == "base64":

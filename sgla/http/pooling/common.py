@@ -1,4 +1,5 @@
-"""What the routes that answer with vectors share: their fields, the check of the task, and running a list of inputs."""
+"""What the routes that answer with vectors share:
+their fields, the check of the task, and running a list of inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def pooling_of(server: Server, *tasks: str) -> Pooling:
     if pooling is None or pooling.task not in tasks:
         made = "text" if pooling is None else "embeddings" if pooling.task == "embed" else "classifications"
         raise UnsupportedTask(
-            f"this server's model makes {made}; this route needs {' or '.join(NEEDS[task] for task in tasks)}",
+            f"this server's model makes {made}; this route needs "
+            f"{' or '.join(NEEDS[task] for task in tasks)}",
             param="model",
         )
     return pooling
@@ -97,8 +99,8 @@ async def run(
 
 
 def window(server: Server, yields: bool = False) -> int:
-    """How many inputs of one request to open: never more than half of what the server admits at all, of one that yields no more than
-    there are slots."""
+    """How many inputs of one request to open: never more than half of what the server admits at all, of one
+    that yields no more than there are slots."""
     facts = server.ingress.facts
     slots = facts.slots if facts is not None else 1
     if yields:

@@ -32,8 +32,8 @@ CATEGORIES = (
 )
 # What common models call these categories, in lower case and with hyphens; "" stands for nothing to flag.
 USUAL = {
-    "": "safe ok neutral normal none clean benign sfw nothate not-hate non-hate no-hate not-hate-speech not-toxic non-toxic"
-    " not-offensive non-offensive",
+    "": "safe ok neutral normal none clean benign sfw nothate not-hate non-hate no-hate not-hate-speech "
+    "not-toxic non-toxic not-offensive non-offensive",
     "harassment": "hr toxic toxicity severe-toxic severe-toxicity insult obscene offensive",
     "harassment/threatening": "threat harassment-threatening",
     "hate": "h hate-speech identity-hate identity-attack",
@@ -90,7 +90,8 @@ def texts(value: Any) -> Any:
 
 
 def label_map(labels: list[str], given: list[str]) -> list[str]:
-    """The category of each label, "" for none: as ``--moderation-labels LABEL=CATEGORY`` says, else by its name.
+    """The category of each label, "" for none:
+    as ``--moderation-labels LABEL=CATEGORY`` says, else by its name.
 
     Raises UnsupportedTask if no label is a category of OpenAI's and none is given.
     """
@@ -98,8 +99,8 @@ def label_map(labels: list[str], given: list[str]) -> list[str]:
     categories = [named[label] if label in named else category(label) for label in labels]
     if not given and not any(name in CATEGORIES for name in categories):
         raise UnsupportedTask(
-            f"the classes of this server's model ({', '.join(labels[:8])}) are no categories of harm; start it with "
-            "--moderation-labels LABEL=CATEGORY for those that are",
+            f"the classes of this server's model ({', '.join(labels[:8])}) are no categories of harm; start "
+            "it with --moderation-labels LABEL=CATEGORY for those that are",
             param="model",
         )
     return categories

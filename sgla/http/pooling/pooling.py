@@ -21,8 +21,8 @@ ALIASES = {"score": "classify"}
 
 
 class PoolingRequest(PooledFields, kw_only=True):
-    """``use_activation: false``: embeddings are not normalized, and classes have logits instead of probabilities. ``task``: by default what
-    the model is for."""
+    """``use_activation: false``: embeddings are not normalized, and classes have logits instead of
+    probabilities. ``task``: by default what the model is for."""
 
     input: str | list[int | str | list[int]] | None = None
     messages: list[dict[str, Any]] | None = None

@@ -1,4 +1,5 @@
-"""POST /v1/score: vLLM's pairs of texts, and SGLang's items behind a query, told apart by the fields there are."""
+"""POST /v1/score: vLLM's pairs of texts,
+and SGLang's items behind a query, told apart by the fields there are."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ LABELS = 512  # of an item; a step's scores travel through a ring of 4 MiB (exec
 
 
 class ScoreRequest(PairFields, kw_only=True):
-    """vLLM's names for the two sides of pairs are ``PAIRS``; an object among them has ``text``, or ``content`` with parts of text."""
+    """vLLM's names for the two sides of pairs are ``PAIRS``;
+    an object among them has ``text``, or ``content`` with parts of text."""
 
     text_1: Texts = None
     text_2: Texts = None
@@ -151,11 +153,11 @@ async def similarities(
     right: list[str],
     names: tuple[str, str] = ("query", "items"),
 ) -> tuple[Callable[[int], float], list[Choice]]:
-    """What gives the score of each pair: of one text with each of ``right``, or of texts at the same places. ``names``: of the
-    fields.
+    """What gives the score of each pair: of one text with each of ``right``, or of texts at the same places.
+    ``names``: of the fields.
 
-    A cross-encoder reads both texts, and so does a model of text that is served for reranking; of an embedding model it
-    is the cosine of their embeddings.
+    A cross-encoder reads both texts, and so does a model of text that is served for reranking; of an
+    embedding model it is the cosine of their embeddings.
     """
     if len(left) not in (1, len(right)):
         raise InvalidField(
@@ -189,7 +191,8 @@ async def similarities(
 async def item_scores(
     request: web.Request, server: Server, fields: ScoreRequest
 ) -> tuple[Callable[[int], Any], list[Choice]]:
-    """What gives for each item behind the query: probabilities of the labels as the next token; of a cross-encoder, its score."""
+    """What gives for each item behind the query:
+    probabilities of the labels as the next token; of a cross-encoder, its score."""
     if fields.query is None or fields.items is None:
         raise InvalidField("query and items are required", param="query" if fields.query is None else "items")
     query, items = fields.query, as_list(fields.items)
@@ -221,14 +224,15 @@ async def item_scores(
 def make_room(request: web.Request, server: Server, prompts: Iterable[tuple[str | list[int], ...]]) -> None:
     """Count the prompts that are to be made of these parts as if they were sent: each may repeat the query.
 
-    Raises TooLarge beyond ``max_body_bytes``, and Overloaded where the request's share gets no memory for them.
+    Raises TooLarge beyond ``max_body_bytes``,
+    and Overloaded where the request's share gets no memory for them.
     """
     size = sum(sum(map(len, parts)) * max(map(width, parts)) for parts in prompts)
     limit = server.config.max_body_bytes
     if size > limit:
         raise TooLarge(
-            f"the query joined with each of its items takes {size} bytes, the limit is {limit}; send a shorter query or "
-            "fewer items, or start the server with a larger --max-body-bytes"
+            f"the query joined with each of its items takes {size} bytes, the limit is {limit}; send a "
+            "shorter query or fewer items, or start the server with a larger --max-body-bytes"
         )
     request[SHARE].take(size)
 

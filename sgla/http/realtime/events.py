@@ -66,7 +66,8 @@ _raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def check_known(data: bytes) -> None:
-    """Raise UnsupportedField for a setting that has a value and no meaning here; there is no header to tell it in."""
+    """Raise UnsupportedField for a setting that has a value and no meaning here;
+    there is no header to tell it in."""
     event = _raw(data)
     for place, kind in NESTED.items():
         given = event.get(place, NULL)

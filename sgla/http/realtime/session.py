@@ -115,7 +115,8 @@ class Inbox:
 
 
 class Session:
-    """One connection: its settings and the items of its conversation in order, with the memory they take, and at most one response."""
+    """One connection: its settings and the items of its conversation in order,
+    with the memory they take, and at most one response."""
 
     def __init__(self, request: web.Request, socket: web.WebSocketResponse, model: str) -> None:
         self._request = request
@@ -184,7 +185,7 @@ class Session:
     def _share(self) -> Share:
         return Share(self._server.budget, self._request[CLIENT].name)
 
-    # events ----------------------------------------------------------------------------------------------------------
+    # events -------------------------------------------------------------------------------------------------
 
     async def _handle(self, event: ClientEvent, share: Share) -> None:
         """``share`` has the event's memory; settings, items and a response that are kept keep it."""
@@ -250,7 +251,7 @@ class Session:
             raise InvalidField(f"there is no item {str(uid)[:100]!r}", param="item_id")
         return uid
 
-    # responses -------------------------------------------------------------------------------------------------------
+    # responses ----------------------------------------------------------------------------------------------
 
     def _busy(self) -> bool:
         return self._response is not None and not self._response.done()
@@ -271,8 +272,8 @@ class Session:
         limit = self._server.config.max_body_bytes
         if size > limit:
             raise TooLarge(
-                f"the items of this response have {size} bytes, the limit is {limit}; delete old items, or start the server with a "
-                "larger --max-body-bytes"
+                f"the items of this response have {size} bytes, the limit is {limit}; delete old items, or "
+                "start the server with a larger --max-body-bytes"
             )
         chat = answer.chat(self._wishes, [item for item, _ in items])
         chat.rid = answer.uid
@@ -287,7 +288,8 @@ class Session:
         self._response = asyncio.ensure_future(self._answer(answer, work, reading, inbox))
 
     def _asked_of(self, wishes: ResponseWishes) -> list[tuple[Item, Share]]:
-        """The items that a response is about, stored ones in place of their ids. Those of the event itself come with a share that is empty."""
+        """The items that a response is about, stored ones in place of their ids.
+        Those of the event itself come with a share that is empty."""
         if wishes.input is None:
             return list(self._items.values())
         return [self._items.get(str(item.get("id")), (item, self._share())) for item in wishes.input]
@@ -350,7 +352,7 @@ class Session:
             previous_item_id=names[-1] if names else None,
         )
 
-    # the wire --------------------------------------------------------------------------------------------------------
+    # the wire -----------------------------------------------------------------------------------------------
 
     async def _send(self, kind: str, **fields: Any) -> None:
         await self._socket.send_str(encode({"type": kind, "event_id": new_id("event"), **fields}).decode())

@@ -1,4 +1,5 @@
-"""Checks of chat requests before the template sees them. What templates need otherwise is ``text.template``'s business."""
+"""Checks of chat requests before the template sees them.
+What templates need otherwise is ``text.template``'s business."""
 
 from __future__ import annotations
 
@@ -175,8 +176,8 @@ def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
 def unsupported_tool(path: str, kind: Any) -> UnsupportedField:
     """For a tool that a provider's own server would run, or whose schema it knows."""
     return UnsupportedField(
-        f"{path}: this server has no tool of type {str(kind)[:40]!r}; leave it out: models call only functions that the client "
-        "runs and describes",
+        f"{path}: this server has no tool of type {str(kind)[:40]!r}; leave it out: models call only "
+        "functions that the client runs and describes",
         param="tools",
     )
 
@@ -197,8 +198,8 @@ def template_kwargs(request: ChatRequest | TokenizeRequest, trusted: bool) -> di
     if request.chat_template is not None:
         if is_source(request.chat_template) and not trusted:
             raise UnsupportedField(
-                "chat_template: this server takes the names of its own templates only; --trust-request-chat-template "
-                "lets requests bring theirs",
+                "chat_template: this server takes the names of its own templates only; "
+                "--trust-request-chat-template lets requests bring theirs",
                 param="chat_template",
             )
         kwargs["chat_template"] = request.chat_template
@@ -225,7 +226,8 @@ def wants_thinking(request: ChatRequest) -> bool | None:
 
 
 def prompt_flags(request: ChatRequest | TokenizeRequest) -> tuple[bool, bool]:
-    """(add_generation_prompt, continue_final_message); the second turns the first off. Raises InvalidField."""
+    """(add_generation_prompt, continue_final_message); the second turns the first off.
+    Raises InvalidField."""
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidField(

@@ -20,7 +20,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 async def intake(request: web.Request, schema: Schema[R]) -> R:
-    """The typed body. Raises NotReady while the model loads, TooLarge, Overloaded, or a BadRequest that names the field."""
+    """The typed body. Raises NotReady while the model loads,
+    TooLarge, Overloaded, or a BadRequest that names the field."""
     request.app[SERVER].ingress.require_ready()
     share = request[SHARE]
     return await decoded(
@@ -36,7 +37,8 @@ async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
 
 
 async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: Share) -> R:
-    """What is decoded stays in ``share`` until that is closed; the body leaves it. Large bodies take turns."""
+    """What is decoded stays in ``share`` until that is closed; the body leaves it.
+    Large bodies take turns."""
     if len(body) <= census.SMALL:
         return await _counted(request, schema, body, share)
     async with request.app[SERVER].budget.decoding:

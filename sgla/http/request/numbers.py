@@ -1,4 +1,5 @@
-"""Long lists of numbers in a body, such as token ids, in pieces: decoding a million of them at once holds the loop for 70 ms."""
+"""Long lists of numbers in a body, such as token ids, in pieces:
+decoding a million of them at once holds the loop for 70 ms."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def is_long(value: msgspec.Raw) -> bool:
 
 
 def pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """The list in shorter ones, and of each whether its first item goes on with the last one of the list before."""
+    """The list in shorter ones,
+    and of each whether its first item goes on with the last one of the list before."""
     start, depth = 0, 0
     while start < len(text):
         end, inside = text.find(b",", start + PIECE), depth
@@ -36,7 +38,8 @@ def pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
 def read(
     decode: Callable[[bytes], list[Any]], name: str, items: list[Any], inside: bool, piece: bytes
 ) -> None:
-    """Put a piece of the field ``name`` behind ``items``. Raises msgspec's errors, with the path within the whole body."""
+    """Put a piece of the field ``name`` behind ``items``.
+    Raises msgspec's errors, with the path within the whole body."""
     before = len(items) - inside
     try:
         more = decode(piece)

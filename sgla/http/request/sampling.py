@@ -43,8 +43,8 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     logprob_token_ids: list[int] | None = None,
 ) -> SamplingParams:
-    """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null; ``usual`` as in
-    ``Defaults.max_tokens``."""
+    """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null;
+    ``usual`` as in ``Defaults.max_tokens``."""
     chosen = dict(defaults.values)
     for name in (*PLAIN, *SWITCHES):
         value = getattr(fields, name)
@@ -74,8 +74,8 @@ def sampling_params(
 
 
 def processors(fields: SamplingFields) -> list[Processor]:
-    """Those that ``logits_processors`` names, alone or as vLLM's ``qualname`` and ``kwargs``, and those that are keys of ``vllm_xargs``,
-    with their arguments. The engine knows which there are."""
+    """Those that ``logits_processors`` names, alone or as vLLM's ``qualname`` and ``kwargs``, and those that
+    are keys of ``vllm_xargs``, with their arguments. The engine knows which there are."""
     asked = []
     check_count("logits_processors", fields.logits_processors or [], MAX_PROCESSORS)
     for item in fields.logits_processors or []:
@@ -91,8 +91,8 @@ def processors(fields: SamplingFields) -> list[Processor]:
     for name, arguments in (fields.vllm_xargs or {}).items():
         if not isinstance(arguments, dict):
             raise UnsupportedField(
-                f"vllm_xargs.{name[:100]} is not supported by this server; its keys are names of logit processors, with objects of "
-                "their arguments",
+                f"vllm_xargs.{name[:100]} is not supported by this server; its keys are names of logit "
+                "processors, with objects of their arguments",
                 param="vllm_xargs",
             )
         asked.append(Processor(name, arguments))
@@ -143,7 +143,8 @@ def are_ids(ids: Sequence[Any]) -> bool:
 
 
 def logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
-    """``{"id": bias}`` with integer keys. Raises InvalidField for a key that is no id or a bias outside [-100, 100]."""
+    """``{"id": bias}`` with integer keys.
+    Raises InvalidField for a key that is no id or a bias outside [-100, 100]."""
     result = {}
     check_count("logit_bias", bias or {}, MAX_BIASES)
     for key, value in (bias or {}).items():

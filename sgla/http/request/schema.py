@@ -1,7 +1,9 @@
-"""Request bodies: typed structs, what of the known fields is not honoured yet, and the decoder that names errors.
+"""Request bodies: typed structs, what of the known fields is not honoured yet,
+and the decoder that names errors.
 
-A field is in one of four classes: declared in a struct below (honoured); in ``UNSUPPORTED`` (refused by name unless its
-value asks for nothing); in ``IGNORED`` (accepted, without effect on the output); or unknown (ignored, but told).
+A field is in one of four classes: declared in a struct below (honoured); in ``UNSUPPORTED`` (refused by name
+unless its value asks for nothing); in ``IGNORED`` (accepted, without effect on the output); or unknown
+(ignored, but told).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ MAX_PARTS = 8192  # parts of contents and calls, in all messages together
 MAX_TOOLS = 1024
 MAX_ALLOWED = 1 << 17  # allowed_token_ids
 MAX_NAME = 1024  # characters of what stands for a request or a part of the prefix cache
-# Bytes of fields in which any floats that are whole are taken for integers; in longer ones those of lists of numbers are.
+# Bytes of fields in which any floats that are whole are taken for integers;
+# in longer ones those of lists of numbers are.
 MAX_REWRITTEN = 16 << 10
 REWRITTEN = 64 << 10  # bytes of such a list that are rewritten at once, which takes 2 ms
 
@@ -47,7 +50,8 @@ MAX_WHOLE = 2**63  # of the floats that are taken for integers
 _OFF = (None, False)
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
-# Known fields that are not honoured yet, each with the values that ask for nothing and are therefore accepted.
+# Known fields that are not honoured yet,
+# each with the values that ask for nothing and are therefore accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "functions": _EMPTY,
@@ -99,8 +103,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 # What to do instead of some of them.
 INSTEAD = {
-    "return_hidden_states": " on this route; /generate of a server with --enable-return-hidden-states answers with them, and "
-    "/v1/embeddings of one with --task embed with the last one of a prompt",
+    "return_hidden_states": " on this route; /generate of a server with --enable-return-hidden-states "
+    "answers with them, and /v1/embeddings of one with --task embed with the last one of a prompt",
 }
 
 # Fields of the APIs that cannot change the output here.
@@ -214,7 +218,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """Fields about the request rather than its text. ``OpenAIFields`` repeats them: structs inherit from one base."""
+    """Fields about the request rather than its text.
+    ``OpenAIFields`` repeats them: structs inherit from one base."""
 
     model: str | None = None
     stream: bool | None = None
@@ -258,7 +263,8 @@ class ThinkingSwitch(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
-    """``enable_thinking`` (LMDeploy, DashScope) and ``thinking`` (SGLang; with a type: DeepSeek, GLM) tell the template."""
+    """``enable_thinking`` (LMDeploy, DashScope) and ``thinking`` (SGLang; with
+    a type: DeepSeek, GLM) tell the template."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -375,7 +381,8 @@ _told: set[str] = set()
 
 
 class Schema(Generic[R]):
-    """Decoder of one kind of body. ``nested``: names of declared fields whose objects are checked in the same way."""
+    """Decoder of one kind of body.
+    ``nested``: names of declared fields whose objects are checked in the same way."""
 
     def __init__(self, kind: type[R], nested: Mapping[str, type[msgspec.Struct]] | None = None) -> None:
         self._kind = kind
@@ -384,8 +391,8 @@ class Schema(Generic[R]):
         self._nested = {name: frozenset(sub.__struct_fields__) for name, sub in (nested or {}).items()}
 
     def typed(self, body: bytes) -> R:
-        """The request. Raises BadRequest subclasses that name the field. Where an integer is wanted, 3.0 is one too: JSON knows
-        no difference, and some clients write them so."""
+        """The request. Raises BadRequest subclasses that name the field. Where an integer is wanted, 3.0 is
+        one too: JSON knows no difference, and some clients write them so."""
         return finished(self.steps(body))[0]
 
     def ignored(self, body: bytes) -> list[str]:
@@ -463,8 +470,8 @@ class Schema(Generic[R]):
         return names
 
     def rewritten(self, body: bytes) -> Iterator[bytes]:
-        """The body with integers in place of floats that are whole, in its short fields and lists of numbers; in pieces, each made in a
-        few milliseconds."""
+        """The body with integers in place of floats that are whole, in its short fields and lists of numbers;
+        in pieces, each made in a few milliseconds."""
         short, long = _read(lambda body: by_length(_RAW.decode(body)), body)
         yield short[:-1]
         comma = b"," if len(short) > len(b"{}") else b""
@@ -500,7 +507,8 @@ def _read(read: Callable[[bytes], T], body: bytes) -> T:
 
 
 def by_length(raw: dict[str, msgspec.Raw]) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    """An object of the shortest fields ``with_integers``, as long as they are short together, since that is slow; and the others."""
+    """An object of the shortest fields ``with_integers``,
+    as long as they are short together, since that is slow; and the others."""
     names = sorted(raw, key=lambda name: memoryview(raw[name]).nbytes)
     sizes = itertools.accumulate(memoryview(raw[name]).nbytes for name in names)
     short = [name for name, size in zip(names, sizes) if size <= MAX_REWRITTEN]
@@ -509,7 +517,8 @@ def by_length(raw: dict[str, msgspec.Raw]) -> tuple[bytes, dict[str, msgspec.Raw
 
 
 def numbers_with_integers(value: bytes) -> Iterator[bytes]:
-    """A JSON text in pieces, its floats without their fractions where these are zeros; as it is if it has strings."""
+    """A JSON text in pieces, its floats without their fractions where these are zeros;
+    as it is if it has strings."""
     if b'"' in value:
         yield value
         return
@@ -538,7 +547,8 @@ def as_list(value: Any) -> list[Any]:
 
 
 def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
-    """Names of ``raw`` that nobody knows. Raises UnsupportedField for a known one whose value cannot be honoured."""
+    """Names of ``raw`` that nobody knows.
+    Raises UnsupportedField for a known one whose value cannot be honoured."""
     if len(raw) > MAX_FIELDS:
         raise BadRequest(f"the request body has {len(raw)} fields; {MAX_FIELDS} is the limit")
     names = []
@@ -559,7 +569,8 @@ def unsupported(name: str, detail: str = "") -> UnsupportedField:
 
 
 def invalid(text: str) -> BadRequest:
-    """A msgspec validation message as an InvalidField with the path in front: ``n: expected int, got str``."""
+    """A msgspec validation message as an InvalidField with the path in front:
+    ``n: expected int, got str``."""
     if missing := _REQUIRED.match(text):
         return InvalidField(f"{missing[1]} is required", param=missing[1])
     match = _PATH.fullmatch(text)

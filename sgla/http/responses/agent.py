@@ -1,4 +1,5 @@
-"""Responses whose tools this server calls: turn after turn of the model, and between them the calls to MCP servers."""
+"""Responses whose tools this server calls:
+turn after turn of the model, and between them the calls to MCP servers."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ class Agent:
         self._aborted = False
 
     def start(self, approved: list[Item], listed: list[Offer]) -> None:
-        """Admit the first turn, before which the ``approved`` calls are made; ``listed``: whose tools the client is told of. Raises the
-        SglaError that refuses it."""
+        """Admit the first turn, before which the ``approved`` calls are made; ``listed``: whose tools the
+        client is told of. Raises the SglaError that refuses it."""
         if approved:
             self._server.hold(self.work, self)
         else:
@@ -102,7 +103,7 @@ class Agent:
             self._show([event])
         return error
 
-    # from the engine, and from outside -------------------------------------------------------------------------------
+    # from the engine, and from outside ----------------------------------------------------------------------
 
     def push(self, message: Event | Rejected) -> None:
         if self._over.done():
@@ -135,7 +136,7 @@ class Agent:
             self._share.take(len(data))
             self.recorder.add(data)
 
-    # turns -----------------------------------------------------------------------------------------------------------
+    # turns --------------------------------------------------------------------------------------------------
 
     async def _turns(self, approved: list[Item], listed: list[Offer]) -> None:
         output = self._answer.output
@@ -163,7 +164,8 @@ class Agent:
         self._show(self._answer.finish(event.finish))
 
     async def _next_turn(self) -> bool:
-        """Have the model go on with what the last turn and its calls brought; False if it may write no more."""
+        """Have the model go on with what the last turn and its calls brought;
+        False if it may write no more."""
         answer, work = self._answer, self.work
         items = answer.output.items[self._shown :]
         self._shown = len(answer.output.items)
@@ -187,7 +189,8 @@ class Agent:
         return True
 
     def _reading(self, chat: ChatRequest) -> Reading:
-        """A call that had to be made has been made, so the model may answer now; it must once there are no calls left."""
+        """A call that had to be made has been made, so the model may answer now;
+        it must once there are no calls left."""
         if chat.tools and chat.tool_choice != "none":
             chat.tool_choice = "auto" if self._left else "none"
         try:
@@ -208,7 +211,7 @@ class Agent:
         deadline = self.work.jobs[0].deadline
         return None if deadline is None else max(0.0, deadline - clock.now())
 
-    # calls -----------------------------------------------------------------------------------------------------------
+    # calls --------------------------------------------------------------------------------------------------
 
     async def _make_calls(self) -> None:
         """Those that are due, one after the other."""

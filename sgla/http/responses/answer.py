@@ -34,8 +34,8 @@ class Answer:
         turn: Turn | None = None,
         remote: Remote = NONE,
     ) -> None:
-        """``logprobs`` shows those of tokens, if they are asked for. ``turn``: the response's in a conversation. ``remote``: functions of
-        MCP servers."""
+        """``logprobs`` shows those of tokens, if they are asked for. ``turn``: the response's in a
+        conversation. ``remote``: functions of MCP servers."""
         self.response = response_object(fields, may_store)
         self._turn = turn
         self._reader = reader
@@ -91,7 +91,8 @@ class Answer:
         return events if event.finish is None else [*events, *self.finish(event.finish)]
 
     def read(self, event: Event) -> list[dict[str, Any]]:
-        """The events of the next piece of text; the last one ends the turn of the model, which others may follow."""
+        """The events of the next piece of text;
+        the last one ends the turn of the model, which others may follow."""
         self._usage = event.usage
         pieces = self._reader.read(event)
         events = self.output.take(pieces, self._logprobs(event, pieces))

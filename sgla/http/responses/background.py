@@ -21,9 +21,11 @@ BLOCK = 64  # bytes that a block takes beside its text
 
 
 class Recorder:
-    """A sink that keeps the blocks of a stream with one choice, in order. ``ended`` is set after the last one.
+    """A sink that keeps the blocks of a stream with one choice, in order.
+    ``ended`` is set after the last one.
 
-    ``size``: bytes that are kept, which are in ``share``, if there is one; ``grown`` is called when there are more.
+    ``size``: bytes that are kept, which are in ``share``, if there is one;
+    ``grown`` is called when there are more.
     """
 
     def __init__(self, encoder: Encoder, grown: Callable[[], None], share: Share | None = None) -> None:
@@ -98,8 +100,8 @@ class Recorder:
             start = end
 
     async def play(self, request: web.Request, keepalive: float, start: int = 0) -> web.StreamResponse:
-        """Stream the blocks from number ``start`` on, those to come included, and a comment after each ``keepalive`` seconds
-        without one (0: none). Raises Overloaded."""
+        """Stream the blocks from number ``start`` on, those to come included, and a comment after each
+        ``keepalive`` seconds without one (0: none). Raises Overloaded."""
         request[SHARE].take(UNREAD)
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
@@ -117,7 +119,8 @@ class Recorder:
                     await response.write(PING)
 
     async def _write(self, response: web.StreamResponse, start: int) -> int:
-        """Up to ``PART`` bytes of blocks, or one block a part at a time; returns the number of the next one."""
+        """Up to ``PART`` bytes of blocks, or one block a part at a time;
+        returns the number of the next one."""
         size, end = len(self.blocks[start]), start + 1
         while end < len(self.blocks) and size + len(self.blocks[end]) <= PART:
             size += len(self.blocks[end])

@@ -1,4 +1,5 @@
-"""POST /v1/responses/input_tokens and /v1/responses/compact: how long a conversation is, and a shorter one in its place."""
+"""POST /v1/responses/input_tokens and /v1/responses/compact:
+how long a conversation is, and a shorter one in its place."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from sgla.text.tools.cursor import CONTENT
 
 LONGEST = 4096  # tokens of a summary, which is a fourth of the context at most
 TASK = (
-    "Summarize the conversation so far for somebody who is to continue it and will see nothing else of what the assistant said and did. Keep "
-    "what was asked, what was decided and done and why, names and numbers, and what is still to do. Answer with the summary alone."
+    "Summarize the conversation so far for somebody who is to continue it and will see nothing else of what "
+    "the assistant said and did. Keep what was asked, what was decided and done and why, names and numbers, "
+    "and what is still to do. Answer with the summary alone."
 )
 
 
@@ -59,8 +61,8 @@ async def input_tokens(request: web.Request) -> web.Response:
 
 
 async def compact(request: web.Request) -> web.StreamResponse:
-    """The messages of the user, and in place of the rest one item with the model's summary. A conversation that is too long for the model is
-    summarized without its oldest turns."""
+    """The messages of the user, and in place of the rest one item with the model's summary. A conversation
+    that is too long for the model is summarized without its oldest turns."""
     server = request.app[SERVER]
     items, chat = await asked(request)
     facts = server.ingress.facts

@@ -1,4 +1,5 @@
-"""What a request of the Responses API is about: what it sends, and what is stored of what it goes on from and refers to."""
+"""What a request of the Responses API is about:
+what it sends, and what is stored of what it goes on from and refers to."""
 
 from __future__ import annotations
 
@@ -41,10 +42,11 @@ class Slices:
 
 
 class Context(msgspec.Struct, eq=False):
-    """What a request is about: its ``own`` items, with stored ones in place of references, and those ``past`` ones that it goes on from.
+    """What a request is about:
+    its ``own`` items, with stored ones in place of references, and those ``past`` ones that it goes on from.
 
-    ``place`` and ``turn``: where its response comes, behind another or in a conversation. Whoever takes one over puts None there; ``close``
-    gives back what is left.
+    ``place`` and ``turn``: where its response comes, behind another or in a conversation. Whoever takes one
+    over puts None there; ``close`` gives back what is left.
     """
 
     store: ResponseStore
@@ -77,9 +79,9 @@ async def gather(
     share: Share,
     answered: bool,
 ) -> Context:
-    """What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes, and Overloaded where ``share`` gets no memory for
-    it. Raises PreviousResponseNotFound, ConversationNotFound, Busy and InvalidField. ``answered``: a response comes of it, for which the
-    context has a place or a turn.
+    """What is stored counts as if it were sent: raises TooLarge beyond ``limit`` bytes, and Overloaded where
+    ``share`` gets no memory for it. Raises PreviousResponseNotFound, ConversationNotFound, Busy and
+    InvalidField. ``answered``: a response comes of it, for which the context has a place or a turn.
     """
     store, conversations = stores
     context = Context(store, client)
@@ -107,7 +109,8 @@ async def gather(
 async def own_items(
     items: list[Item], store: ResponseStore, client: Client, limit: int, share: Share
 ) -> list[Item]:
-    """``items`` with ids, and with stored ones in place of references. Raises TooLarge, Overloaded and InvalidField."""
+    """``items`` with ids, and with stored ones in place of references.
+    Raises TooLarge, Overloaded and InvalidField."""
     earlier = await look(items, store, client, limit, share)
     own = await resolve(items, earlier, share, Slices())
     share.give(earlier.size)
@@ -146,8 +149,8 @@ async def look(
         )
     if earlier.size > limit:
         raise TooLarge(
-            f"the stored items that this request goes on from and refers to have {earlier.size} bytes, the limit is {limit}; "
-            "begin a new conversation, or start the server with a larger --max-body-bytes"
+            f"the stored items that this request goes on from and refers to have {earlier.size} bytes, the "
+            f"limit is {limit}; begin a new conversation, or start the server with a larger --max-body-bytes"
         )
     share.take(earlier.size)
     return earlier

@@ -55,8 +55,9 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
-    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output), mcp_call, mcp_list_tools,
-    mcp_approval_request, mcp_approval_response, reasoning, compaction and item_reference; an item without a type is a message."""
+    """``input``: text, or items of the types message, function_call(_output), custom_tool_call(_output),
+    mcp_call, mcp_list_tools, mcp_approval_request, mcp_approval_response, reasoning, compaction and
+    item_reference; an item without a type is a message."""
 
     input: str | list[dict[str, Any]] | None = None
     model: str | None = None
@@ -122,7 +123,8 @@ def input_items(fields: ResponsesRequest) -> list[Item]:
 
 
 def chat_request(fields: ResponsesRequest, items: list[Item], remote: Remote = NONE) -> ChatRequest:
-    """The request in terms of chats; ``items`` is the whole conversation. Raises InvalidField and UnsupportedField."""
+    """The request in terms of chats; ``items`` is the whole conversation.
+    Raises InvalidField and UnsupportedField."""
     passed = {name: getattr(fields, name) for name in PASSED}
     if fields.reasoning is not None and fields.reasoning.effort is not None:
         passed["reasoning_effort"] = fields.reasoning.effort
@@ -152,11 +154,12 @@ def response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": kind}}
 
 
-# tools ----------------------------------------------------------------------------------------------------------------
+# tools ------------------------------------------------------------------------------------------------------
 
 
 def chat_tools(fields: ResponsesRequest, remote: Remote = NONE) -> dict[str, Any]:
-    """The tools, and which of them the model may or must call. Raises UnsupportedField for those that a provider's server would run."""
+    """The tools, and which of them the model may or must call.
+    Raises UnsupportedField for those that a provider's server would run."""
     choice = fields.tool_choice
     allowed: set[str | None] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -189,8 +192,8 @@ CLIENT_TOOLS = ("function", "custom")
 
 
 class ToolName(NamedTuple):
-    """What a call of a tool tells the client. ``server``: of a tool of the MCP server ``namespace`` what becomes of its calls here: call, or
-    approve (ask the client first)."""
+    """What a call of a tool tells the client. ``server``: of a tool of the MCP server ``namespace`` what
+    becomes of its calls here: call, or approve (ask the client first)."""
 
     name: str
     namespace: str | None = None
@@ -209,7 +212,8 @@ def from_server(named: Item) -> Item:
 
 
 def flat_name(named: Mapping[str, Any]) -> str:
-    """The name that the model knows a tool by; ``named`` is the tool, or an item or a choice that refers to it."""
+    """The name that the model knows a tool by;
+    ``named`` is the tool, or an item or a choice that refers to it."""
     name, namespace = str(named.get("name")), named.get("namespace")
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
@@ -217,8 +221,8 @@ def flat_name(named: Mapping[str, Any]) -> str:
 def named_tools(
     fields: ResponsesRequest, remote: Remote = NONE
 ) -> dict[str, tuple[ToolName, dict[str, Any]]]:
-    """The tools, and those inside of namespaces and of MCP servers, in the shape of chats, by their flat names. Raises InvalidField and
-    UnsupportedField."""
+    """The tools, and those inside of namespaces and of MCP servers, in the shape of chats, by their flat
+    names. Raises InvalidField and UnsupportedField."""
     found: dict[str, tuple[ToolName, dict[str, Any]]] = {}
     flat = [
         each for i, tool in enumerate(fields.tools or []) for each in ungrouped(tool, f"tools[{i}]", remote)
@@ -235,7 +239,8 @@ def named_tools(
 
 
 def ungrouped(tool: dict[str, Any], path: str, remote: Remote = NONE) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tool, or those of a namespace or an MCP server, with their paths. The first one's description tells what the namespace is for."""
+    """The tool, or those of a namespace or an MCP server, with their paths.
+    The first one's description tells what the namespace is for."""
     if tool.get("type") == "mcp" and tool.get("server_label") in remote:
         yield from ((path, function) for function in remote[tool["server_label"]])
         return
@@ -255,7 +260,8 @@ def ungrouped(tool: dict[str, Any], path: str, remote: Remote = NONE) -> Iterato
 
 
 def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    """A flat tool in the nested shape. A custom tool, which takes free text, has that text as its only argument."""
+    """A flat tool in the nested shape.
+    A custom tool, which takes free text, has that text as its only argument."""
     if tool.get("type") == "mcp":
         raise UnsupportedField(
             f"{path}: this server calls no tools of MCP servers; its operator names some by --tool-server",
@@ -293,7 +299,7 @@ def tool_names(fields: ResponsesRequest, remote: Remote = NONE) -> dict[str, Too
     return {flat: of for flat, (of, _) in named_tools(fields, remote).items()}
 
 
-# items ----------------------------------------------------------------------------------------------------------------
+# items ------------------------------------------------------------------------------------------------------
 
 
 def is_reference(item: Item) -> bool:
@@ -323,8 +329,8 @@ def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item
 
 
 def chat_messages(instructions: str | None, items: list[Item]) -> list[Message]:
-    """Items as messages. The items of one turn of the assistant (reasoning, text, calls) become one message, and the
-    instructions and system texts at the beginning another: few templates take more than one."""
+    """Items as messages. The items of one turn of the assistant (reasoning, text, calls) become one message,
+    and the instructions and system texts at the beginning another: few templates take more than one."""
     contents = (item.get(name) for item in items for name in ("content", "output", "summary"))
     check_parts("input", [content for content in contents if isinstance(content, list)])
     turns = Turns()
@@ -486,7 +492,7 @@ def told(item: Item) -> str:
     return f"Error: {error}"
 
 
-# what clients keep without reading it ----------------------------------------------------------------------------------
+# what clients keep without reading it -----------------------------------------------------------------------
 
 COMPACTIONS = ("compaction", "compaction_summary")
 SUMMARY = "This is a summary of the conversation so far:\n\n"
@@ -495,7 +501,8 @@ SEAL = "sgla1:"  # says whose reasoning it is
 
 
 def sealed(text: str) -> str:
-    """Reasoning or a summary as ``encrypted_content``, for clients that send back nothing else of it. Opaque, not secret."""
+    """Reasoning or a summary as ``encrypted_content``, for clients that send back nothing else of it.
+    Opaque, not secret."""
     return SEAL + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 

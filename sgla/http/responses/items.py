@@ -1,6 +1,8 @@
-"""The items of responses and conversations in the database: lists of them (parts), of which one may go on from another.
+"""The items of responses and conversations in the database:
+lists of them (parts), of which one may go on from another.
 
-Functions that take a connection are for the work of ``Database.run``. Many items travel as one value, JSON a line: see ``state.database``.
+Functions that take a connection are for the work of ``Database.run``.
+Many items travel as one value, JSON a line: see ``state.database``.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ Item = dict[str, Any]
 decode_found = msgspec.json.Decoder(list[tuple[int, int]]).decode
 
 PAGE = 4 << 20  # bytes of JSON in one page of a list
-SLICE, SLICE_ITEMS = (
-    1 << 20,
-    1024,
-)  # bytes and items that are read or written in one transaction; an item may have more
+# Bytes and items that are read or written in one transaction; an item may have more.
+SLICE, SLICE_ITEMS = 1 << 20, 1024
 ITEM = 512  # bytes that an item counts for beside its JSON
 
-# A response's part has its input and then its output, and goes on from the part ``before`` it, which is kept as long as that is. ``client``
-# is who began the conversation and what all of it counts for, in the share of ``kind``. ``total``, ``count``: bytes of JSON and items of all
-# up to the part's end; ``size``: what its own items count for. ``id`` is "" for an item that nobody can refer to.
+# A response's part has its input and then its output, and goes on from the part ``before`` it, which is kept
+# as long as that is. ``client`` is who began the conversation and what all of it counts for, in the share of
+# ``kind``. ``total``, ``count``: bytes of JSON and items of all up to the part's end; ``size``: what its own
+# items count for. ``id`` is "" for an item that nobody can refer to.
 SCHEMA = """
 CREATE TABLE parts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -155,7 +156,8 @@ def _insert(tx: sqlite3.Connection, number: int, items: Sequence[Kept], named: s
     tx.execute(
         """
         INSERT INTO items (part, place, client, id, json)
-        SELECT part.number, coalesce((SELECT max(place) + 1 FROM items WHERE part = ?1), 0) + span.key, client,
+        SELECT
+            part.number, coalesce((SELECT max(place) + 1 FROM items WHERE part = ?1), 0) + span.key, client,
             span.value ->> 0, substr(?2, span.value ->> 1, span.value ->> 2)
         FROM parts AS part, json_each(?3) AS span WHERE part.number = ?1
         """,
@@ -179,7 +181,9 @@ def chain(tx: sqlite3.Connection, number: int) -> list[tuple[int, int]]:
             UNION ALL SELECT parts.number, parts.before FROM chain JOIN parts ON parts.number = chain.before
         )
         SELECT json_group_array(json_array(number, size)) FROM (
-            SELECT items.number, length(json) AS size FROM chain JOIN items ON items.part = chain.number ORDER BY items.part, items.place
+            SELECT items.number, length(json) AS size
+            FROM chain JOIN items ON items.part = chain.number
+            ORDER BY items.part, items.place
         )
     """
     return decode_found(one(tx, query, number)[0])
@@ -193,7 +197,8 @@ def newest(tx: sqlite3.Connection, client: str, ids: Iterable[str]) -> list[tupl
         SELECT json_group_array(json_array(coalesce(number, 0), coalesce(length(json), 0))) FROM (
             SELECT items.number, items.json FROM json_each(?2) AS wanted LEFT JOIN items ON items.number = (
                 SELECT number FROM items AS one WHERE client = ?1 AND id = wanted.value AND id <> ''
-                AND EXISTS (SELECT 1 FROM parts WHERE number = one.part) ORDER BY part DESC, number DESC LIMIT 1
+                AND EXISTS (SELECT 1 FROM parts WHERE number = one.part)
+                ORDER BY part DESC, number DESC LIMIT 1
             )
         )
         """,
@@ -212,7 +217,8 @@ def read(tx: sqlite3.Connection, found: Sequence[tuple[int, int]]) -> Generator[
         numbers = encode([number for number, _ in found[at:end]]).decode()
         (text,) = one(
             tx,
-            "SELECT cast(group_concat(coalesce(items.json, ''), char(10)) AS BLOB) FROM json_each(?) AS wanted "
+            "SELECT cast(group_concat(coalesce(items.json, ''), "
+            "char(10)) AS BLOB) FROM json_each(?) AS wanted "
             "LEFT JOIN items ON items.number = wanted.value",
             numbers,
         )
@@ -228,8 +234,8 @@ def page(
     ascending: bool,
     below: int | None = None,
 ) -> tuple[list[Kept], bool]:
-    """Up to ``limit`` of a part's items behind place ``after``, of those before place ``below``, and whether there are more. A page has
-    ``PAGE`` bytes, or one item."""
+    """Up to ``limit`` of a part's items behind place ``after``, of those before place ``below``, and whether
+    there are more. A page has ``PAGE`` bytes, or one item."""
     order, side = ("ASC", ">") if ascending else ("DESC", "<")
     beyond = "" if after is None else f"AND place {side} {after:d}"
     beyond += "" if below is None else f" AND place < {below:d}"
@@ -253,7 +259,8 @@ def place(tx: sqlite3.Connection, number: int, uid: str) -> int | None:
     """Where in a part the item with this id is."""
     found = one(
         tx,
-        "SELECT place FROM items WHERE client = (SELECT client FROM parts WHERE number = ?1) AND id = ?2 AND id <> '' AND part = ?1",
+        "SELECT place FROM items WHERE client = (SELECT client FROM parts WHERE number = ?1) AND id = ?2 "
+        "AND id <> '' AND part = ?1",
         number,
         uid,
     )
@@ -261,8 +268,8 @@ def place(tx: sqlite3.Connection, number: int, uid: str) -> int | None:
 
 
 def collect(tx: sqlite3.Connection, numbers: str, size: int = 0) -> None:
-    """Remove the parts that no response has and none goes on from, and so on with those before them; where these are many, the rest stays
-    on the list. A way of ``Leftovers``."""
+    """Remove the parts that no response has and none goes on from, and so on with those before them; where
+    these are many, the rest stays on the list. A way of ``Leftovers``."""
     off(tx, "parts", numbers)
     unused = "NOT EXISTS (SELECT 1 FROM responses WHERE part = parts.number)"
     tx.execute(
@@ -272,7 +279,8 @@ def collect(tx: sqlite3.Connection, numbers: str, size: int = 0) -> None:
                 AND NOT EXISTS (SELECT 1 FROM parts AS behind WHERE behind.before = parts.number)
             UNION ALL SELECT parts.number, parts.before FROM gone JOIN parts ON parts.number = gone.before
             WHERE {unused} AND NOT EXISTS (
-                SELECT 1 FROM parts AS behind WHERE behind.before = parts.number AND behind.number <> gone.number
+                SELECT 1 FROM parts AS behind
+                WHERE behind.before = parts.number AND behind.number <> gone.number
             ) LIMIT ?
         )
         DELETE FROM parts WHERE number IN (SELECT number FROM gone)

@@ -1,5 +1,5 @@
-"""What a request says of MCP servers: which of the operator's it means, which of their tools the model may call, and which calls the client
-approves first."""
+"""What a request says of MCP servers: which of the operator's it means, which of their tools the model may
+call, and which calls the client approves first."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ REFUSED = {
 
 
 class Offer(msgspec.Struct):
-    """The tools of one MCP server, under the label that the client gives it. ``about``: what it is for, told with the first tool.
-    ``approve``: names of the tools whose calls the client approves. ``error``: why tools are missing."""
+    """The tools of one MCP server, under the label that the client gives it. ``about``: what it is for, told
+    with the first tool. ``approve``: names of the tools whose calls the client approves. ``error``: why tools
+    are missing."""
 
     label: str
     server: ToolServer
@@ -71,8 +72,8 @@ class Offer(msgspec.Struct):
 
 
 async def offers(fields: ResponsesRequest, servers: ToolServers) -> dict[str, Offer]:
-    """What the request's tools of type mcp bring, by their labels. A server that cannot be reached is no error of the request. Raises
-    InvalidField and UnsupportedField."""
+    """What the request's tools of type mcp bring, by their labels. A server that cannot be reached is no
+    error of the request. Raises InvalidField and UnsupportedField."""
     asked: dict[str, tuple[Item, Offer]] = {}
     for i, tool in enumerate(fields.tools or []):
         if tool.get("type") == "mcp" and servers:
@@ -110,8 +111,8 @@ def offered(tool: Item, path: str, servers: ToolServers) -> Offer:
     if server is None:
         named = f"server_url {url[:200]!r}" if isinstance(url, str) else f"server_label {label[:200]!r}"
         raise InvalidField(
-            f"{path}: {named} is none of this server's MCP servers, which are {', '.join(servers.labels)}; its operator names "
-            "them by --tool-server",
+            f"{path}: {named} is none of this server's MCP servers, which are {', '.join(servers.labels)}; "
+            "its operator names them by --tool-server",
             param="tools",
         )
     check_filters(tool, path)
@@ -137,7 +138,8 @@ def check_filters(tool: Item, path: str) -> None:
         and all(is_filter(each) for each in approval.values())
     ):
         raise InvalidField(
-            f"{path}.require_approval must be always, never, or {{always, never}} with {{tool_names, read_only}}",
+            f"{path}.require_approval must be always, never, or {{always, never}} with "
+            f"{{tool_names, read_only}}",
             param="tools",
         )
 
@@ -178,14 +180,15 @@ def chosen(value: Any) -> Filter:
 
 
 def to_approve(tools: Iterable[Tool], required: Any) -> frozenset[str]:
-    """The names of those whose calls the client approves: as OpenAI has it, of all, unless the request says otherwise."""
+    """The names of those whose calls the client approves:
+    as OpenAI has it, of all, unless the request says otherwise."""
     filters = {name: chosen(value) for name, value in required.items()} if isinstance(required, dict) else {}
     always = NOTHING if required == "never" else filters.get("always", Filter())
     never = filters.get("never", NOTHING)
     return frozenset(tool.name for tool in tools if always.fits(tool) and not never.fits(tool))
 
 
-# calls ----------------------------------------------------------------------------------------------------------------
+# calls ------------------------------------------------------------------------------------------------------
 
 
 def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:

@@ -25,7 +25,8 @@ STREAMED = {"function_call": "function_call_arguments", "mcp_call": "mcp_call_ar
 class OutputItems:
     """Pieces -> items. At most one item is open; events have no sequence number yet.
 
-    ``tools``: by the names that the model knows them by. ``seal``: reasoning comes with ``encrypted_content``, too.
+    ``tools``: by the names that the model knows them by.
+    ``seal``: reasoning comes with ``encrypted_content``, too.
     """
 
     def __init__(self, tools: Mapping[str, ToolName] | None = None, seal: bool = False) -> None:
@@ -58,7 +59,8 @@ class OutputItems:
         return events
 
     def close(self, status: str = "completed") -> list[EventFields]:
-        """End the open item, if there is one. ``status``: completed or incomplete; with that, calls that are due are not made."""
+        """End the open item, if there is one.
+        ``status``: completed or incomplete; with that, calls that are due are not made."""
         events = self._close(status)
         if status != "completed":
             places, self.due = self.due, []
@@ -80,7 +82,7 @@ class OutputItems:
             self._item["status"] = status
         return [*events, self._whole("response.output_item.done")]
 
-    # texts -----------------------------------------------------------------------------------------------------------
+    # texts --------------------------------------------------------------------------------------------------
 
     def _open_text(self, kind: str) -> list[EventFields]:
         if kind == CONTENT:
@@ -99,7 +101,7 @@ class OutputItems:
         done = self._part(f"response.{part['type']}.done", text=text) | beside(kind, logprobs)
         return [done, self._part("response.content_part.done", part=part)]
 
-    # calls -----------------------------------------------------------------------------------------------------------
+    # calls --------------------------------------------------------------------------------------------------
 
     def _open_call(self, name: str, call_id: str | None) -> list[EventFields]:
         tool = self._tools.get(name, ToolName(name))
@@ -128,7 +130,7 @@ class OutputItems:
         kind = "response.custom_tool_call_input"
         return [self._event(f"{kind}.delta", delta=text), self._event(f"{kind}.done", input=text)]
 
-    # calls that this server makes -------------------------------------------------------------------------------------
+    # calls that this server makes ---------------------------------------------------------------------------
 
     def _open_server_call(self, tool: ToolName) -> list[EventFields]:
         if tool.server == "call":
@@ -170,7 +172,7 @@ class OutputItems:
         ended = "failed" if item["error"] and not item["tools"] else "completed"
         return [*events, self._event(f"{kind}.{ended}"), self._whole("response.output_item.done")]
 
-    # events ----------------------------------------------------------------------------------------------------------
+    # events -------------------------------------------------------------------------------------------------
 
     @property
     def _item(self) -> Item:
@@ -199,7 +201,8 @@ def beside(kind: str, logprobs: Sequence[Any]) -> EventFields:
 
 
 def free_text(arguments: str) -> str:
-    """The text that a custom tool was called with; whatever was written, if that is not the object it should be."""
+    """The text that a custom tool was called with;
+    whatever was written, if that is not the object it should be."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

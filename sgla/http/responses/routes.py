@@ -156,7 +156,8 @@ async def send(
     entry: Stored,
     sink: Taker | Recorder | Agent | None,
 ) -> web.StreamResponse:
-    """Answer with the response as it comes, with the queued one, or with the whole of it. None as ``sink``: it is streamed unrecorded."""
+    """Answer with the response as it comes, with the queued one, or with the whole of it.
+    None as ``sink``: it is streamed unrecorded."""
     if sink is None:
         return await stream(request, work, answer, entry)
     if fields.background:
@@ -274,7 +275,7 @@ async def finish(
     return None
 
 
-# stored responses -----------------------------------------------------------------------------------------------------
+# stored responses -------------------------------------------------------------------------------------------
 
 
 def not_found(uid: str) -> ResponseNotFound:
@@ -305,7 +306,8 @@ def shown_again(request: web.Request, entry: Stored | Found) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
-    """The response; with ``stream=true`` its events, those after number ``starting_after`` if that is given."""
+    """The response; with ``stream=true`` its events,
+    those after number ``starting_after`` if that is given."""
     entry = await find(request)
     if request.query.get("stream") != "true":
         return shown_again(request, entry)
@@ -324,7 +326,8 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
 
 
 async def play_again(request: web.Request, entry: Found, start: int) -> web.StreamResponse:
-    """Stream the events from number ``start`` on of a response that has ended. If it was lost, the last one says so."""
+    """Stream the events from number ``start`` on of a response that has ended.
+    If it was lost, the last one says so."""
     request[SHARE].take(len(entry.row.json) + UNREAD)
     response = web.StreamResponse(headers=HEADERS)
     await response.prepare(request)
@@ -358,7 +361,8 @@ async def cancel(request: web.Request) -> web.Response:
 
 
 async def input_list(request: web.Request) -> web.Response:
-    """A page of what the request sent: newest first as OpenAI lists it, or oldest first with ``order=asc``."""
+    """A page of what the request sent:
+    newest first as OpenAI lists it, or oldest first with ``order=asc``."""
     limit, ascending = page_of(request)
     uid, client, share = request[PATH_ID], request[CLIENT], request[SHARE]
     store, after = request.app[SERVER].responses, request.query.get("after")

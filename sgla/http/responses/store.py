@@ -1,7 +1,8 @@
 """The responses that ``previous_response_id``, ``item_reference`` and ``GET /v1/responses/{id}`` can find.
 
-Those in the making are in memory, those that have ended in the database (``state.shelf`` says how they are bounded). An owner
-(``Client.owner``) finds its own responses, a client (``Client.name``) items by their ids, which others may have chosen too.
+Those in the making are in memory, those that have ended in the database (``state.shelf`` says how they are
+bounded). An owner (``Client.owner``) finds its own responses, a client (``Client.name``) items by their ids,
+which others may have chosen too.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ END = b"\n\n"  # of an event
 STREAMS = Pieces("events", "response", "first")
 LOST = "the server ended before the response did"
 
-# ``asked``: so many items of the part are the response's input. ``live``: it is in the making; ``streamed``: in the background, with its
-# events stored; ``lost``: the server ended before it did. ``conversation``: the id of the one that it
-# belongs to, or "". ``events``: those of a stream in the background, from number ``first`` on.
+# ``asked``: so many items of the part are the response's input. ``live``: it is in the making; ``streamed``:
+# in the background, with its events stored; ``lost``: the server ended before it did. ``conversation``: the
+# id of the one that it belongs to, or "". ``events``: those of a stream in the background, from number
+# ``first`` on.
 SCHEMA = """
 CREATE TABLE responses (
     object INTEGER PRIMARY KEY REFERENCES objects ON DELETE CASCADE,
@@ -69,14 +71,16 @@ class Found(NamedTuple):
 
 
 class Place(msgspec.Struct, eq=False):
-    """Where a response comes, so that what it goes on from is kept meanwhile. Read and written in the database's thread."""
+    """Where a response comes, so that what it goes on from is kept meanwhile.
+    Read and written in the database's thread."""
 
     part: Part | None = None
 
 
 class Earlier(NamedTuple):
-    """What a request goes on from, ``past``, and the items that it refers to by their ids, b"" for one that there is not. ``size``: bytes
-    of all of them; where that is too much, they are not there. ``length``: items of ``past``."""
+    """What a request goes on from, ``past``, and the items that it refers to by their ids, b"" for one that
+    there is not. ``size``: bytes of all of them; where that is too much, they are not there. ``length``:
+    items of ``past``."""
 
     found: Found | None
     size: int
@@ -86,11 +90,12 @@ class Earlier(NamedTuple):
 
 
 class Stored(msgspec.Struct, kw_only=True, eq=False):
-    """A response in the making. ``live`` is the object as clients see it now, and ``uid`` names the running request, until it has
-    ended; ``json`` is what clients see then.
+    """A response in the making. ``live`` is the object as clients see it now, and ``uid`` names the running
+    request, until it has ended; ``json`` is what clients see then.
 
-    ``stop`` ends a request that nobody waits for: without its place here its answer could not be found. ``recorder``: the events of one
-    that streams in the background, of which ``recorded`` are in the database, as is the response itself where it is ``put``.
+    ``stop`` ends a request that nobody waits for: without its place here its answer could not be found.
+    ``recorder``: the events of one that streams in the background, of which ``recorded`` are in the database,
+    as is the response itself where it is ``put``.
     """
 
     id: str
@@ -133,7 +138,7 @@ class ResponseStore:
     def limit(self) -> int:
         return self.shelf.bounds.limit
 
-    # in the making ---------------------------------------------------------------------------------------------------
+    # in the making ------------------------------------------------------------------------------------------
 
     def open(self, entry: Stored) -> None:
         """Have a response found from now on by its id."""
@@ -144,14 +149,15 @@ class ResponseStore:
         return entry if entry is not None and entry.client.owner == owner else None
 
     def begin(self, entry: Stored) -> None:
-        """Store a response whose stream begins, so that it can be told of if the server ends before it does. In memory nobody could
-        ask for it then, so that is left to ``end``."""
+        """Store a response whose stream begins, so that it can be told of if the server ends before it does.
+        In memory nobody could ask for it then, so that is left to ``end``."""
         if self.shelf.database.on_disk:
             work, size = self._first(entry)
             entry.put = self._queue(entry, work, size)
 
     async def put(self, entry: Stored) -> None:
-        """Store a response that may be asked for before it has ended, if it is not. Raises StorageFailed and Overloaded."""
+        """Store a response that may be asked for before it has ended, if it is not.
+        Raises StorageFailed and Overloaded."""
         if entry.put:
             return
         entry.put = True
@@ -218,7 +224,7 @@ class ResponseStore:
         if self.shelf.database.on_disk:
             await self.shelf.database.run(client, lambda tx: None, always=True)
 
-    # stored ----------------------------------------------------------------------------------------------------------
+    # stored -------------------------------------------------------------------------------------------------
 
     async def find(self, uid: str, client: Client) -> Found | None:
         return await self.shelf.run(client, uid, lambda tx: self._find(tx, uid, client.owner))
@@ -262,8 +268,9 @@ class ResponseStore:
         most: int,
         place: Place | None,
     ) -> Earlier:
-        """What a request of the client goes on from, the response ``uid`` or the items of ``part``, and the items called ``names``, each so
-        many times, of ``most`` bytes in all. ``place``: to be behind that response until ``release`` or ``end``."""
+        """What a request of the client goes on from, the response ``uid`` or the items of ``part``, and the
+        items called ``names``, each so many times, of ``most`` bytes in all. ``place``: to be behind that
+        response until ``release`` or ``end``."""
 
         def work(tx: sqlite3.Connection) -> Generator[None, None, Earlier]:
             found = None if uid is None else self._find(tx, uid, client.owner)
@@ -292,7 +299,8 @@ class ResponseStore:
     async def page(
         self, uid: str, client: Client, limit: int, after: str | None, ascending: bool
     ) -> tuple[list[Kept], bool] | None:
-        """Input items of a response, and whether there are more; None if there is no such response. Raises InvalidField if it has no input item ``after``."""
+        """Input items of a response, and whether there are more; None if there is no such response.
+        Raises InvalidField if it has no input item ``after``."""
 
         def work(tx: sqlite3.Connection) -> tuple[list[Kept], bool] | None:
             found = self._find(tx, uid, client.owner)
@@ -306,7 +314,8 @@ class ResponseStore:
         return await self.shelf.run(client, uid, work)
 
     async def events(self, client: Client, found: Found, number: int) -> AsyncIterator[bytes]:
-        """The bytes of a stream's events from this number on, a few at a time, the two of ``END`` together."""
+        """The bytes of a stream's events from this number on,
+        a few at a time, the two of ``END`` together."""
         database, response = self.shelf.database, found.row.number
         query = "SELECT coalesce(max(first), 0) FROM events WHERE response = ? AND first <= ?"
         (piece,) = await database.run(client, lambda tx: one(tx, query, response, number))
@@ -323,7 +332,7 @@ class ResponseStore:
             if data and not skip:
                 yield data
 
-    # for work --------------------------------------------------------------------------------------------------------
+    # for work -----------------------------------------------------------------------------------------------
 
     def _find(self, tx: sqlite3.Connection, uid: str, owner: str) -> Found | None:
         row = self.shelf.find(tx, uid, owner)
@@ -364,8 +373,8 @@ class ResponseStore:
             rows.collect(tx, f"[{place.part.number}]")
 
     def _recover(self, tx: sqlite3.Connection) -> None:
-        """After an end of the server in the middle: responses that were in the making have failed, and places that were kept for some
-        are given back."""
+        """After an end of the server in the middle: responses that were in the making have failed, and places
+        that were kept for some are given back."""
         live = tx.execute("SELECT number, json FROM objects JOIN responses ON object = number WHERE live = 1")
         for number, json in live.fetchall():
             response = {**msgspec.json.decode(json), "status": "failed"}
@@ -379,7 +388,7 @@ class ResponseStore:
             (KIND,),
         )
 
-    # the loop's side -------------------------------------------------------------------------------------------------
+    # the loop's side ----------------------------------------------------------------------------------------
 
     def _queue(self, entry: Stored, work: Work[Any], size: int) -> bool:
         """Whether it is taken. A failure costs what is stored, not the answer, which the client gets."""

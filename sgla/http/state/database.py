@@ -1,10 +1,11 @@
 """One SQLite database for all that clients store, in one thread of its own: the loop never waits for a disk.
 
-With ``--state-path`` it is the file ``state.db`` in that folder, in WAL mode with ``synchronous=NORMAL``: what is committed outlives the
-process however it ends, and the last commits may be lost where the machine loses its power. Without, it is in memory.
+With ``--state-path`` it is the file ``state.db`` in that folder, in WAL mode with ``synchronous=NORMAL``:
+what is committed outlives the process however it ends, and the last commits may be lost where the machine
+loses its power. Without, it is in memory.
 
-SQLite lets go of Python's lock once a row, and gets it back when the loop is idle: a statement that brings or takes many rows should do so as
-one (``group_concat``, ``json_each``).
+SQLite lets go of Python's lock once a row, and gets it back when the loop is idle: a statement that brings or
+takes many rows should do so as one (``group_concat``, ``json_each``).
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ SECRETS = "CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WIT
 
 
 class Database:
-    """Clients take turns at its thread (``state.lines``): what is begun for a client is done in that order. Raises ConfigError for a ``folder``
-    that cannot be used: one that another server uses, or whose file is damaged or of another version.
+    """Clients take turns at its thread (``state.lines``): what is begun for a client is done in that order.
+    Raises ConfigError for a ``folder`` that cannot be used: one that another server uses, or whose file is
+    damaged or of another version.
 
     ``schema``: SQL that makes the tables, run once for each file.
     """
@@ -87,10 +89,11 @@ class Database:
     async def run(
         self, client: Client | None, work: Work[T], always: bool = False, line: str | None = None
     ) -> T:
-        """``work(connection)`` as one transaction, behind all that was begun for the client before (None: for the server itself), or in
-        another ``line``. A generator is one transaction for each of its parts, between which others have their turn. It holds Python's
-        lock where it is no SQL, so it should be short. Raises what ``work`` raises, which undoes the part, StorageFailed, and, unless it
-        is ``always`` taken, Overloaded."""
+        """``work(connection)`` as one transaction, behind all that was begun for the client before (None: for
+        the server itself), or in another ``line``. A generator is one transaction for each of its parts,
+        between which others have their turn. It holds Python's lock where it is no SQL, so it should be
+        short. Raises what ``work`` raises, which undoes the part, StorageFailed, and, unless it is ``always``
+        taken, Overloaded."""
         name = client.name if client is not None else SERVER
         if self._asking[name] >= WAITING and client is not None and not always:
             raise Overloaded(
@@ -108,8 +111,9 @@ class Database:
     def queue(
         self, client: Client | None, work: Work[T], size: int = 0, line: str | None = None
     ) -> asyncio.Future[T | None]:
-        """The same for a write of about ``size`` bytes that nobody waits for. The future has its result; None for a failure, which is
-        logged and counted. Raises StorageFailed, and counts that, too, where too much waits for the disk, of all or of the client."""
+        """The same for a write of about ``size`` bytes that nobody waits for. The future has its result; None
+        for a failure, which is logged and counted. Raises StorageFailed, and counts that, too, where too much
+        waits for the disk, of all or of the client."""
         name = client.name if client is not None else SERVER
         most = BACKLOG_BYTES // 2 if client is not None else BACKLOG_BYTES
         if size and (self._backlog[name] + size > most or self._backlog.total() + size > BACKLOG_BYTES):
@@ -130,8 +134,8 @@ class Database:
         return ended
 
     def clean(self, client: Client | None, work: Work[T], then: Callable[[T], None] | None = None) -> None:
-        """``queue`` for a work that removes something, and may be done again: where the disk fails it is tried again, after pauses that
-        grow, until it succeeds. ``then`` gets its result."""
+        """``queue`` for a work that removes something, and may be done again: where the disk fails it is
+        tried again, after pauses that grow, until it succeeds. ``then`` gets its result."""
 
         def attempt() -> None:
             if not self._closed:
@@ -170,7 +174,8 @@ class Database:
         def work(tx: sqlite3.Connection) -> Iterator[None]:
             (free,) = tx.execute("PRAGMA freelist_count").fetchone()
             for _ in range(0, min(free, VACUUMED) if self.on_disk else free - VACUUMED, VACUUMED_AT_ONCE):
-                # It has a step for each page, of which execute takes the first one; executescript ends the transaction.
+                # It has a step for each page, of which execute takes the first one;
+                # executescript ends the transaction.
                 tx.executescript(f"PRAGMA incremental_vacuum({VACUUMED_AT_ONCE}); BEGIN")
                 yield
 
@@ -182,7 +187,8 @@ class Database:
         return self._transaction(work)
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Wait until all that was begun is done, but not longer than ``timeout`` seconds; nothing can be begun after that. Idempotent."""
+        """Wait until all that was begun is done, but not longer than ``timeout`` seconds;
+        nothing can be begun after that. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -270,7 +276,7 @@ class Database:
                 raise StorageFailed(f"the server could not reach its state: {error}") from error
             raise
 
-    # writes that nobody waits for ------------------------------------------------------------------------------------
+    # writes that nobody waits for ---------------------------------------------------------------------------
 
     def _checked(self, done: asyncio.Future[T]) -> T | None:
         """The result; None for a failure, which is logged and counted."""
@@ -326,7 +332,8 @@ class Database:
 
 
 def locked(folder: Path) -> int:
-    """The lock of the folder, which is made if it is not there; the process's end unlocks it. Raises ConfigError."""
+    """The lock of the folder, which is made if it is not there; the process's end unlocks it.
+    Raises ConfigError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -338,7 +345,8 @@ def locked(folder: Path) -> int:
         owner = os.read(fd, 20).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise ConfigError(
-            f"--state-path {folder} is in use by another server, process {owner}; end that one, or choose another folder",
+            f"--state-path {folder} is in use by another server, process "
+            f"{owner}; end that one, or choose another folder",
             param="state_path",
         ) from error
     os.truncate(fd, 0)
@@ -375,8 +383,8 @@ def prepared(connection: sqlite3.Connection, path: Path | None, schema: Iterable
         )
     if not new and (version := value("user_version")) != VERSION:
         raise ConfigError(
-            f"{path} has version {version} of the tables, this server knows version {VERSION}; start the release that made it, "
-            "or choose another folder for --state-path",
+            f"{path} has version {version} of the tables, this server knows version {VERSION}; start the "
+            "release that made it, or choose another folder for --state-path",
             param="state_path",
         )
     if new:
@@ -397,4 +405,7 @@ def prepared(connection: sqlite3.Connection, path: Path | None, schema: Iterable
 
 
 def damaged(path: Path | None, why: str) -> str:
-    return f"{path} is damaged or out of reach ({why}); put a backup in its place, or move it away to begin with nothing stored"
+    return (
+        f"{path} is damaged or out of reach ({why}); put a backup in its place, "
+        "or move it away to begin with nothing stored"
+    )

@@ -1,7 +1,8 @@
-"""What removed objects leave behind in other tables: nobody finds it any more, and it is freed a part at a time.
+"""What removed objects leave behind in other tables:
+nobody finds it any more, and it is freed a part at a time.
 
-Triggers list it in ``leftovers``, by its ``place`` and the number of what it belonged to, so that a process that ends leaves the list to the
-next one.
+Triggers list it in ``leftovers``, by its ``place`` and the number of what it belonged to, so that a process
+that ends leaves the list to the next one.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import sqlite3
 from collections.abc import Callable, Iterator
 
 SCHEMA = """
-CREATE TABLE leftovers (place TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (place, number)) WITHOUT ROWID;
+CREATE TABLE leftovers (
+    place TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    PRIMARY KEY (place, number)
+) WITHOUT ROWID;
 """
 
 FREED = 1 << 20  # bytes that are freed at once
 TOGETHER = 64  # numbers that are looked at for that
 
-# Of a connection, numbers as JSON, and how many bytes to free at most: one step for these numbers, which takes those off the list of which
-# nothing is left.
+# Of a connection, numbers as JSON, and how many bytes to free at most: one step for these numbers, which
+# takes those off the list of which nothing is left.
 Way = Callable[[sqlite3.Connection, str, int], None]
 
 

@@ -10,8 +10,9 @@ Step = Callable[[], bool]  # a step of a work; whether there are more
 
 
 class Lines:
-    """Each turn is a step of the first work of a line. A work stays the first of its line until its last step, and a line goes behind the
-    others after each. So a work that is the first of its line comes before all that is put into other lines later."""
+    """Each turn is a step of the first work of a line. A work stays the first of its line until its last
+    step, and a line goes behind the others after each. So a work that is the first of its line comes before
+    all that is put into other lines later."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, deque[Step]] = OrderedDict()

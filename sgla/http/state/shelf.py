@@ -1,7 +1,8 @@
-"""Objects of one kind that clients store: bounded in number, bytes and age, shared among clients, each found by its owner alone.
+"""Objects of one kind that clients store:
+bounded in number, bytes and age, shared among clients, each found by its owner alone.
 
-``owner`` and ``client`` are those of ``clients.Client`` (``owner`` and ``name``). Methods that take a connection are for the work of
-``Database.run``, where one transaction can do several things.
+``owner`` and ``client`` are those of ``clients.Client`` (``owner`` and ``name``). Methods that take a
+connection are for the work of ``Database.run``, where one transaction can do several things.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ BATCH = 16  # objects that make room in one transaction; more go in the next one
 LARGE = 4 << 20  # bytes of JSON of which the same is true
 ENTRY = 4096  # bytes that an object counts for beside its JSON
 PART = 64 << 10  # bytes that are read at once
-UNREAD = (
-    3 * PART
-)  # bytes that a client that does not read can have held for it: a part, and what its connection takes before it waits
+# Bytes that a client that does not read can have held for it: a part, and what its connection takes before it
+# waits.
+UNREAD = 3 * PART
 PART_PIECES = 256  # and pieces
 
-# ``stamp``: seconds since 1970 when the object was put or last changed. ``totals`` and ``shares`` are sums that triggers keep.
+# ``stamp``: seconds since 1970 when the object was put or last changed.
+# ``totals`` and ``shares`` are sums that triggers keep.
 SCHEMA = """
 CREATE TABLE objects (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -77,7 +79,8 @@ END;
 
 
 class Bounds(NamedTuple):
-    """``limit``: objects of one kind; ``bytes``: what they count for; ``ttl``: seconds that one is kept after its last change."""
+    """``limit``: objects of one kind; ``bytes``: what they count for;
+    ``ttl``: seconds that one is kept after its last change."""
 
     limit: int
     bytes: int
@@ -85,7 +88,8 @@ class Bounds(NamedTuple):
 
 
 def bounds(config: Config, on_disk: bool) -> Bounds:
-    """Those of responses, and as many conversations: what the flags say, else more on a disk than in memory."""
+    """Those of responses, and as many conversations:
+    what the flags say, else more on a disk than in memory."""
     limit, size, ttl = (65536, 1 << 30, 30 * 86400.0) if on_disk else (1024, 128 << 20, 3600.0)
     return Bounds(
         limit if config.response_store is None else config.response_store,
@@ -102,7 +106,8 @@ class Trimmed(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An object. ``number``: its key, by which other tables refer to it (``REFERENCES objects ON DELETE CASCADE``); larger for newer ones."""
+    """An object. ``number``: its key, by which other tables refer to it (``REFERENCES objects ON DELETE
+    CASCADE``); larger for newer ones."""
 
     number: int
     id: str
@@ -115,11 +120,13 @@ ROW = "number, id, client, size, json"
 
 
 class Shelf:
-    """Drops what is older than ``bounds.ttl``, then, beyond ``bounds.limit`` objects or ``bounds.bytes``, the oldest of the client that has most.
+    """Drops what is older than ``bounds.ttl``, then, beyond ``bounds.limit`` objects or ``bounds.bytes``, the
+    oldest of the client that has most.
 
-    ``forget(connection, row number)`` is called in the transaction before an object is removed, for what it leaves behind in other tables
-    (``state.leftovers``); ``gone(ids)`` on the loop with those that were removed to make room or for their age: what still works on them ends. The
-    time of a call does not grow with what is stored.
+    ``forget(connection, row number)`` is called in the transaction before an object is removed, for what it
+    leaves behind in other tables (``state.leftovers``); ``gone(ids)`` on the loop with those that were
+    removed to make room or for their age: what still works on them ends. The time of a call does not grow
+    with what is stored.
     """
 
     def __init__(
@@ -140,10 +147,11 @@ class Shelf:
             str, tuple[str, int]
         ] = {}  # objects with writes that nobody waits for: their line, and how many
 
-    # transactions ----------------------------------------------------------------------------------------------------
+    # transactions -------------------------------------------------------------------------------------------
 
     async def run(self, client: Client, uid: str, work: Work[T]) -> T:
-        """``Database.run`` for work on an object, behind what is being written of it: without keys, by other clients, too."""
+        """``Database.run`` for work on an object, behind what is being written of it:
+        without keys, by other clients, too."""
         return await self.database.run(client, work, line=self._line(client, uid))
 
     async def write(self, client: Client, uid: str, work: Work[T], size: int = 0) -> T:
@@ -195,7 +203,7 @@ class Shelf:
         if trimmed.more:
             self.sweep()
 
-    # for work --------------------------------------------------------------------------------------------------------
+    # for work -----------------------------------------------------------------------------------------------
 
     def add(self, tx: sqlite3.Connection, uid: str, client: Client, json: bytes, size: int) -> int:
         """Store an object that counts for ``size`` bytes; returns its number. ``uid`` must be new."""
@@ -222,11 +230,13 @@ class Shelf:
         after: int | None = None,
         newest_first: bool = True,
     ) -> list[Row]:
-        """Up to ``limit`` objects of the owner behind number ``after``; ask for one more than is shown to know whether there are more."""
+        """Up to ``limit`` objects of the owner behind number ``after``;
+        ask for one more than is shown to know whether there are more."""
         order, side = ("DESC", "<") if newest_first else ("ASC", ">")
         beyond = "" if after is None else f"AND number {side} {after:d}"
         found = tx.execute(
-            f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND stamp > ? {beyond} ORDER BY number {order} LIMIT ?",
+            f"SELECT {ROW} FROM objects WHERE kind = ? AND owner = ? AND stamp > "
+            f"? {beyond} ORDER BY number {order} LIMIT ?",
             (self.kind, owner, self._horizon(), limit),
         )
         return [Row(*row) for row in found]
@@ -241,7 +251,8 @@ class Shelf:
     ) -> None:
         """Give an object another JSON, or other bytes to count for; its age is 0 again."""
         tx.execute(
-            "UPDATE objects SET json = coalesce(?, json), size = coalesce(?, size), stamp = ? WHERE number = ?",
+            "UPDATE objects SET json = coalesce(?, json), size = "
+            "coalesce(?, size), stamp = ? WHERE number = ?",
             (json, size, clock.wall(), number),
         )
 
@@ -270,7 +281,8 @@ class Shelf:
         )
         count, size, stamp = one(
             tx,
-            "SELECT count, bytes, (SELECT min(stamp) FROM objects WHERE kind = ?1) FROM totals WHERE kind = ?1",
+            "SELECT count, bytes, (SELECT min(stamp) FROM objects WHERE "
+            "kind = ?1) FROM totals WHERE kind = ?1",
             self.kind,
         ) or (0, 0, None)
         if stamp is not None and stamp <= self._horizon():
@@ -295,8 +307,8 @@ class Shelf:
 
 
 class Pieces(NamedTuple):
-    """A table that has what belongs to an object in pieces, ``data``: the columns that name the object, that order its pieces, and of
-    the bytes."""
+    """A table that has what belongs to an object in pieces, ``data``: the columns that name the object, that
+    order its pieces, and of the bytes."""
 
     table: str
     object: str
@@ -311,7 +323,8 @@ class Pieces(NamedTuple):
                 SELECT row FROM (
                     SELECT row, sum(size) OVER (ORDER BY row ROWS UNBOUNDED PRECEDING) - size AS before FROM (
                         SELECT {self.table}.rowid AS row, length({self.table}.{self.data}) AS size
-                        FROM json_each(?) AS gone CROSS JOIN {self.table} ON {self.object} = gone.value LIMIT ?
+                        FROM json_each(?) AS gone
+                        CROSS JOIN {self.table} ON {self.object} = gone.value LIMIT ?
                     )
                 ) WHERE before < ?
             )
@@ -326,8 +339,8 @@ class Pieces(NamedTuple):
         )
 
     def read(self, number: int, piece: int, start: int, tx: sqlite3.Connection) -> tuple[bytes, int, int]:
-        """Up to PART bytes of object ``number`` from byte ``start`` of piece ``piece`` on, however large that is, and the piece and the byte
-        where the next ones begin; b"" at the end."""
+        """Up to PART bytes of object ``number`` from byte ``start`` of piece ``piece`` on, however large that
+        is, and the piece and the byte where the next ones begin; b"" at the end."""
         rows = tx.execute(
             f"SELECT rowid, {self.order}, iif(length({self.data}) <= ?, {self.data}, NULL) FROM {self.table} "
             f"WHERE {self.object} = ? AND {self.order} >= ? ORDER BY {self.order} LIMIT ?",

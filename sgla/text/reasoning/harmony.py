@@ -1,6 +1,7 @@
 """gpt-oss's outputs: messages in channels, each with a header that may name a tool.
 
-``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>``
+``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f
+<|constrain|>json<|message|>{...}<|call|>``
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ RECIPIENT = re.compile(r"[^\s<]*")
 def harmony(
     cur: Cursor, toolbox: Toolbox | None, separate: bool, report: Callable[[bool], None]
 ) -> Steps[None]:
-    """Read to the end. Without a ``toolbox`` calls are content; so is analysis unless it is to be ``separate``."""
+    """Read to the end. Without a ``toolbox`` calls are content;
+    so is analysis unless it is to be ``separate``."""
     cur.mark(cur.position)
     tag = ""
     while True:

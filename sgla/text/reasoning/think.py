@@ -31,8 +31,8 @@ def think(
 ) -> Steps[None]:
     """Read reasoning, if the output begins with it or the prompt has ``opened`` it.
 
-    Newlines at both ends, and between reasoning and answer, are not part of either. If it is not to be ``separate``, the
-    text is content as it is. ``report`` is called when reasoning begins (True) and ends.
+    Newlines at both ends, and between reasoning and answer, are not part of either. If it is not to be
+    ``separate``, the text is content as it is. ``report`` is called when reasoning begins (True) and ends.
     """
     cur.mark(cur.position)
     tag = yield from cur.follow(tags(spec.open))

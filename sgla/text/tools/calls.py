@@ -23,7 +23,8 @@ IDENTIFIER = re.compile(r"\w*")
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 HELD = 8192  # characters of arguments that may come before the name
-# Around a custom tool's text, in the place of JSON arguments. The line end ends what a grammar calls "the rest of the line".
+# Around a custom tool's text, in the place of JSON arguments.
+# The line end ends what a grammar calls "the rest of the line".
 RAW = ("<input>\n", "\n</input>")
 QUOTES = tags('"', "'")
 
@@ -86,8 +87,8 @@ class Call:
         self._cur.emit(ARGUMENTS, fragment)
 
 
-# Reads one call. Raises Mismatch: before the call has begun it is none, after that its arguments end where it was raised.
-# The last parameter: the names a call must have, or None for any.
+# Reads one call. Raises Mismatch: before the call has begun it is none, after that its arguments end where it
+# was raised. The last parameter: the names a call must have, or None for any.
 CallReader = Callable[[Cursor, Toolbox, Container[str] | None], Steps[None]]
 
 
@@ -197,7 +198,8 @@ def named_call(
     id_tag: str = "",
     identity: Callable[[str], tuple[str, str | None]] = lambda name: (name, None),
 ) -> CallReader:
-    """A name, any of ``separators``, and an object. ``id_tag``: comes before an id. ``identity``: what is in the name."""
+    """A name, any of ``separators``, and an object. ``id_tag``: comes before an id.
+    ``identity``: what is in the name."""
 
     def read(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
         name, call_id = identity((yield from word(cur, NAME)))

@@ -1,7 +1,8 @@
 """Reading a text that is still being written, in straight-line code.
 
-A grammar is a generator: it asks the cursor for what comes next and, where that is not decided yet, yields until more
-text has been fed. Decisions depend on positions in the text alone, never on how it was cut into pieces.
+A grammar is a generator: it asks the cursor for what comes next and, where that is not decided yet, yields
+until more text has been fed. Decisions depend on positions in the text alone, never on how it was cut into
+pieces.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ Trim = Callable[[str], int]
 SPACES = 1024  # characters of whitespace that may stand before a tag, and are dropped there
 SPACE, ALL_SPACE = re.compile(rf"\s{{0,{SPACES}}}"), re.compile(r"\s*")
 LIMIT = 256  # characters of a name or a number
-# What stands before a call has begun is read again if it turns out to be none. So it is short, and has few further
-# beginnings of calls: no character is read more often than these, however many calls a text seems to have.
+# What stands before a call has begun is read again if it turns out to be none. So it is short, and has few
+# further beginnings of calls: no character is read more often than these, however many calls a text seems to
+# have.
 HEAD = 32768  # characters
 AGAIN = 8  # beginnings of calls
 
@@ -33,7 +35,8 @@ class Mismatch(Exception):
 
 
 class Piece(NamedTuple):
-    """A part of the output. ``call``: a call begins, ``text`` is its name; ``arguments``: a fragment of that call's JSON."""
+    """A part of the output.
+    ``call``: a call begins, ``text`` is its name; ``arguments``: a fragment of that call's JSON."""
 
     kind: str
     text: str
@@ -99,8 +102,8 @@ def trimmed(text: str, trim: Trim) -> int:
 class Cursor:
     """The text that has come and is not read, and the pieces made of what is.
 
-    What stands before a possible call is marked: ``reject`` gives it back as content, ``begin`` forgets the mark. ``openers``:
-    what further calls may begin with.
+    What stands before a possible call is marked: ``reject`` gives it back as content, ``begin`` forgets the
+    mark. ``openers``: what further calls may begin with.
     """
 
     def __init__(self, openers: Tags = NO_TAGS) -> None:
@@ -116,7 +119,7 @@ class Cursor:
         self._head = (0, 0)  # behind the mark: up to where openers are counted, and how many there are
         self._edge = (0, 0)  # the tag found by ``until``, with what was trimmed before it
 
-    # feeding and emitting --------------------------------------------------------------------------------------------
+    # feeding and emitting -----------------------------------------------------------------------------------
 
     def feed(self, text: str) -> None:
         keep = self.at if self._mark is None else self._mark[0] - self._base
@@ -149,13 +152,14 @@ class Cursor:
         self.emit(REASONING, text)
 
     def begin(self, name: str, call_id: str | None) -> None:
-        """A call: what has been read since the mark was its head. Raises Mismatch for a head that is too long."""
+        """A call: what has been read since the mark was its head.
+        Raises Mismatch for a head that is too long."""
         self.check_head()
         self._mark = None
         self.calls += 1
         self._pieces.append((CALL, [name], call_id))
 
-    # marks -----------------------------------------------------------------------------------------------------------
+    # marks --------------------------------------------------------------------------------------------------
 
     def mark(self, start: int) -> None:
         """Mark from position ``start``; after ``reject``, reading resumes where the cursor is now."""
@@ -185,7 +189,8 @@ class Cursor:
             self.at = resume
 
     def give_up(self) -> None:
-        """``reject``; but at the end of an output that was cut, the marked text is a call that was begun, and no content."""
+        """``reject``; but at the end of an output that was cut,
+        the marked text is a call that was begun, and no content."""
         if self.ended and self.cut and self._mark is not None:
             self._mark = None
             self.at = len(self.text)
@@ -195,15 +200,15 @@ class Cursor:
     def unmark(self) -> None:
         self._mark = None
 
-    # reading ---------------------------------------------------------------------------------------------------------
+    # reading ------------------------------------------------------------------------------------------------
 
     def until(
         self, found: Tags, emit: Emit, trim: Trim = nothing_trimmed, trim_end: bool = False
     ) -> Steps[str]:
         """Emit what comes before the first tag and step over it; "" at the end of the text.
 
-        ``trim`` gives the length of a text without the end that is dropped before a tag, ``SPACES`` characters at most, and
-        with ``trim_end`` also at the end of the output.
+        ``trim`` gives the length of a text without the end that is dropped before a tag, ``SPACES``
+        characters at most, and with ``trim_end`` also at the end of the output.
         """
         while True:
             tag = found.search(self.text, self.at)
@@ -225,7 +230,8 @@ class Cursor:
             yield
 
     def follow(self, found: Tags) -> Steps[str]:
-        """Step over whitespace and a tag; "" and not a step if something else comes. Raises Mismatch in a head too long."""
+        """Step over whitespace and a tag; "" and not a step if something else comes.
+        Raises Mismatch in a head too long."""
         self.check_head()
         while True:
             start = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -265,7 +271,8 @@ class Cursor:
         return self.text[self.at]
 
     def run(self, characters: re.Pattern[str]) -> Steps[str]:
-        """The longest match of a repeated character class, not stepped over. Raises Mismatch if it is over ``LIMIT``."""
+        """The longest match of a repeated character class, not stepped over.
+        Raises Mismatch if it is over ``LIMIT``."""
         while True:
             match = characters.match(self.text, self.at)
             assert match is not None

@@ -1,6 +1,7 @@
 """Model families: how each writes tool calls and reasoning, and how its chat template is recognised.
 
-A family is one row; the rows are tried in order. Sources of the formats: the families' published chat templates.
+A family is one row; the rows are tried in order.
+Sources of the formats: the families' published chat templates.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def gemma(open_tag: str, closes: tuple[str, ...], quote: str) -> Format:
 class Family:
     """``mark``: a pattern found in the chat template. ``aliases``: names that SGLang and vLLM users type.
 
-    ``harmony``: the whole output has a format of its own. ``short_ids``: its template takes ids of nine characters only.
+    ``harmony``: the whole output has a format of its own.
+    ``short_ids``: its template takes ids of nine characters only.
     """
 
     name: str
@@ -186,7 +188,8 @@ class Family:
     short_ids: bool = False
 
 
-# The family of models whose template shows tools, but nothing of a call: by the beginning of their architecture's name.
+# The family of models whose template shows tools, but nothing of a call:
+# by the beginning of their architecture's name.
 ARCHITECTURES = {
     "GptOss": "gpt-oss",
     "DeepseekV32": "deepseek_v32",
@@ -382,7 +385,8 @@ class Dialect:
         return self.tools.tools.writing if self.tools and self.tools.tools else None
 
     def forced(self) -> Dialect:
-        """For outputs that must be calls: itself, or plain JSON if a grammar cannot describe its own calls."""
+        """For outputs that must be calls:
+        itself, or plain JSON if a grammar cannot describe its own calls."""
         return (
             self
             if self.writing
@@ -419,8 +423,8 @@ def choose(
 ) -> Dialect:
     """The dialect of a model with the chat template ``template``; the names override what its text shows.
 
-    A template that shows tools but no call is that of its ``architecture``'s family; one without either is told of them. Raises ConfigError for names that
-    no family has.
+    A template that shows tools but no call is that of its ``architecture``'s family; one without either is
+    told of them. Raises ConfigError for names that no family has.
     """
     found = next((family for family in FAMILIES if re.search(family.mark, template)), None)
     tools = found if found and (found.tools or found.harmony) else None

@@ -1,7 +1,8 @@
 """Tools for models whose chat template knows none: messages that show them as text.
 
-The tools stand in the system message, a call is JSON between ``<tool_call>`` tags, and results come from the user. Source of the
-format: the Hermes function-calling prompts of Nous Research, which Qwen's templates have, too.
+The tools stand in the system message, a call is JSON between ``<tool_call>`` tags, and results come from the
+user. Source of the format: the Hermes function-calling prompts of Nous Research, which Qwen's templates have,
+too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
@@ -35,8 +37,8 @@ def shows_tools(source: str) -> bool:
 def with_tools(
     messages: list[Message], tools: list[dict[str, Any]] | None, takes_system: bool
 ) -> list[Message]:
-    """``messages``, whose contents are texts and whose calls are parsed, as ones of system, user and assistant. Without ``takes_system``
-    the tools stand before the first other message."""
+    """``messages``, whose contents are texts and whose calls are parsed, as ones of system, user and
+    assistant. Without ``takes_system`` the tools stand before the first other message."""
     told = [_told(message) for message in messages]
     if tools:
         text = PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -66,7 +68,8 @@ def _call(call: dict[str, Any]) -> str:
 
 
 def joined(messages: list[Message]) -> list[Message]:
-    """What the user says, results included, without an answer between as one message: templates may want user and assistant to take turns."""
+    """What the user says, results included, without an answer between as one message:
+    templates may want user and assistant to take turns."""
     found: list[Message] = []
     for message in messages:
         if found and message["role"] == "user" == found[-1]["role"]:

@@ -14,11 +14,12 @@ from sgla.text.tools.prose import prose
 
 
 class OutputParser:
-    """Any split of the text into ``feed`` calls gives the same pieces, once neighbours of one kind are joined.
+    """Any split of the text into ``feed`` calls gives the same pieces,
+    once neighbours of one kind are joined.
 
     ``tools``: those of the request; None: calls are content. ``opened``: the prompt ends inside of reasoning.
-    ``separate``: reasoning is not content. ``thinking``: reasoning is being written. ``thought``: characters of the output
-    up to the end of the latest reasoning, its tags included.
+    ``separate``: reasoning is not content. ``thinking``: reasoning is being written. ``thought``: characters
+    of the output up to the end of the latest reasoning, its tags included.
     """
 
     def __init__(

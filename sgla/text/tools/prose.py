@@ -14,9 +14,9 @@ from sgla.text.tools.writing import Writing
 class Format:
     """Where calls stand in a model's output.
 
-    One of ``opens``, any of ``lead``, a call, any of ``closes``; and further calls after one of ``separators``. Where
-    ``bare`` is given, calls may also begin the output without a tag: with one of these characters, and a known name. ``writing``: how
-    a grammar makes the model write such calls.
+    One of ``opens``, any of ``lead``, a call, any of ``closes``; and further calls after one of
+    ``separators``. Where ``bare`` is given, calls may also begin the output without a tag: with one of these
+    characters, and a known name. ``writing``: how a grammar makes the model write such calls.
     """
 
     call: CallReader
@@ -33,7 +33,8 @@ class Format:
 
 
 def prose(cur: Cursor, form: Format | None, toolbox: Toolbox, dropped: tuple[str, ...] = ()) -> Steps[None]:
-    """Read to the end of the output: content, and calls in the format ``form``. ``dropped``: tags without a meaning.
+    """Read to the end of the output: content, and calls in the format ``form``.
+    ``dropped``: tags without a meaning.
 
     Whitespace before a tag, and after the last call, is not content.
     """

@@ -50,14 +50,16 @@ def expression(schema: dict[str, Any], name: str) -> str | None:
 
 def refused(name: str, keyword: str, more: str = "") -> UnsupportedField:
     return UnsupportedField(
-        f"tools: JSON Schema keyword {keyword!r}{more} of the argument {name!r} is not supported in calls that must fit "
-        "their schema, as this model writes them; leave it out, or let the model choose with tool_choice auto",
+        f"tools: JSON Schema keyword {keyword!r}{more} of the argument {name!r} is not supported in calls "
+        "that must fit their schema, as this model writes them; leave it out, or let the model choose with "
+        "tool_choice auto",
         param="tools",
     )
 
 
 def whole(pattern: str) -> str | None:
-    """``pattern``, which may be found anywhere in a text, as one for the whole text; None for anchors inside of it."""
+    """``pattern``, which may be found anywhere in a text, as one for the whole text;
+    None for anchors inside of it."""
     marks = outside_classes(pattern)
     begins, ends = marks[:1] == [(0, "^")], marks[-1:] == [(len(pattern) - 1, "$")]
     inner = marks[begins : len(marks) - ends]

@@ -1,7 +1,7 @@
 """JSON, Python literals and Gemma's notation -> JSON, emitted fragment by fragment while the model writes.
 
-The reader is lenient where models slip (single quotes, ``True``, raw newlines in strings, trailing commas); what it emits
-for a complete value is valid JSON with the separators of ``json.dumps``.
+The reader is lenient where models slip (single quotes, ``True``, raw newlines in strings, trailing commas);
+what it emits for a complete value is valid JSON with the separators of ``json.dumps``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CLOSING = {"[": "]", "(": ")"}
 
 @dataclass(frozen=True)
 class Syntax:
-    """``quote`` is a delimiter without escapes, in place of quotes with them. ``bare``: keys and words need no quotes."""
+    """``quote`` is a delimiter without escapes, in place of quotes with them.
+    ``bare``: keys and words need no quotes."""
 
     quote: str = ""
     bare: bool = False

@@ -17,10 +17,11 @@ NAME = "NAME"  # where a call's beginning has the function's name
 
 @dataclass(frozen=True)
 class Writing:
-    """``before`` calls, ``begin`` and ``end`` of each, ``between`` them, ``after``; as the family's template has them.
+    """``before`` calls, ``begin`` and ``end`` of each, ``between`` them, ``after``;
+    as the family's template has them.
 
-    ``numbered``: a number stands between ``begin`` and this text. ``shape``: arguments are elements, else one JSON object.
-    ``reasoning``: before and after reasoning that may come first, and what follows it.
+    ``numbered``: a number stands between ``begin`` and this text. ``shape``: arguments are elements, else one
+    JSON object. ``reasoning``: before and after reasoning that may come first, and what follows it.
     """
 
     begin: str

@@ -23,10 +23,12 @@ KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boole
 
 @dataclass(frozen=True)
 class Shape:
-    """``name_end``: comes after the name. ``key``: before and after an argument's name. ``value``: before and after it.
+    """``name_end``: comes after the name. ``key``: before and after an argument's name.
+    ``value``: before and after it.
 
     ``key_ends``: other texts after an argument's name, with what they say of its type. ``ends`` end the call.
-    ``missing_end``: also ends a value, since models forget its end. ``lines``: a value stands on lines of its own.
+    ``missing_end``: also ends a value, since models forget its end. ``lines``: a value stands on lines of its
+    own.
     """
 
     key: tuple[str, str]
