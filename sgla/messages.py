@@ -527,6 +527,16 @@ class CacheGroup(msgspec.Struct, frozen=True):
     every: int = 0  # a text leaves a copy of its state in the prefix tree every so many tokens, whole pages; 0: it has none
 
 
+class StepCost(msgspec.Struct, kw_only=True, frozen=True):
+    """A row of the table of what steps with decode rows cost: a prompt's token costs less in a step of at most ``tokens`` tokens and ``prompts``
+    prompts, which have at most ``longest`` tokens, than in one of the next row."""
+
+    tokens: int
+    prompts: int = LONGEST
+    longest: int = LONGEST
+    tile: int = 1  # tokens that such a step computes together: the last tile costs as much as if it were full
+
+
 class Facts(msgspec.Struct, kw_only=True):
     """Executor -> main process once the model is loaded: what the scheduler's limits are made from.
 
@@ -541,11 +551,9 @@ class Facts(msgspec.Struct, kw_only=True):
     step_tokens: int  # largest number of tokens in one step, but for an encoder's prompt that is longer
     dtype: str
     device: str
-    step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
-    # Up to so many tokens a step with decode rows reads a prompt more cheaply than a larger one, if it has so many prompts at most.
-    mixed_tokens: int = 0
-    mixed_prompts: int = 0  # 0: there are no such steps
-    mixed_longest: int = 1 << 20  # tokens of the longest prompt that such steps read
+    costs: list[
+        StepCost
+    ] = []  # the cheapest first; the last one is of all steps. []: a token costs the same in any step
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why

@@ -173,7 +173,7 @@ class Budget:
         rows: float = math.inf,
     ) -> None:
         """``floor``: tokens that may always be taken once, however slow the machine is; ``decodes``: tokens of the step
-        that are no prefill; ``tile``: see ``Limits.step_tile``; ``rows``: that may take tokens."""
+        that are no prefill; ``tile``: see ``StepCost``; ``rows``: that may take tokens."""
         self.tokens = tokens
         self.seconds = seconds
         self._used = self._decodes = decodes

@@ -17,7 +17,7 @@ from operator import le
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import LONGEST, Delta, Ready, StepPlan, StepResult, Submit
+from sgla.messages import LONGEST, Delta, Ready, StepCost, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
 from sgla.sched.limits import BROUGHT, IN_FLIGHT, VERIFIED, Limits, wide_tokens
@@ -60,6 +60,7 @@ class Core:
         self.limits = limits
         self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits)
         self._costs = CostModel(limits.itl_target, limits.step_tokens)
+        self._table = limits.costs or [StepCost(tokens=limits.step_tokens)]
         self._open: dict[str, Request] = {}
         self._held: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by arrival, those that yield last
@@ -301,24 +302,27 @@ class Core:
             beside = bool(step.rows) and not step.rows[0].yields
             least = self._costs.yielding_seconds(step.tokens, step.work, beside, limits.depth)
             seconds = min(seconds, least)
-        tokens, rows = limits.step_tokens, math.inf
-        if limits.mixed_prompts and step.decodes and self._unhurried():
-            tokens, rows = min(tokens, max(limits.mixed_tokens, 2 * step.tokens)), limits.mixed_prompts
+        cost = self._cost(step)
+        tokens = min(limits.step_tokens, max(cost.tokens, 2 * step.tokens)) - step.tokens
         return Budget(
-            tokens - step.tokens,
-            seconds,
-            self._costs.coefficients,
-            limits.page_size,
-            step.tokens,
-            limits.step_tile,
-            rows,
+            tokens, seconds, self._costs.coefficients, limits.page_size, step.tokens, cost.tile, cost.prompts
         )
 
-    def _unhurried(self) -> bool:
-        """Nobody watches, all that wait have a place, so that none is in the way of another, and end before one that runs."""
+    def _cost(self, step: Step) -> StepCost:
+        """The kind of step in which prompts are read: the cheapest beside decode rows if they can wait, else the one that takes most."""
+        *cheap, largest = self._table
+        if step.decodes:
+            for cost in cheap:
+                if self._unhurried(cost.longest):
+                    return cost
+        return largest
+
+    def _unhurried(self, longest: int) -> bool:
+        """Nobody watches, all that wait have a place, so that none is in the way of another, have at most ``longest`` tokens, and end before one
+        that runs."""
         if self.limits.itl_target is not None or len(self._waiting) > len(self._memory.slots):
             return False
-        if not can_wait(self._running, self._waiting, self.limits.mixed_longest):
+        if not can_wait(self._running, self._waiting, longest):
             return False
         return _at_most(self._all_lacking(self._running + self._waiting), self._memory.available)
 

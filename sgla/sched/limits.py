@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
-from sgla.messages import LONGEST, CacheGroup, RowSampling, Submit
+from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit
 
 # Plans travel through a ring of 16 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
 # bring at most this many bytes, or there is only one; those of all steps in flight bring at most so many, or there is only
@@ -30,10 +30,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     page_size: int
     context_len: int
     step_tokens: int  # most tokens in one step
-    step_tile: int = 1  # tokens that a step computes together: the last tile costs as much as if it were full
-    mixed_tokens: int = 0  # of steps with decode rows in which prompts that can wait are read
-    mixed_prompts: int = 0  # in such a step; 0: they do not wait
-    mixed_longest: int = LONGEST  # tokens of the longest prompt that can wait
+    costs: list[StepCost] = []  # Facts.costs
     drafts: int = 0  # most tokens that a decode row may guess and verify
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
@@ -48,6 +45,9 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
+        assert not self.costs or self.costs[-1].tokens >= self.step_tokens, (
+            "steps that the table does not have"
+        )
         assert self.context_len <= LONGEST, "plans cannot carry such contexts"
         first, *others = self.groups
         assert not first.window, "the first group keeps all tokens"

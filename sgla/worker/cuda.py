@@ -41,6 +41,7 @@ from sgla.messages import (
     Control,
     Facts,
     Progress,
+    StepCost,
     StepPlan,
     StepResult,
 )
@@ -251,19 +252,22 @@ class CudaRunner:
             context_len=context_len,
             vocab_size=self.model.spec.vocab,
             step_tokens=self.step_tokens,
-            step_tile=STEP_TILE,
-            mixed_tokens=min(self.prompts.limit, MIXED)
-            if self.ledger["weights"] > HEAVY
-            else self.prompts.limit,
-            # Mixtures read their prompts more cheaply in large steps; several ranks were not measured.
-            mixed_prompts=0 if self.deterministic or self.model.spec.moe or self.shard.size > 1 else REAL,
-            mixed_longest=HISTORY,
+            costs=self._costs(),
             dtype=self._dtype_name,
             device=self.device.name,
             ledger=self.ledger,
             notes=self.notes,
             grammars=True,
         )
+
+    def _costs(self) -> list[StepCost]:
+        """Steps that run as a graph read prompts more cheaply than larger ones. Not those of mixtures; several ranks were not measured."""
+        every = StepCost(tokens=self.step_tokens, tile=STEP_TILE)
+        if self.deterministic or self.model.spec.moe or self.shard.size > 1:
+            return [every]
+        limit = self.prompts.limit
+        tokens = min(limit, MIXED) if self.ledger["weights"] > HEAVY else limit
+        return [StepCost(tokens=tokens, prompts=REAL, longest=HISTORY, tile=STEP_TILE), every]
 
     def _pool(self, config: Config, page: int, peak: Peak) -> int:
         """Allocate as many pages, of ``page`` bytes, as there is memory for, or as the user wants. Returns their number."""

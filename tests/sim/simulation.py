@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from sgla.executor.fake import FakeModel
-from sgla.messages import CacheGroup, Delta, Facts, Failed, Ready, RowSampling, StepPlan, Submit
+from sgla.messages import CacheGroup, Delta, Facts, Failed, Ready, RowSampling, StepCost, StepPlan, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits, baggage_of
 
@@ -204,9 +204,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "groups": groups,
         "context_len": random.choice((20, 40, 40)),
         "step_tokens": random.choice((1, 3, 8, 20, 64)),
-        "step_tile": random.choice((1, 1, 4, 16)),
-        "mixed_tokens": random.choice((2, 8, 30)),
-        "mixed_prompts": random.choice((0, 1, 3)),
+        "costs": random_costs(random),
         "depth": random.randint(1, 3),
         "drafts": random.choice((0, 0, 1, 3, 8)),
         "itl_target": random.choice((None, None, 2.0)),
@@ -217,6 +215,12 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "reserve": random.choice((0.0, 0.0, 0.5)),
     }
     return Limits(**(values | changes))
+
+
+def random_costs(random: Random) -> list[StepCost]:
+    tile, tokens, prompts = random.choice((1, 1, 4, 16)), random.choice((2, 8, 30)), random.choice((0, 1, 3))
+    every = StepCost(tokens=64, tile=tile)
+    return [StepCost(tokens=tokens, prompts=prompts, tile=tile), every] if prompts else [every]
 
 
 def random_submits(random: Random, count: int, longest: int = 24, end: float = 60.0) -> list[Submit]:

@@ -6,8 +6,11 @@ import math
 from random import Random
 
 import pytest
+from simulation import Simulation, make_limits, make_submit
 
+from sgla.messages import LONGEST, StepCost
 from sgla.sched.budget import Budget, CostModel, pairs
+from sgla.sched.step import Step
 
 
 def truth(tokens: int, work: int) -> float:
@@ -85,3 +88,24 @@ def test_a_cut_leaves_whole_tiles(used: int, count: int, whole: int) -> None:
     assert budget.whole_tiles(0, count, others=False) == whole
     room = 1024 - count >= 256 - (used + count) % 256
     assert budget.whole_tiles(0, count, others=True) == (count if room else whole)
+
+
+def test_the_table_says_how_large_a_step_is() -> None:
+    costs = [StepCost(tokens=40, prompts=2, longest=9, tile=4), StepCost(tokens=256, tile=8)]
+    simulation = Simulation(make_limits(slots=8, pages=200, step_tokens=256, costs=costs))
+    core = simulation.core
+
+    def budget(decodes: int) -> tuple[int, float, int]:
+        step = Step(1)
+        step.set_decodes(core._running[:1] * decodes, [0] * decodes, [0] * decodes)
+        made = core._budget(step, yields=False)
+        return made.tokens, made._rows, made._tile
+
+    simulation.offer(make_submit("long", [1] * 30, 60))
+    for _ in range(3):
+        simulation.step()
+    assert budget(0) == (256, LONGEST, 8)
+    assert budget(1) == (40 - 1, 2, 4)
+    assert budget(30) == (60 - 30, 2, 4)  # as many prompt tokens as decode rows
+    simulation.offer(make_submit("prompt", [2] * 10, 2))  # longer than the first row of the table has them
+    assert budget(1) == (256 - 1, LONGEST, 8)

@@ -9,10 +9,12 @@ import pytest
 from simulation import Simulation, make_submit
 
 from sgla.executor.fake import ints
-from sgla.messages import CacheGroup, RowSampling, Submit
+from sgla.messages import CacheGroup, RowSampling, StepCost, Submit
 from sgla.sched.limits import Limits
 
 MIXED, PROMPTS = 32, 3
+LARGEST = StepCost(tokens=256)
+COSTS = [StepCost(tokens=MIXED, prompts=PROMPTS), LARGEST]
 
 
 def play(submits: list[Submit], **changes: Any) -> Simulation:
@@ -53,13 +55,13 @@ def prompt_sizes(simulation: Simulation) -> list[tuple[int, int]]:
 def test_small_steps_make_no_batch_longer(seed: int) -> None:
     random = Random(seed)
     submits = batch(random, random.choice((10, 40, 64)), random.choice((1, 40, 150)), 150)
-    small = play(submits, mixed_tokens=MIXED, mixed_prompts=PROMPTS)
+    small = play(submits, costs=COSTS)
     assert len(small.plans) == len(play(submits).plans)
 
 
 def test_prompts_that_can_wait_are_read_in_small_steps() -> None:
     submits = batch(Random(1), 40, 1, 150)
-    small = prompt_sizes(play(submits, mixed_tokens=MIXED, mixed_prompts=PROMPTS))
+    small = prompt_sizes(play(submits, costs=COSTS))
     # Beside many decode rows as many prompt tokens are read.
     assert all(tokens <= max(MIXED, 80) and prompts <= PROMPTS for tokens, prompts in small)
     assert len(small) > 2 * len(prompt_sizes(play(submits)))
@@ -74,14 +76,14 @@ def test_prompts_that_can_wait_are_read_in_small_steps() -> None:
         {"shortest": 150},  # all outputs are equally long
         {"stop_ids": frozenset({77})},  # nobody knows which will be
         {"sampling": RowSampling(prompt_logprobs=0)},  # small steps are no cheaper
-        {"mixed_longest": 5},  # nor for long prompts
+        {"costs": [StepCost(tokens=MIXED, prompts=PROMPTS, longest=5), LARGEST]},  # nor for long prompts
     ],
 )
 def test_other_prompts_do_not_wait(changes: dict[str, Any]) -> None:
     wanted = {name: changes.pop(name) for name in ("stop_ids", "sampling") if name in changes}
     submits = batch(Random(2), 40, changes.pop("shortest", 1), 150, **wanted)
     small, full = (
-        play(submits, **changes, **more) for more in ({"mixed_tokens": MIXED, "mixed_prompts": PROMPTS}, {})
+        play(submits, **more) for more in ({"costs": COSTS} | changes, changes | {"costs": [LARGEST]})
     )
     assert small.plans[:5] == full.plans[:5]
     if changes.keys().isdisjoint({"slots", "groups"}):  # the last ones have a place
@@ -92,5 +94,5 @@ def test_prompts_that_share_a_prefix_do_not_wait() -> None:
     submits = batch(Random(3), 40, 1, 150)
     for submit in submits:
         submit.tokens = [1] * 16 + submit.tokens
-    small = play(submits, mixed_tokens=MIXED, mixed_prompts=PROMPTS)
+    small = play(submits, costs=COSTS)
     assert small.plans == play(submits).plans

@@ -18,7 +18,16 @@ from sgla.cache.radix import RadixCache
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.executor.child import PLANS
 from sgla.executor.fake import ints
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, CacheGroup, RowSampling, StepPlan, StepResult, int32
+from sgla.messages import (
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    CacheGroup,
+    RowSampling,
+    StepCost,
+    StepPlan,
+    StepResult,
+    int32,
+)
 from sgla.sched import limits as limits_of_steps
 from sgla.sched.core import Core
 from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits, baggage_of
@@ -50,8 +59,9 @@ def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[l
             "page_size": st.sampled_from((1, 4, 7)),
             "policy": st.sampled_from(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
             "slots": st.sampled_from((1, 3, 8)),
-            "mixed_tokens": st.sampled_from((1, 8)),
-            "mixed_prompts": st.sampled_from((0, 1, 3)),
+            "costs": st.sampled_from(
+                ([], *([StepCost(tokens=t, prompts=p), StepCost(tokens=64)] for t in (1, 8) for p in (1, 3)))
+            ),
         }
     ),
     forced=st.sampled_from((0, 1, 2, 9)),
@@ -670,7 +680,7 @@ def test_whole_tiles_hold_no_prompt_back(streams: int, prompts: int, length: int
         page_size=16,
         context_len=2000,
         step_tokens=8192,
-        step_tile=256,
+        costs=[StepCost(tokens=8192, tile=256)],
         itl_target=1.0,
     )
     simulation = Simulation(limits, cost=cost, check=False)
@@ -693,7 +703,7 @@ def test_steps_of_prompts_beside_streams_have_whole_tiles() -> None:
         page_size=16,
         context_len=2000,
         step_tokens=8192,
-        step_tile=256,
+        costs=[StepCost(tokens=8192, tile=256)],
         itl_target=0.05,
     )
     simulation = Simulation(limits, cost=cost, check=False)
