@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from sgla.grammar.patterns import PatternError, portable
+from sgla.grammar.patterns import PatternError, portable, selecting
 
 Json = Any
 Object = dict[str, Any]
@@ -565,7 +565,8 @@ def _other_pattern(pattern: str) -> list[Json] | None:
             return [{"type": "string", "pattern": other.format(_other_class(found[1]))}]
     if LITERAL.fullmatch(pattern):
         return [{"type": "string", "pattern": unlisted_pattern([pattern[1:-1]])}]
-    return None
+    rest = selecting((), (pattern,))
+    return None if rest is None else [{"type": "string", "pattern": rest}]
 
 
 def _other_class(text: str) -> str:

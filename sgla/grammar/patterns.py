@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 LAST = 0x10FFFF
@@ -18,6 +20,8 @@ SURROGATES = (0xD800, 0xDFFF)
 SIZE = 20_000  # characters that a pattern may become
 NAMES = 64  # texts that are listed
 LENGTH = 256  # characters of one
+# Of automata, to select texts: states of the two kinds, and characters of the result.
+NONDETERMINED, DETERMINED, SELECTED = 4000, 64, 4096
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included
 
@@ -61,13 +65,21 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Flags:
-    """``item`` under the flags of the other dialects that are ``given``."""
+    """``item`` under flags of other dialects, of which that for dots is done with."""
 
     given: str
     item: Node
 
 
-Node = Chars | Edge | Seq | Alt | Repeat | Flags
+@dataclass(frozen=True)
+class Look:
+    """Nothing, where ``item`` comes, or does not."""
+
+    positive: bool
+    item: Node
+
+
+Node = Chars | Edge | Seq | Alt | Repeat | Flags | Look
 
 
 def merged(ranges: Ranges) -> Ranges:
@@ -106,7 +118,9 @@ CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 ANY = Repeat(Chars(EVERY), 0, None)
 
 _TIMES = re.compile(r"\{([0-9]{1,9})(,?)([0-9]{0,9})\}")
-_CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}|c([A-Za-z])|0(?!\d)")
+_CODE = re.compile(
+    r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(?:u\{([0-9A-Fa-f]{1,6})\}|U([0-9A-Fa-f]{8}))|c([A-Za-z])|0(?!\d)"
+)
 _LOW = re.compile(r"\\u([Dd][C-Fc-f][0-9A-Fa-f]{2})")
 _PROPERTY = re.compile(r"([pP])(?:\{([A-Za-z0-9_=]+)\}|([A-Z]))")
 _POSIX = re.compile(r"\[:\^?[a-z]+:\]")
@@ -165,20 +179,23 @@ class _Reader:
                 items.append(self._times(self._one(dot)))
         ways.append(Seq(tuple(items)))
         node = ways[0] if len(ways) == 1 else Alt(tuple(ways))
-        return Flags(flags[0][0], node) if flags else node
+        return _flagged(flags[0][0], node) if flags else node
 
     def _group(self, dot: Chars) -> Node | str:
         """Behind ``(?``. A text: flags for the rest."""
         if self._take(":") or self._match(_NAMED):
             return self._closed(self._choice(dot))
-        if self._text[self._at : self._at + 1] in ("=", "!", "<"):
-            raise PatternError("look-around is not supported")
+        for sign in ("=", "!"):
+            if self._take(sign):
+                return Look(sign == "=", self._closed(self._choice(dot)))
+        if self._take("<"):
+            raise PatternError("looking behind is not supported")
         found = self._match(_FLAGS)
         if found is None or "m" in found[1]:
             raise PatternError(f"'(?{self._text[self._at : self._at + 1]}' is not supported")
         if found[2] == ")":
             return found[1]
-        return Flags(found[1], self._closed(self._choice(Chars(EVERY) if "s" in found[1] else dot)))
+        return _flagged(found[1], self._closed(self._choice(Chars(EVERY) if "s" in found[1] else dot)))
 
     def _closed(self, node: Node) -> Node:
         if not self._take(")"):
@@ -236,8 +253,8 @@ class _Reader:
         if found := self._match(_PROPERTY):
             return Chars((), f"\\{found[1]}{{{found[2] or found[3]}}}")
         if found := self._match(_CODE):
-            hexadecimal = found[1] or found[2] or found[3]
-            code = int(hexadecimal, 16) if hexadecimal else ord(found[4]) % 32 if found[4] else 0
+            hexadecimal = found[1] or found[2] or found[3] or found[4]
+            code = int(hexadecimal, 16) if hexadecimal else ord(found[5]) % 32 if found[5] else 0
             if 0xD800 <= code < 0xDC00 and found[2] and (low := self._match(_LOW)):
                 code = 0x10000 + (code - 0xD800) * 0x400 + int(low[1], 16) - 0xDC00
             if code > LAST:
@@ -284,7 +301,11 @@ class _Reader:
         return self._escape()
 
 
-# Written ----------------------------------------------------------------------------------------------------
+def _flagged(given: str, node: Node) -> Node:
+    return Flags("i", node) if "i" in given else node
+
+
+# Written --------------------------------------------------------------------------------------------------
 
 _SPECIAL = frozenset("\\^$.|?*+()[]{}&~-#/")
 
@@ -337,6 +358,8 @@ def _text(node: Node) -> str:
             return "|".join(map(_text, node.ways)) if node.ways else _class(Chars(()))
         case Flags():
             return f"(?{node.given}:{_text(node.item)})"
+        case Look():
+            raise PatternError("looking ahead is supported at the beginning alone")
         case Repeat():
             inner = _text(node.item)
             once = isinstance(node.item, (Chars, Flags))
@@ -348,7 +371,7 @@ def _quantifier(least: int, most: int | None) -> str:
     return short or (f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}")
 
 
-# Anchors ----------------------------------------------------------------------------------------------------
+# Anchors --------------------------------------------------------------------------------------------------
 
 
 def _edges(node: Node, signs: str = "^$") -> bool:
@@ -377,7 +400,7 @@ def _nullable(node: Node) -> bool:
     match node:
         case Chars():
             return False
-        case Edge():
+        case Edge() | Look():
             raise PatternError("anchors are not supported here")
         case Seq():
             return all(map(_nullable, node.items))
@@ -386,6 +409,25 @@ def _nullable(node: Node) -> bool:
         case Flags():
             return _nullable(node.item)
     return node.least == 0 or _nullable(node.item)
+
+
+def _read(pattern: str) -> Node:
+    """Without looking ahead: what must come at the beginning is part of the whole."""
+    node = _Reader(pattern).whole()
+    items: list[Node] = list(node.items) if isinstance(node, Seq) else [node]
+    if items and isinstance(last := items[-1], Look) and last.positive:
+        items[-1] = last.item
+    if len(items) > 1 and items[0] == Edge("^"):
+        rest = list(itertools.dropwhile(lambda item: isinstance(item, Look), items[1:]))
+        looks = [item for item in items[1 : len(items) - len(rest)] if isinstance(item, Look)]
+        if looks:
+            wanted = [
+                Seq((Edge("^"), *rest)),
+                *(Seq((Edge("^"), each.item)) for each in looks if each.positive),
+            ]
+            unwanted: list[Node] = [Seq((Edge("^"), each.item)) for each in looks if not each.positive]
+            return _Reader(_selecting(wanted, unwanted)).whole()
+    return Seq(tuple(items))
 
 
 def _bounded(node: Node, sign: str, beyond: Node) -> Node:
@@ -440,14 +482,14 @@ def _anchored(node: Node) -> Node:
     return _bounded(_bounded(node, "$", ANY), "^", ANY)
 
 
-# What others ask --------------------------------------------------------------------------------------------
+# What others ask ------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(4096)
 def portable(pattern: str) -> str:
     """The same for the matcher and for Python (``re.search``; there ``$`` is also
     before a line feed at the end). Raises PatternError."""
-    node = _Reader(pattern).whole()
+    node = _read(pattern)
     text = _text(node) if _plain(node) else f"^(?:{_text(_anchored(node))})$"
     if len(text) > SIZE:
         raise PatternError("it is too long when written out")
@@ -458,7 +500,7 @@ def portable(pattern: str) -> str:
 def texts(pattern: str) -> list[str] | None:
     """All that match; None if these are more than ``NAMES``, or cannot be told."""
     try:
-        return list(_texts(_anchored(_Reader(pattern).whole())))
+        return list(_texts(_anchored(_read(pattern))))
     except PatternError:
         return None
 
@@ -500,3 +542,210 @@ def _few(found: dict[str, None]) -> dict[str, None]:
     if len(found) > NAMES or any(len(text) > LENGTH for text in found):
         raise PatternError("too many texts match")
     return found
+
+
+# Sets of texts --------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(1024)
+def selecting(every: tuple[str, ...], none: tuple[str, ...] = ()) -> str | None:
+    """The pattern of all texts that match each of ``every`` and none of ``none``;
+    None if that is too long or cannot be told."""
+    try:
+        return _selecting([_read(each) for each in every], [_read(each) for each in none])
+    except PatternError:
+        return None
+
+
+def _selecting(every: Sequence[Node], none: Sequence[Node]) -> str:
+    """Raises PatternError."""
+    wanted = len(every)
+    machine = _Machine([_anchored(node) for node in (*every, *none)])
+    moves, ends = machine.determined(lambda hits: hits == tuple(i < wanted for i in range(len(hits))))
+    text = _text(_expression(*_smallest(moves, ends), machine.classes))
+    if len(text) > SELECTED:
+        raise PatternError("it is too long when written out")
+    return f"^(?:{text})$"
+
+
+class _Machine:
+    """Thompson's automaton of several expressions: ``steps`` of a state by classes of
+    characters, ``jumps`` by none."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.steps: list[tuple[frozenset[int], int] | None] = []
+        self.jumps: list[list[int]] = []
+        self._chars: dict[Chars, frozenset[int]] = {}
+        self.classes = self._classes(nodes)
+        self._ends = [self._state() for _ in nodes]
+        self._starts = [self._built(node, end) for node, end in zip(nodes, self._ends)]
+
+    def _classes(self, nodes: list[Node]) -> list[Ranges]:
+        """Characters that none of the expressions tells apart."""
+        found = dict.fromkeys(itertools.chain(*map(_characters, nodes)))
+        if any(chars.properties for chars in found):
+            raise PatternError("properties of characters cannot be told apart")
+        cuts = sorted(
+            {0, LAST + 1, *(at for chars in found for low, high in chars.ranges for at in (low, high + 1))}
+        )
+        classes: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
+        for low, end in itertools.pairwise(cuts):
+            if not merged(((low, end - 1),)):  # surrogates
+                continue
+            held = tuple(
+                any(first <= low <= last for first, last in chars.ranges) != chars.negated for chars in found
+            )
+            classes.setdefault(held, []).append((low, end - 1))
+        for i, chars in enumerate(found):
+            self._chars[chars] = frozenset(at for at, held in enumerate(classes) if held[i])
+        return [merged(tuple(ranges)) for ranges in classes.values()]
+
+    def _state(self, step: tuple[frozenset[int], int] | None = None, jumps: tuple[int, ...] = ()) -> int:
+        if len(self.steps) == NONDETERMINED:
+            raise PatternError("it has too many states")
+        self.steps.append(step)
+        self.jumps.append(list(jumps))
+        return len(self.steps) - 1
+
+    def _built(self, node: Node, end: int) -> int:
+        """The first state of what leads to ``end``."""
+        match node:
+            case Chars():
+                return self._state((self._chars[node], end))
+            case Seq():
+                for item in reversed(node.items):
+                    end = self._built(item, end)
+                return end
+            case Alt():
+                return self._state(None, tuple(self._built(way, end) for way in node.ways))
+            case Repeat():
+                if node.most is None:
+                    loop = self._state(None, (end,))
+                    self.jumps[loop].append(self._built(node.item, loop))
+                    start = loop
+                else:
+                    start = end
+                    for _ in range(node.most - node.least):
+                        start = self._state(None, (end, self._built(node.item, start)))
+                for _ in range(node.least):
+                    start = self._built(node.item, start)
+                return start
+        raise PatternError("flags and anchors are not supported here")
+
+    def determined(self, wanted: Callable[[tuple[bool, ...]], bool]) -> tuple[list[list[int]], set[int]]:
+        """For each state the next one by class, from state 0; and the states
+        whose ``wanted`` is true of what ends there."""
+        start = self._reached(self._starts)
+        numbers, waiting = {start: 0}, [start]
+        moves: list[list[int]] = []
+        for states in waiting:
+            nexts: list[list[int]] = [[] for _ in self.classes]
+            for state in states:
+                if (step := self.steps[state]) is not None:
+                    for at in step[0]:
+                        nexts[at].append(step[1])
+            row = []
+            for each in map(self._reached, nexts):
+                if each not in numbers:
+                    if len(numbers) == DETERMINED:
+                        raise PatternError("it has too many states")
+                    numbers[each] = len(numbers)
+                    waiting.append(each)
+                row.append(numbers[each])
+            moves.append(row)
+        ends = {at for states, at in numbers.items() if wanted(tuple(end in states for end in self._ends))}
+        return moves, ends
+
+    def _reached(self, states: list[int]) -> frozenset[int]:
+        seen, waiting = set(states), list(states)
+        while waiting:
+            for state in self.jumps[waiting.pop()]:
+                if state not in seen:
+                    seen.add(state)
+                    waiting.append(state)
+        return frozenset(seen)
+
+
+def _characters(node: Node) -> Iterator[Chars]:
+    match node:
+        case Chars():
+            yield node
+        case Seq():
+            for item in node.items:
+                yield from _characters(item)
+        case Alt():
+            for way in node.ways:
+                yield from _characters(way)
+        case Repeat() | Flags():
+            yield from _characters(node.item)
+
+
+def _smallest(moves: list[list[int]], ends: set[int]) -> tuple[list[list[int]], set[int]]:
+    """The same with as few states as there can be (Moore's algorithm). State 0 stays the first."""
+    groups = [int(state in ends) for state in range(len(moves))]
+    while True:
+        numbers: dict[tuple[int, ...], int] = {}
+        finer = [
+            numbers.setdefault((groups[state], *(groups[to] for to in row)), len(numbers))
+            for state, row in enumerate(moves)
+        ]
+        if len(numbers) == len(set(groups)):
+            break
+        groups = finer
+    rows: dict[int, list[int]] = {}
+    for state, row in enumerate(moves):
+        rows.setdefault(finer[state], [finer[to] for to in row])
+    return [rows[group] for group in range(len(rows))], {finer[state] for state in ends}
+
+
+def _expression(moves: list[list[int]], ends: set[int], classes: list[Ranges]) -> Node:
+    """Of an automaton, by taking one state after the other out of it."""
+    first, last = -1, -2
+    ways: dict[tuple[int, int], Node] = {(first, 0): Seq()}
+    ways |= {(end, last): Seq() for end in ends}
+    left = _leading(moves, ends)
+    for state in left:
+        row = moves[state]
+        for to in left.intersection(row):
+            held = merged(tuple(itertools.chain(*(classes[at] for at, each in enumerate(row) if each == to))))
+            rest = others(held)
+            ways[state, to] = Chars(held) if len(held) <= len(rest) + 1 else Chars(rest, negated=True)
+    while left:
+        befores, behinds = Counter(j for i, j in ways if i != j), Counter(i for i, j in ways if i != j)
+        cost = {state: befores[state] * behinds[state] for state in sorted(left)}
+        out = min(cost, key=cost.__getitem__)
+        left.remove(out)
+        loop = Repeat(ways.pop((out, out)), 0, None) if (out, out) in ways else Seq()
+        before = [(i, node) for (i, j), node in ways.items() if j == out]
+        behind = [(j, node) for (i, j), node in ways.items() if i == out]
+        ways = {pair: node for pair, node in ways.items() if out not in pair}
+        for i, head in before:
+            for j, tail in behind:
+                through = _row(head, loop, tail)
+                ways[i, j] = _either(ways[i, j], through) if (i, j) in ways else through
+                if len(_text(ways[i, j])) > SELECTED:
+                    raise PatternError("it is too long when written out")
+    return ways.get((first, last), Alt())
+
+
+def _leading(moves: list[list[int]], ends: set[int]) -> set[int]:
+    """States from which an end can be reached."""
+    found = set(ends)
+    while more := {
+        state for state, row in enumerate(moves) if state not in found and not found.isdisjoint(row)
+    }:
+        found |= more
+    return found
+
+
+def _row(*nodes: Node) -> Node:
+    items = tuple(itertools.chain(*(node.items if isinstance(node, Seq) else (node,) for node in nodes)))
+    return items[0] if len(items) == 1 else Seq(items)
+
+
+def _either(a: Node, b: Node) -> Node:
+    ways = tuple(itertools.chain(*(node.ways if isinstance(node, Alt) else (node,) for node in (a, b))))
+    if Seq() in ways:
+        rest = tuple(way for way in ways if way != Seq())
+        return Repeat(rest[0] if len(rest) == 1 else Alt(rest), 0, 1) if rest else Seq()
+    return Alt(tuple(dict.fromkeys(ways)))

@@ -29,7 +29,7 @@ from sgla.grammar.logic import (
     same,
     together,
 )
-from sgla.grammar.patterns import texts
+from sgla.grammar.patterns import selecting, texts
 from sgla.grammar.references import all_of, children, mapped, settle
 
 COUNTS = (
@@ -129,6 +129,7 @@ ONE_CLASS = re.compile(
 )  # strings of one kind of characters
 ODD = r"^$|[\n\r\u2028\u2029]"  # what ``NEARLY`` does not match
 NEARLY = frozenset([".+", "^.+", ".+$", "^.*$", "^.+$", "^(.*)$", "^(.+)$"])
+GROUP = 4  # patterns that are parted from each other
 SCHEMAS = 50_000  # that a schema may become
 BRANCHES = 32  # of a oneOf
 PLACES = 8  # of an array
@@ -423,20 +424,24 @@ def _name_properties(schema: Object) -> None:
     values, pattern = _values(names), _pattern_of(names)
     if pattern is not None and any(matches(pattern, name) is None for name in known):
         return
-    if values is not None and not set(names) - {"const", "enum", "type"} and not patterns:
+    if values is not None and not set(names) - {"const", "enum", "type"} - ANNOTATIONS and not patterns:
         allowed = {name: known.get(name, more) for name in values if isinstance(name, str)}
         schema["properties"] = allowed | {name: False for name in known if name not in allowed}
     elif pattern is None or not (more in ANYTHING or more is False or not known):
         return
     elif not patterns and more is not False:
         schema["patternProperties"] = {pattern: more}
-    elif len(patterns) == 1 and more is False and together(pattern, ODD) == "":
-        ((other, each),) = patterns.items()
-        if other != pattern and other not in NEARLY:
+    elif len(patterns) == 1 and (
+        pattern in patterns or (patterns.keys() <= NEARLY and not together(pattern, ODD))
+    ):
+        schema["patternProperties"] = dict.fromkeys([pattern], *patterns.values())
+    elif patterns:
+        parted = {selecting((pattern, other)): each for other, each in patterns.items()}
+        if more is not False:
+            parted[selecting((pattern,), tuple(patterns))] = more
+        if None in parted:
             return
-        schema["patternProperties"] = {pattern: each}
-    elif patterns or more is not False:
-        return
+        schema["patternProperties"] = parted
     if pattern is not None:
         schema["properties"] = known | {name: False for name in known if not matches(pattern, name)}
     del schema["propertyNames"]
@@ -604,6 +609,20 @@ def _matches_everything(pattern: str) -> bool:
     return not re.search(r"\$|\\[bBzZ]|\(\?", pattern) and matches(pattern, "") is True
 
 
+def _apart(group: list[str], schemas: Object) -> Object | None:
+    """A pattern for the names that match some of ``group`` and not the others, for each of these
+    choices; None if they cannot be told."""
+    found: Object = {}
+    for size in range(1, len(group) + 1) if len(group) <= GROUP else ():
+        for some in itertools.combinations(group, size):
+            pattern = selecting(some, tuple(name for name in group if name not in some))
+            if pattern is None:
+                return None
+            if texts(pattern) != []:
+                found[pattern] = all_of([schemas[name] for name in some])
+    return found
+
+
 def _part_patterns(schema: Object) -> None:
     """``patternProperties`` that names may match several of: the matcher wants them apart. One that every
     name matches is what is additional; others become one that asks for all of them."""
@@ -626,7 +645,11 @@ def _part_patterns(schema: Object) -> None:
     for name in some:
         near = [group for group in groups if any(together(name, other) for other in group)]
         groups = [group for group in groups if group not in near] + [[*itertools.chain(*near), name]]
-    schema["patternProperties"] = {either(group): all_of([some[name] for name in group]) for group in groups}
+    schema["patternProperties"] = {}
+    for group in groups:
+        schema["patternProperties"] |= _apart(group, some) or {
+            either(group): all_of([some[name] for name in group])
+        }
     if not groups:
         del schema["patternProperties"]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from typing import Any
 
 import pytest
 from test_rewriting import accepted
 
 from sgla.grammar.errors import GrammarError
-from sgla.grammar.patterns import PatternError, portable, texts
+from sgla.grammar.patterns import PatternError, portable, selecting, texts
 from sgla.grammar.source import json_schema
 
 
@@ -89,6 +90,96 @@ def test_texts_that_can_be_listed(pattern: str, all_of_them: list[str] | None) -
     assert listed == all_of_them
 
 
+ALPHABET = "abm@-=\n"
+SHORT = ["".join(chars) for size in range(5) for chars in itertools.product(ALPHABET, repeat=size)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output", "wrong"),
+    [
+        (r"^(?!mam)[a-z]*$", "ma", "mama"),
+        (r"^(?!(ab|ba|mm)$)[abm]+$", "aba", "ab"),
+        (r"^(?=[^]*a)(?=[^]*b)[^]{2,3}$", "mba", "aa"),
+        (r"^(?!a|b$)", "ba", "b"),
+        (r"^(?=[^=]+$)(?!\s+$)(a|\n)+$", "\na", "\n"),
+        (r"((?:[^a]*a)*)(?=m(b|@))", "am@", "am"),
+        (r"^(?!.*--)[a-z-]+$", "a-b", "a--b"),
+    ],
+)
+def test_looking_ahead_at_the_beginning(pattern: str, output: str, wrong: str) -> None:
+    """Python knows it, too, and other line breaks are left out here."""
+    theirs = pattern.replace("[^]", r"[\s\S]")
+    assert [found(pattern, text) for text in SHORT if not text.endswith("\n")] == [
+        re.search(theirs, text) is not None for text in SHORT if not text.endswith("\n")
+    ]
+    schema = {"type": "string", "pattern": pattern}
+    assert accepted(schema, json.dumps(output))
+    assert not accepted(schema, json.dumps(wrong))
+
+
+@pytest.mark.parametrize(
+    ("every", "none"),
+    [
+        ((), ("a",)),
+        ((), ("mam",)),
+        (("a", "b"), ("@",)),
+        ((), ("^(ab|ba)$",)),
+        (("^[a-z]+$",), ("^(a|mm|abm)$",)),
+        ((), (r"^\s*$",)),
+        (("a", "^..$"), ()),
+        ((), ("^[am]{0,3}$", "@")),
+        (("^a$",), ("^a",)),
+        ((), ("^(?!a)",)),
+    ],
+)
+def test_selected_texts(every: tuple[str, ...], none: tuple[str, ...]) -> None:
+    pattern = selecting(every, none)
+    assert pattern is not None
+    for text in SHORT:
+        if not text.endswith("\n"):
+            fits = all(found(each, text) for each in every) and not any(found(each, text) for each in none)
+            assert found(pattern, text) is fits, text
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a|b)*a(a|b){9}", "^a{9999}$", r"\p{L}", "(?i)a", r"\b", "^[ab]{0,70}$"]
+)
+def test_what_is_not_selected(pattern: str) -> None:
+    assert selecting((), (pattern,)) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "wrong"),
+    [
+        ({"not": {"pattern": "ab"}}, '"ba"', '"mab"'),
+        ({"oneOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, '"am"', '"ab"'),
+        (
+            {
+                "patternProperties": {"a": {"type": "integer"}, "b": {"minimum": 3}},
+                "additionalProperties": False,
+            },
+            '{"a": 1, "ab": 3, "b": "x"}',
+            '{"ab": 1}',
+        ),
+        (
+            {"propertyNames": {"pattern": "^a"}, "patternProperties": {"b$": {"type": "integer"}}},
+            '{"ab": 1, "am": "x"}',
+            '{"m": 1}',
+        ),
+        (
+            {"propertyNames": {"pattern": "^a"}, "patternProperties": {"b$": {"type": "integer"}}},
+            '{"a": "x"}',
+            '{"ab": "x"}',
+        ),
+        ({"propertyNames": {"enum": ["a", "b"], "description": "few"}}, '{"b": 1}', '{"m": 1}'),
+    ],
+)
+def test_schemas_that_select_texts(schema: Any, fits: str, wrong: str) -> None:
+    schema = {"type": "string" if fits[0] == '"' else "object"} | schema
+    assert accepted(schema, fits, additional=True)
+    assert not accepted(schema, wrong, additional=True)
+
+
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
@@ -102,6 +193,9 @@ def test_texts_that_can_be_listed(pattern: str, all_of_them: list[str] | None) -
         ("(a", "not closed"),
         ("a)", "closes nothing"),
         ("*a", "nothing to repeat"),
+        ("a(?!b)", "looking ahead"),
+        ("^((?!a).)*$", "looking ahead"),
+        ("(?<!a)b", "looking behind"),
         (r"\h", "no escape"),
         ("[a", "ends too early"),
         ("a\\", "ends too early"),
