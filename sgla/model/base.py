@@ -1,17 +1,19 @@
-"""What every causal language model offers to the worker."""
+"""What every causal language model offers to the worker, and what decoders have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.ops import KVLayer
+from sgla.layers.attention import SelfAttention
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
+from sgla.layers.mlp import GatedMLP
 from sgla.layers.moe import ExpertNames, MoE
+from sgla.layers.norm import RMSNorm
 from sgla.layers.rope import rope_table
 from sgla.layers.vocab import LMHead, VocabEmbedding
 from sgla.model.spec import ModelSpec, RopeSpec
@@ -37,10 +39,6 @@ class CausalLM(ABC):
         """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all. The KV of all is written to
         ``kv``, one entry a layer."""
 
-    def decode_step(self, kv: list[KVLayer]) -> DecodeStep | None:
-        """The whole of a decode step of one row as one kernel, if there is one for this model and it pays."""
-        return None
-
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, d]`` -> float32 ``[S, vocab]``, the same on every rank."""
         return self.lm_head(hidden)
@@ -53,20 +51,80 @@ class CausalLM(ABC):
         """Of each layer."""
         return state_of(self.spec, self.shard.size, self.shard.rank)
 
-    def rope(self, rope: RopeSpec) -> Tensor:
+
+class Block(Protocol):
+    """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm are one op. The last
+    layer goes on with ``rows`` alone once every token has left its KV."""
+
+    def __call__(
+        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Decoder(CausalLM):
+    """Embedding, blocks, norm, output layer. A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
+
+    def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
+        super().__init__(spec, build, positions)
+        self.cos_sin = self._rope(spec.rope)
+        self.local_cos_sin = self.cos_sin if spec.local_rope == spec.rope else self._rope(spec.local_rope)
+        self.embed = VocabEmbedding(
+            build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale
+        )
+        self.blocks = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
+        self.norm = self.norm_of(build, "model.norm")
+        tied = self.embed if spec.tied else None
+        self.lm_head = LMHead(build, "lm_head", spec.vocab, spec.hidden, tied, spec.final_softcap)
+
+    @abstractmethod
+    def block(self, build: Build, name: str, index: int) -> Block: ...
+
+    def norm_of(self, build: Build, name: str) -> RMSNorm:
+        return RMSNorm(build, name, self.spec.hidden, self.spec.eps, self.spec.norm_offset)
+
+    def attention(self, build: Build, name: str, index: int) -> SelfAttention:
+        spec = self.spec
+        window = spec.windows[index]
+        return SelfAttention(
+            build,
+            name,
+            hidden=spec.hidden,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            cos_sin=self.local_cos_sin if window else self.cos_sin,
+            scale=spec.attention_scale,
+            eps=spec.eps,
+            window=window,
+            softcap=spec.attention_softcap,
+            qkv_bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            qk_norm=spec.qk_norm,
+            norm_offset=spec.norm_offset,
+        )
+
+    def mlp(self, build: Build, name: str, index: int) -> GatedMLP | MoE:
+        """``name``: of the dense one; a mixture may have another."""
+        spec, moe = self.spec, self.spec.moe
+        if moe is None or index not in moe.layers:
+            return GatedMLP(build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
+        return MoE(
+            build,
+            ExpertNames(f"{name.rpartition('.')[0]}.{moe.module}", *moe.matrices, stacked=name),
+            hidden=spec.hidden,
+            intermediate=moe.intermediate,
+            experts=moe.experts,
+            top_k=moe.top_k,
+            normalize=moe.normalize,
+            activation=spec.activation,
+        )
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+        x: Tensor = self.embed(batch.ids)
+        h: Tensor | None = None
+        for block, layer in zip(self.blocks, kv):
+            x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
+        return self.norm.add(x, h)[0]
+
+    def _rope(self, rope: RopeSpec) -> Tensor:
         return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)
-
-
-def mixture(build: Build, names: ExpertNames, spec: ModelSpec) -> MoE:
-    """A layer's mixture of experts, in the shape of ``spec.moe``."""
-    assert spec.moe is not None
-    return MoE(
-        build,
-        names,
-        hidden=spec.hidden,
-        intermediate=spec.moe.intermediate,
-        experts=spec.moe.experts,
-        top_k=spec.moe.top_k,
-        normalize=spec.moe.normalize,
-        activation=spec.activation,
-    )

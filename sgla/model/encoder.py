@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.model.families import Reader, check_keys, family_of, shown
-from sgla.model.registry import architecture_of, body_of, check_architecture
+from sgla.model.families import Reader, check_keys, shown
+from sgla.model.registry import architecture_of, body_of, check_architecture, family_of
 from sgla.model.spec import HEADS, INNER, LAYERS, VOCAB, WIDTH, checkpoint_quantization, noted
 
 ACTIVATIONS = {

@@ -14,19 +14,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.model.registry import body_of
 
 
 @dataclass(frozen=True)
 class Family:
     """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it fills in. ``fixed``: keys it
     does not read, or reads in vain, each with the value that describes what the class does. ``same``: keys it does not read, each
-    with the one that says the same."""
+    with the one that says the same.
+
+    ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures that make vectors of it.
+    The others are values of ``ModelSpec`` that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
+    pooled: bool = False
+    also: tuple[str, ...] = ()  # other architectures that it runs
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    scaled_embedding: bool = False  # by the root of the width
+    experts: Mapping[str, Any] = field(default_factory=dict)  # their names in ``MoESpec``
 
 
 _DECODER = {
@@ -93,6 +103,8 @@ FAMILIES = {
             "mlp_bias": False,
         },
         _CAUSAL,
+        model="llama:Llama",
+        pooled=True,
     ),
     "Qwen2ForCausalLM": Family(
         ("qwen2",),
@@ -108,6 +120,9 @@ FAMILIES = {
             "max_position_embeddings": 32768,
         },
         _CAUSAL | {"qkv_bias": True},
+        model="llama:Llama",
+        pooled=True,
+        qkv_bias=True,
     ),
     "Qwen3ForCausalLM": Family(
         ("qwen3",),
@@ -125,6 +140,9 @@ FAMILIES = {
             "attention_bias": False,
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
+        model="llama:Llama",
+        pooled=True,
+        qk_norm=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         ("qwen3_moe",),
@@ -150,6 +168,8 @@ FAMILIES = {
             "mlp_only_layers": None,
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
+        model="llama:Llama",
+        qk_norm=True,
     ),
     "MixtralForCausalLM": Family(
         ("mixtral",),
@@ -170,6 +190,8 @@ FAMILIES = {
             "num_experts": None,
         },
         _CAUSAL | {"norm_topk_prob": True},
+        model="llama:Llama",
+        experts={"module": "block_sparse_moe", "matrices": ("w1", "w3", "w2")},
     ),
     "Gemma3ForCausalLM": Family(
         ("gemma3_text",),
@@ -199,6 +221,11 @@ FAMILIES = {
         },
         _CAUSAL | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
         {"hidden_act": "hidden_activation"},
+        model="gemma3:Gemma3",
+        also=("Gemma3ForConditionalGeneration",),
+        qk_norm=True,
+        norm_offset=1.0,
+        scaled_embedding=True,
     ),
     "Bert": Family(("bert",), _BERT, _ENCODER, _SAME),
     "DistilBert": Family(
@@ -263,15 +290,6 @@ _MATHEMATICS = frozenset(
 )
 _FACTORS = frozenset({"multiplier", "scale", "scales", "scaling", "factor", "mscale"})
 _SHOWN = 60  # characters of a value in an error
-
-
-def family_of(architecture: str) -> Family:
-    """The family of a supported architecture, of its language model where there are several models."""
-    if architecture == "Gemma3ForConditionalGeneration":
-        return FAMILIES["Gemma3ForCausalLM"]
-    found = FAMILIES.get(architecture) or FAMILIES.get(body_of(architecture) or "")
-    assert found is not None, architecture
-    return found
 
 
 def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> list[str]:

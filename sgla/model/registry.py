@@ -1,4 +1,4 @@
-"""Which class runs which architecture."""
+"""Which class runs which architecture, as the table of families says. The classes need torch, so they are imported when asked for."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sgla.errors import ConfigError
+from sgla.model.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from sgla.model.base import CausalLM
 
-# Name in config.json -> module and class; the modules need torch, so they are imported when asked for.
-_CLASSES = {
-    "LlamaForCausalLM": ("llama", "Llama"),
-    "Qwen2ForCausalLM": ("qwen", "Qwen2"),
-    "Qwen3ForCausalLM": ("qwen", "Qwen3"),
-    "Qwen3MoeForCausalLM": ("qwen_moe", "Qwen3MoE"),
-    "MixtralForCausalLM": ("mixtral", "Mixtral"),
-    "Gemma3ForCausalLM": ("gemma3", "Gemma3"),
-    "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3"),
-}
-# Families of encoders; the names in config.json end with one of the suffixes.
-_ENCODERS = ("Bert", "DistilBert", "Roberta", "XLMRoberta")
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
-_POOLED_DECODERS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Names in config.json: of what makes text, of families of encoders, and of decoders that have other heads too.
+_GENERATING = {name: f for own, f in FAMILIES.items() if f.model for name in (own, *f.also)}
+_ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.model)
+_POOLED_DECODERS = tuple(name for name, family in FAMILIES.items() if family.pooled)
 
 
 def supported() -> list[str]:
@@ -35,7 +27,7 @@ def supported() -> list[str]:
     encoders = [family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES]
     families = [name.removesuffix("ForCausalLM") for name in _POOLED_DECODERS]
     decoders = [family + suffix for family in families for suffix in _DECODER_SUFFIXES]
-    return sorted({*_CLASSES, *encoders, *decoders})
+    return sorted({*_GENERATING, *encoders, *decoders})
 
 
 def is_encoder(name: str) -> bool:
@@ -53,6 +45,11 @@ def body_of(name: str) -> str | None:
         if name.endswith(suffix) and decoder in _POOLED_DECODERS:
             return decoder
     return None
+
+
+def family_of(architecture: str) -> Family:
+    """The family of a supported architecture, of its language model where there are several models."""
+    return _GENERATING.get(architecture) or FAMILIES[body_of(architecture) or ""]
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -83,8 +80,8 @@ def check_architecture(name: str) -> None:
 def model_class(name: str) -> type[CausalLM]:
     """The class of architecture ``name``, which generates. Raises ConfigError if there is none."""
     check_architecture(name)
-    if name not in _CLASSES:
+    if name not in _GENERATING:
         raise ConfigError(f"{name} makes no text", param="model")
-    module, attribute = _CLASSES[name]
+    module, attribute = _GENERATING[name].model.split(":")
     found: type[CausalLM] = getattr(import_module(f"sgla.model.{module}"), attribute)
     return found

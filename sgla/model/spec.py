@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
-from sgla.model.families import GEMMA3, Family, Reader, check_keys, family_of, shown
-from sgla.model.registry import architecture_of, check_architecture
+from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
+from sgla.model.registry import architecture_of, check_architecture, family_of
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -65,6 +65,8 @@ class MoESpec:
     intermediate: int
     normalize: bool
     layers: frozenset[int]
+    module: str = "mlp"  # names in a checkpoint
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,14 @@ class ModelSpec:
     windows: tuple[int, ...]
     attention_scale: float
     final_softcap: float
-    attention_bias: bool
+    qkv_bias: bool
+    out_bias: bool
     mlp_bias: bool
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
+    qk_norm: bool = False  # RMSNorm on each head of q and k
+    norm_offset: float = 0.0  # what is added to the stored weights of norms
+    embedding_scale: float = 1.0
     attention_softcap: float = 0.0  # no family has one: transformers does not apply Gemma 3's
     moe: MoESpec | None = None
     quantization: Literal["fp8"] | None = None  # of the checkpoint
@@ -178,6 +184,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         context_len = min(max(context_len, int(extended)), POSITIONS)
     context_len = min(context_len, _dual_chunk(c) or context_len)
     scale = c.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else head_dim
+    bias = "attention_bias" in family.defaults and c.flag("attention_bias")
     return ModelSpec(
         architecture=c.architecture,
         layers=layers,
@@ -195,11 +202,15 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         windows=_windows(c, family, layers),
         attention_scale=scale**-0.5,
         final_softcap=c.number("final_logit_softcapping") if c.given("final_logit_softcapping") else 0.0,
-        attention_bias="attention_bias" in family.defaults and c.flag("attention_bias"),
+        qkv_bias=family.qkv_bias or bias,
+        out_bias=bias,
         mlp_bias="mlp_bias" in family.defaults and c.flag("mlp_bias"),
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
         moe=_moe(c, family, layers),
+        qk_norm=family.qk_norm,
+        norm_offset=family.norm_offset,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
     )
 
 
@@ -356,6 +367,7 @@ def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:
         intermediate=c.integer("intermediate_size" if mixtral else "moe_intermediate_size", INNER),
         normalize=mixtral or c.flag("norm_topk_prob"),
         layers=frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
+        **family.experts,
     )
 
 

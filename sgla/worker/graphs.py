@@ -19,6 +19,7 @@ from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton import step
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
+from sgla.worker.one_row import match
 
 if TYPE_CHECKING:
     from sgla.worker.cuda import CudaRunner
@@ -129,7 +130,7 @@ class DecodeGraphs:
         """What depends on where the KV is."""
         runner = self._runner
         if isinstance(runner.attention.decode, NativeDecode):
-            self._one_row = runner.model.decode_step(runner.kv)
+            self._one_row = match(runner.model, runner.kv)
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""

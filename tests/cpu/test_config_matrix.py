@@ -18,10 +18,10 @@ from tiny import make_core, run, submit, tiny_config
 from sgla.cli.explain import ledger
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
-from sgla.model.families import FAMILIES, HARMLESS, family_of
+from sgla.model.families import FAMILIES, HARMLESS
 from sgla.model.load import load_model
 from sgla.model.pooling import read_pooling
-from sgla.model.registry import is_encoder
+from sgla.model.registry import family_of, is_encoder
 from sgla.model.sizes import read_spec, weight_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import resolve
