@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from hostile import KEY, OTHER, RESPONSES, Attack, Outcome, Target, exchange, head, request, send, write
+from hostile import GONE, KEY, OTHER, RESPONSES, Attack, Outcome, Target, exchange, head, request, send, write
 
 FILES, CONVERSATIONS = "/v1/files", "/v1/conversations"
 BOUNDARY = "b"
 FORM = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
 SECONDS = 3.0  # that clients without eyes stay
+UNANSWERED = 60.0  # and for which they wait
 
 
 def seconds(target: Target) -> float:
@@ -135,16 +136,16 @@ async def unread(target: Target, asks: list[bytes]) -> tuple[Counter[int], list[
             return
         try:
             await write(writer, [data])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(UNANSWERED):
                 first = await reader.readline()
                 begun = b""
-                while len(begun) < 500 and (more := await reader.read(500)):
+                while len(begun) < 2000 and (more := await reader.read(2000)):
                     begun += more
             statuses[int(first.split()[1]) if first else 0] += 1
             uids.extend(re.findall(r'"id":"(resp_\w+)"', begun.decode(errors="replace")))
             await asyncio.sleep(seconds(target))
         except TimeoutError:
-            statuses[0] += 1
+            statuses[GONE] += 1
         except OSError:
             pass
         finally:

@@ -12,6 +12,7 @@ from aiohttp.abc import AbstractStreamWriter
 PIECE = 256 << 10  # bytes that are written in one go
 
 encode = msgspec.json.Encoder().encode
+encode_into = msgspec.json.Encoder().encode_into
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -17,7 +17,7 @@ from sgla.http.responses.input import NONE, Remote, ResponsesRequest, tool_names
 from sgla.http.responses.items import kept
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.responses.store import ResponseStore, Stored
-from sgla.http.wire import encode
+from sgla.http.wire import encode, encode_into
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.tools.cursor import CONTENT, Piece
 
@@ -236,12 +236,21 @@ class ResponseStream(Encoder):
         return self.blocks([self._answer.fail(error)])
 
     def blocks(self, events: list[dict[str, Any]]) -> bytes:
-        data = b""
+        data = bytearray()
         for event in events:
-            data += event_block(event, self._number)
+            add_block(data, event, self._number)
             self._number += 1
-        return data
+        return bytes(data)
 
 
 def event_block(event: dict[str, Any], number: int) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode({**event, "sequence_number": number}))
+    data = bytearray()
+    add_block(data, event, number)
+    return bytes(data)
+
+
+def add_block(data: bytearray, event: dict[str, Any], number: int) -> None:
+    """Large events are written once, where they are kept."""
+    data += b"event: %b\ndata: " % event["type"].encode()
+    encode_into({**event, "sequence_number": number}, data, -1)
+    data += b"\n\n"

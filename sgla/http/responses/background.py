@@ -30,7 +30,7 @@ class Recorder:
 
     def __init__(self, encoder: Encoder, grown: Callable[[], None], share: Share | None = None) -> None:
         """Raises Overloaded and TooLarge."""
-        self.blocks: list[bytes] = []
+        self.blocks: list[memoryview] = []
         self.size = 0
         self._grown = grown
         self._share = share
@@ -91,11 +91,11 @@ class Recorder:
                 self._unread()
 
     def _add(self, data: bytes) -> None:
-        """Without a copy of a block that comes alone."""
-        start = 0
+        """Without a copy."""
+        start, view = 0, memoryview(data)
         while start < len(data):
             end = data.index(b"\n\n", start) + 2
-            self.blocks.append(data[start:end])
+            self.blocks.append(view[start:end])
             self.size += end - start + BLOCK
             start = end
 
@@ -126,7 +126,7 @@ class Recorder:
             size += len(self.blocks[end])
             end += 1
         blocks = self.blocks[start:end]
-        data = memoryview(blocks[0] if len(blocks) == 1 else b"".join(blocks))
+        data = blocks[0] if len(blocks) == 1 else memoryview(b"".join(blocks))
         for at in range(0, len(data), PART):
             await response.write(data[at : at + PART])
         return end
