@@ -286,7 +286,7 @@ def call(target: Target) -> dict[str, Any]:
 
 async def background(target: Target) -> Outcome:
     """Responses that are stored with all they came with; then they are deleted, since what is stored takes memory."""
-    metadata = {"a": "m" * target.many(2 << 20)}
+    metadata = {"a": "m" * target.many(1_048_000)}
     body = {"input": "a", "background": True, "max_output_tokens": 64, "metadata": metadata}
     answers = await asyncio.gather(*(exchange(target, request(RESPONSES, body)) for _ in range(60)))
     found = [

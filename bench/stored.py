@@ -107,7 +107,7 @@ async def remove(target: Target, path: str, uids: list[str]) -> None:
 
 
 async def deleted(target: Target) -> Outcome:
-    """A conversation with as many items as there may be, of 48 MiB, and responses of 15 MiB each: made, and deleted."""
+    """A conversation with as many items as there may be, of 48 MiB, and 60 responses of a MiB: made, and deleted."""
     _, answer = await exchange(target, request(CONVERSATIONS, {}))
     uid = uid_of(answer)
     message = {"type": "message", "role": "user", "content": "x" * 6000}
@@ -115,9 +115,9 @@ async def deleted(target: Target) -> Outcome:
     outcome = Outcome()
     for _ in range(target.many(409)):
         outcome.statuses += (await send(target, adding)).statuses
-    long = {"input": "x" * 1000, "max_output_tokens": 1, "metadata": {"k": "v" * target.many(15 << 20)}}
+    long = {"input": "x" * 1000, "max_output_tokens": 1, "metadata": {"k": "v" * target.many(1_048_000)}}
     made = [
-        uid_of(answer) for _, answer in [await exchange(target, request(RESPONSES, long)) for _ in range(4)]
+        uid_of(answer) for _, answer in [await exchange(target, request(RESPONSES, long)) for _ in range(60)]
     ]
     await remove(target, CONVERSATIONS, [uid])
     await remove(target, RESPONSES, made)
@@ -159,7 +159,7 @@ async def streams(target: Target) -> Outcome:
     """Streams in the background whose events are large, live and stored, and their responses: nobody reads."""
     body = {
         **{"input": "a", "background": True, "stream": True, "max_output_tokens": 64},
-        "metadata": {"k": "v" * target.many(4 << 20)},
+        "metadata": {"k": "v" * target.many(1_048_000)},
     }
     live, uids = await unread(target, [request(RESPONSES, body)] * target.many(60))
     _, answer = await exchange(target, request(RESPONSES, {**body, "stream": False}))

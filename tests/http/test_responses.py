@@ -18,6 +18,7 @@ from sgla.grammar.sandbox import compile_grammar
 from sgla.http.answer.collect import Choice
 from sgla.http.responses.answer import Answer, ResponseStream
 from sgla.http.responses.input import RESPONSES, chat_request, check_fields, input_items, resolved
+from sgla.http.server import SERVER
 from sgla.messages import Event, TokenLogprob, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
@@ -27,6 +28,27 @@ USER = {"role": "user", "content": "hi"}
 def answer(site: Site, steps: int) -> str:
     job = site.ingress.jobs[-1]
     return expected_text(job, site.ingress.prompt(job), 0, steps)
+
+
+TEXT = "x" * 600_000
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"metadata": {"a": TEXT, "b": TEXT}},
+        {"instructions": TEXT + TEXT},
+        {"metadata": {"a": TEXT}, "instructions": TEXT},
+    ],
+)
+async def test_what_a_response_repeats_is_bounded(site: Site, stored: bool, large: dict[str, Any]) -> None:
+    """Each of its events has all of it."""
+    status, answer = await site.post("/v1/responses", {"input": "x", "background": stored, **large})
+    assert (status, "the limit; send less" in answer["error"]["message"]) == (413, True)
+    assert not site.ingress.jobs
+    assert not site.app[SERVER].budget.used
+    assert (await site.post("/v1/responses", {"input": "x", "metadata": {"a": TEXT}}))[0] == 200
 
 
 async def test_response(site: Site) -> None:

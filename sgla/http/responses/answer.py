@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sgla.errors import ContextTooLong, Overloaded, SglaError
+from sgla.errors import ContextTooLong, Overloaded, SglaError, TooLarge
 from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.parts import Reader
 from sgla.http.conversations.store import Turn
@@ -20,6 +20,11 @@ from sgla.http.responses.store import ResponseStore, Stored
 from sgla.http.wire import encode, encode_into
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.tools.cursor import CONTENT, Piece
+
+MAX_ECHOED = (
+    1 << 20
+)  # bytes of a request that each event with the whole response repeats: ~1 ms, several times
+BYTES_A_TOKEN = 8
 
 
 class Answer:
@@ -186,6 +191,19 @@ def response_object(fields: ResponsesRequest, may_store: bool) -> dict[str, Any]
         "truncation": fields.truncation or "disabled",
         "usage": None,
     }
+
+
+def check_repeated(response: dict[str, Any], context_len: int) -> None:
+    """Raise TooLarge if each event with the response would repeat more than ``MAX_ECHOED`` bytes
+    of the request, and more than instructions that fill the context."""
+    named = [response[name] for name in ("instructions", "metadata", "tools", "tool_choice")]
+    size = sum(memoryview(value).nbytes for value in (*named, response["text"]["format"]))
+    most = max(MAX_ECHOED, BYTES_A_TOKEN * context_len)
+    if size > most:
+        raise TooLarge(
+            "instructions, tools, tool_choice, text.format and metadata, which the response repeats, have "
+            f"{size} bytes; {most} is the limit; send less"
+        )
 
 
 def once(value: Any) -> msgspec.Raw:

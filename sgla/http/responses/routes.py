@@ -31,7 +31,7 @@ from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import MAX_REPEATED, ChatRequest
 from sgla.http.responses import mcp
 from sgla.http.responses.agent import Agent
-from sgla.http.responses.answer import Answer, ResponseStream, event_block
+from sgla.http.responses.answer import Answer, ResponseStream, check_repeated, event_block
 from sgla.http.responses.background import Recorder
 from sgla.http.responses.conversation import (
     Context,
@@ -100,6 +100,7 @@ async def respond(
     check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     work.jobs[0].drop_turns = fields.truncation == "auto"
     answer = Answer(fields, reading.reader(), stored, logprobs_of(server, chat), context.turn, remote)
+    check_repeated(answer.response, facts.context_len if (facts := server.ingress.facts) is not None else 0)
     if context.turn is not None:
         context.turn.asked = await to_keep(context.to_converse(), share)
     entry = Stored(
