@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hmac
 import re
-import uuid
 from collections.abc import Sequence
 
 from aiohttp import web
 
 from sgla.errors import Unauthorized
 from sgla.http.clients import ADDRESS, Client, with_key, without_key
+from sgla.http.ids import random_id
 from sgla.http.request.schema import header_value
 from sgla.http.server import IGNORED_FIELDS, RID, SERVER, UID, unique
 
@@ -42,7 +42,7 @@ def identify(request: web.Request) -> None:
     if _SAFE_ID.fullmatch(asked):
         request[RID], request[UID] = asked, unique(asked)
     else:
-        request[RID] = request[UID] = uuid.uuid4().hex
+        request[RID] = request[UID] = random_id()
 
 
 class Gate:
@@ -89,7 +89,7 @@ def preflight(request: web.Request) -> web.Response:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """What every response carries, streams included."""
     headers = response.headers
-    headers["x-request-id"] = headers["request-id"] = request.get(RID) or uuid.uuid4().hex
+    headers["x-request-id"] = headers["request-id"] = request.get(RID) or random_id()
     allowed, origin = request.app[SERVER].config.allowed_origins, request.headers.get("Origin", "")
     if not allowed or "*" in allowed:
         headers["Access-Control-Allow-Origin"] = "*"

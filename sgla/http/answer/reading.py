@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.parts import PlainReader, Reader
+from sgla.http.ids import random_id
 from sgla.http.request.chat import chosen_tools
 from sgla.http.request.sampling import BUDGETS
 from sgla.http.request.schema import ChatRequest, SamplingFields, ThinkingSwitch, unsupported
@@ -152,7 +152,7 @@ class Reading:
 
     def new_id(self) -> str:
         family = self.dialect.tools
-        return secrets.token_hex(5)[:9] if family and family.short_ids else f"call_{secrets.token_hex(12)}"
+        return random_id()[:9] if family and family.short_ids else f"call_{random_id()[:24]}"
 
 
 def thinking_of(fields: SamplingFields, dialect: Dialect) -> Thinking | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
 from sgla.http.anthropic.input import COUNT_TOKENS, MESSAGES, CountTokensRequest, chat_request
 from sgla.http.errors import Aborted, error_headers
+from sgla.http.ids import random_id
 from sgla.http.lanes import beside
 from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
@@ -178,7 +178,7 @@ class Blocks:
 def tool_use_id(call_id: str | None) -> str:
     """An id that the model wrote stays as it is; others begin as Anthropic's do."""
     if call_id is None:
-        return f"toolu_{uuid.uuid4().hex}"
+        return f"toolu_{random_id()}"
     return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 

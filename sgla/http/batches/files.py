@@ -8,7 +8,6 @@ neither its age nor others' want of room removes it. The pieces of a file that i
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Generator, Iterator
 from functools import partial
@@ -21,6 +20,7 @@ from sgla.config import Config
 from sgla.errors import TooLarge
 from sgla.http.bodies import Share
 from sgla.http.clients import Client
+from sgla.http.ids import random_id
 from sgla.http.state.database import Database
 from sgla.http.state.shelf import BATCH, ENTRY, Bounds, Pieces, Row, Shelf, one
 from sgla.http.wire import encode
@@ -84,7 +84,7 @@ class Files:
 
     def begin(self, tx: sqlite3.Connection, client: Client) -> int:
         """A hidden file without pieces, for which there is room; returns its number."""
-        uid = f"file-{secrets.token_hex(16)}"
+        uid = f"file-{random_id()}"
         number = self.shelf.add(tx, uid, Client(client.name, HIDDEN), b"{}", ENTRY)
         self.pin(tx, number)
         return number

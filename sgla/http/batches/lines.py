@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
 from sgla.errors import BadRequest, SglaError
+from sgla.http.ids import random_id
 from sgla.http.request.schema import invalid
 from sgla.http.wire import encode
 
@@ -144,7 +144,7 @@ def error_line(number: int, custom_id: str | None, code: str, message: str, para
 
 
 def line_id() -> str:
-    return f"batch_req_{secrets.token_hex(16)}"
+    return f"batch_req_{random_id()}"
 
 
 def told(number: int, error: BadLine) -> dict[str, Any]:

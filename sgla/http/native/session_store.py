@@ -5,7 +5,6 @@ finds its own sessions; the room for them is shared among clients (``Client.name
 from __future__ import annotations
 
 import math
-import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from sgla import clock
 from sgla.errors import ContextTooLong, InvalidField, NotFound, Overloaded
 from sgla.http.clients import Client
 from sgla.http.errors import Busy
+from sgla.http.ids import random_id
 from sgla.http.request.schema import SessionParams
 
 MAX_TOKENS = 16 << 20  # in all sessions, of 4 bytes each
@@ -244,7 +244,7 @@ class Sessions:
         self._looked = -math.inf  # when expired ones were looked for
 
     def open(self, request: OpenSessionRequest, client: Client) -> str:
-        name = request.session_id or secrets.token_hex(16)
+        name = request.session_id or random_id()
         if len(name) > MAX_NAME:
             raise InvalidField(f"session_id may have at most {MAX_NAME} characters", param="session_id")
         if self._find(name, client.owner) is not None:

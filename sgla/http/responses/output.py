@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from sgla.http.ids import random_id
 from sgla.http.responses.input import ToolName, sealed
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
@@ -213,4 +213,4 @@ def free_text(arguments: str) -> str:
 
 def new_id(prefix: str) -> str:
     """One that nobody can guess: without keys an id is all that it takes to find a response."""
-    return f"{prefix}_{secrets.token_hex(16)}"
+    return f"{prefix}_{random_id()}"

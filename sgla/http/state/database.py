@@ -45,6 +45,7 @@ CHECKED = 1 << 30  # bytes of a file that is read to its end at the start, which
 CENTRAL = ("objects", "shares", "totals")  # tables of which a larger one is checked
 VACUUMED = 4096  # pages of 4 KiB that the file gets smaller by in a minute
 VACUUMED_AT_ONCE = 256  # in one transaction
+SPARE = 1024  # pages that stay free in memory
 PRAGMAS = """
 PRAGMA foreign_keys = ON;
 PRAGMA temp_store = MEMORY;
@@ -173,7 +174,7 @@ class Database:
 
         def work(tx: sqlite3.Connection) -> Iterator[None]:
             (free,) = tx.execute("PRAGMA freelist_count").fetchone()
-            for _ in range(0, min(free, VACUUMED) if self.on_disk else free - VACUUMED, VACUUMED_AT_ONCE):
+            for _ in range(0, min(free, VACUUMED) if self.on_disk else free - SPARE, VACUUMED_AT_ONCE):
                 # It has a step for each page, of which execute takes the first one;
                 # executescript ends the transaction.
                 tx.executescript(f"PRAGMA incremental_vacuum({VACUUMED_AT_ONCE}); BEGIN")
