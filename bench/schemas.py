@@ -12,6 +12,7 @@ being refused.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -65,14 +66,19 @@ def looks_like_a_schema(content: dict[str, Any]) -> bool:
     return "json-schema.org" in str(content.get("$schema")) or content.get("type") == "object"
 
 
+@functools.cache
+def tokenizer() -> Any:
+    """Loaded before the processes fork."""
+    return load_tokenizer(VOCABULARY)
+
+
 def judge(schema: Any, tests: list[Test], walks: int, additional: bool) -> dict[str, Any]:
     """What becomes of one schema. Runs in a process of its own."""
-    tokenizer = load_tokenizer(VOCABULARY)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, WALKS))
     text = json.dumps(schema)
-    answer = compile_grammar(tokenizer, {}, Grammar(kind="json_schema", text=text, additional=additional))
+    answer = compile_grammar(tokenizer(), {}, Grammar(kind="json_schema", text=text, additional=additional))
     if answer.error is not None:
         return {"refused": answer.error}
     resource.setrlimit(resource.RLIMIT_CPU, (WALKS, WALKS))
@@ -82,13 +88,13 @@ def judge(schema: Any, tests: list[Test], walks: int, additional: bool) -> dict[
     except ValueError:  # a schema or a pattern that it does not take: the tests say what is valid
         walks = 0
     for valid, data in tests:
-        accepted = takes(make_matcher(tokenizer, answer.source), json.dumps(data, ensure_ascii=False))
+        accepted = takes(make_matcher(tokenizer(), answer.source), json.dumps(data, ensure_ascii=False))
         if accepted and not valid:
             result["invalid"].append(data)
         if valid:
             result["accepted" if accepted else "rejected"] += 1
     for seed in range(walks):
-        output, ended = walk(make_matcher(tokenizer, answer.source), random.Random(seed))
+        output, ended = walk(make_matcher(tokenizer(), answer.source), random.Random(seed))
         result["stuck"] += ended is None
         if not ended:
             continue
@@ -170,6 +176,7 @@ def main() -> int:
     parser.add_argument("--open", action="store_true", help="let objects have undeclared properties")
     parser.add_argument("--show", type=int, default=0, help="refusals to print")
     args = parser.parse_args()
+    tokenizer()
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for folder in args.folders:
