@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sgla.cli.settings import setting
+from sgla.cli.settings import settings as fields_of
 from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.messages import TokenLogprob
@@ -320,11 +320,9 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         try:
-            field = setting(key, value, lambda text: None)
+            found |= fields_of(key, value, lambda text: None)
         except ValueError as error:
             raise ConfigError(f"LLM({key}=...): {error}", param=key) from error
-        if field is not None:
-            found[field[0]] = field[1]
     return found
 
 

@@ -361,6 +361,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
     # float32[q_len, width]: the hidden states behind the last norm, of each row of a request with ``hidden``, in row order
     hidden: list[bytes] = []
+    guessed: bytes = b""  # int32[S]: how many tokens each row guessed; b"": none guessed any
 
 
 class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -410,6 +411,7 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     hidden: list[bytes] | None = (
         None  # float32[*, width]: hidden states of the tokens before the last one of ``tokens``
     )
+    verifies: int = 0  # steps so far that brought tokens where it may guess
 
 
 class Deltas(msgspec.Struct):
@@ -422,6 +424,7 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    verifies: int = 0  # see Delta
 
 
 class Event(msgspec.Struct, kw_only=True, gc=False):

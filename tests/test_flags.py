@@ -13,7 +13,7 @@ import pytest
 from test_config import sample
 
 from sgla.cli import flags_page
-from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, Always, Switch, refusal
+from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, Always, Fields, Switch, refusal
 from sgla.cli.args import parse
 from sgla.cli.settings import load_config
 from sgla.config import SECRETS, Config
@@ -214,11 +214,14 @@ def words_of(name: str) -> list[str]:
         return [f"--{name}"]
     if isinstance(alias, Always):
         return [f"--{name}", *alias.values[:1]]
+    if isinstance(alias, Fields):
+        return [f"--{name}", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}']
     field = alias.field if alias else name.replace("-", "_")
     default = getattr(Config(), field)
     value = {
         "task": "embed",
         "policy": "lpm",
+        "speculative_algorithm": "ngram",
         "eviction": "lfu",
         "preferred_sampling_params": '{"top_k": 7}',
     }.get(field, "7")
@@ -239,7 +242,10 @@ def test_every_flag_of_the_peers_start_commands_is_decided(flag: str) -> None:
         assert args.flags == {}
         assert alias.hint in args.hints[0]
     else:
-        assert list(args.flags) == [alias.field]
+        settings = (
+            [each.field for each in alias.keys.values()] if isinstance(alias, Fields) else [alias.field]
+        )
+        assert list(args.flags) == settings
         assert args.hints[0].startswith(f"--{name} is --")
 
 
@@ -259,8 +265,9 @@ def test_the_tables_hold_nothing_for_nobody() -> None:
     assert [
         name
         for name in ALIASES
-        if not isinstance(ALIASES[name], Always) and ALIASES[name].field not in Config.__struct_fields__
-    ] == []  # type: ignore[union-attr]
+        if not isinstance(ALIASES[name], Always | Fields)
+        and ALIASES[name].field not in Config.__struct_fields__  # type: ignore[union-attr]
+    ] == []
 
 
 @pytest.mark.parametrize("name", ALIASES)
@@ -286,6 +293,33 @@ def test_values_that_peers_write_differently() -> None:
     }
     assert "--runner: 'pooling' is none of auto, generate, embed" in refused("--runner", "pooling")
     assert "2 is not supported: a model is split over the GPUs of one host" in refused("--pp-size", "2")
+
+
+def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
+    ngram = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 5}
+    for given in (
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2}'],
+        ["-sc", '{"num_speculative_tokens": "5", "method": "ngram"}'],
+        ["--spec-type", "ngram-mod", "--draft-max", "5"],
+        ["--speculative-algorithm", "ngram", "--draft", "5"],
+    ):
+        assert flags_of(*given) == ngram
+    assert flags_of("--spec-type", "none") == {"speculative_algorithm": None}
+    hints = parse(["serve", "-sc", '{"method": "ngram", "prompt_lookup_max": 9}']).hints
+    assert hints == [
+        "--speculative-config is --speculative-algorithm and --speculative-num-draft-tokens here; "
+        "runs of 2 to 4 tokens are looked up"
+    ]
+    for given, told in (
+        ('{"method": "eagle3", "model": "a/b"}', "'model' is not supported"),
+        ('{"method": "mtp", "num_speculative_tokens": 1}', "method: 'mtp' is none of ngram"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: 'true' is no"),
+        ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size' is not supported"),
+        ("ngram", "is no JSON object"),
+    ):
+        assert told in refused("--speculative-config", given)
+    for given in ("--spec-type", "draft"), ("--model-draft", "a.gguf"), ("--draft-min", "1"):
+        assert given[0] in refused(*given)
 
 
 def test_all_refused_flags_are_named_at_once() -> None:

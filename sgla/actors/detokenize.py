@@ -34,6 +34,7 @@ class _Child:
         "parent",
         "prompt",
         "texts",
+        "verifies",
     )
 
     def __init__(self, opened: Opened, output: OutputStream) -> None:
@@ -43,6 +44,7 @@ class _Child:
         self.output = output
         self.completion = 0
         self.cached = 0
+        self.verifies = 0
         self.last: float | None = None  # when its latest tokens came
         self.grammar = opened.sampling.grammar
         self.hidden: list[bytes] | None = None  # hidden states that no Event had yet
@@ -131,6 +133,7 @@ class Detokenize(Actor[Deltas]):
         piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)
         child.completion += piece.consumed
         child.cached = max(child.cached, delta.cached_tokens)
+        child.verifies = max(child.verifies, delta.verifies)
         if delta.hidden is not None:
             child.hidden = (child.hidden or []) + delta.hidden
         finish = delta.finish
@@ -158,7 +161,7 @@ class Detokenize(Actor[Deltas]):
                 prompt_logprobs=delta.prompt_logprobs,
                 finish=finish,
                 matched=matched,
-                usage=Usage(len(child.prompt), child.completion, child.cached),
+                usage=Usage(len(child.prompt), child.completion, child.cached, child.verifies),
                 hidden=hidden,
             )
         )

@@ -35,11 +35,23 @@ class Always(NamedTuple):
     values: tuple[str, ...] = ()
 
 
+class Fields(NamedTuple):
+    """Takes a JSON object, whose keys are other names of settings;
+    a key of ``free`` may have any value, as ``hint`` explains."""
+
+    keys: Mapping[str, Alias]
+    free: tuple[str, ...]
+    hint: str
+
+
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
 ONE_HOST = "a model is split over the GPUs of one host, by --tp"
 OFF = Switch("prefix_cache", False)
 
-ALIASES: dict[str, Alias | Switch | Always] = {
+LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
+NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
+
+ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     # the model
     "model-path": Alias("model"),
     "model-id": Alias("model"),
@@ -99,6 +111,18 @@ ALIASES: dict[str, Alias | Switch | Always] = {
     "chunked-prefill-size": Alias("step_tokens"),
     "max-prefill-tokens": Alias("step_tokens"),
     "batch-size": Alias("step_tokens"),
+    "speculative-config": Fields(
+        {
+            "method": Alias("speculative_algorithm"),
+            "num_speculative_tokens": Alias("speculative_num_draft_tokens"),
+        },
+        ("prompt_lookup_max", "prompt_lookup_min"),
+        "runs of 2 to 4 tokens are looked up",
+    ),
+    "spec-type": Alias("speculative_algorithm", NGRAM),
+    "draft": Alias("speculative_num_draft_tokens"),
+    "draft-n": Alias("speculative_num_draft_tokens"),
+    "draft-max": Alias("speculative_num_draft_tokens"),
     "schedule-policy": Alias("policy"),
     "scheduling-policy": Alias("policy"),
     "enable-priority-scheduling": Switch("policy", "priority"),

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, Always, Switch, refusal
+from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, Alias, Always, Fields, Switch, refusal
 from sgla.cli.settings import (
     TOKENS,
-    alias_value,
+    alias_values,
     hint,
     kinds,
     parse_bytes,
@@ -103,12 +103,11 @@ class GiveAlias(Give):
     ) -> None:
         assert flag is not None
         try:
-            setting = alias_value(self.dest, values if self.nargs is None else True)
+            settings = alias_values(self.dest, values if self.nargs is None else True)
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from error
         namespace.hints = [*getattr(namespace, "hints", ()), hint(self.dest)]
-        if setting:
-            self.give(namespace, Given(flag, *setting))
+        self.give(namespace, *(Given(flag, *setting) for setting in settings.items()))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -278,7 +277,7 @@ def _add_config(
     else:
         parser.set_defaults(model_argument=None)
     for name, alias in ALIASES.items():
-        if groups if isinstance(alias, Always) else alias.field in taken:
+        if groups if isinstance(alias, Always) else _sets(alias) <= taken:
             switch_only = isinstance(alias, Switch) or (isinstance(alias, Always) and not alias.values)
             parser.add_argument(
                 f"--{name}",
@@ -288,6 +287,11 @@ def _add_config(
                 default=argparse.SUPPRESS,
                 help=argparse.SUPPRESS,
             )
+
+
+def _sets(alias: Alias | Switch | Fields) -> set[str]:
+    """Its settings."""
+    return {each.field for each in alias.keys.values()} if isinstance(alias, Fields) else {alias.field}
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VARIABLES, Alias, Always, Switch
+from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VARIABLES, Alias, Always, Fields, Switch
 from sgla.cli.settings import spelled
 
 HEAD = """# Flags, variables and files
@@ -62,10 +62,13 @@ def _names(name: str) -> str:
     return ", ".join([f"`--{name}`", *short])
 
 
-def _meaning(alias: Alias | Switch | Always) -> str:
+def _meaning(alias: Alias | Switch | Always | Fields) -> str:
     if isinstance(alias, Always):
         only = f" (as {', '.join(f'`{value}`' for value in alias.values if value)})" if alias.values else ""
         return f"{alias.hint}{only}"
+    if isinstance(alias, Fields):
+        keys = "; ".join(f"`{key}` is `{spelled(each)}`" for key, each in alias.keys.items())
+        return f"{keys}; {', '.join(f'`{key}`' for key in alias.free)}: {alias.hint}"
     return f"`{spelled(alias)}`"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sgla.cli.aliases import ALIASES, VARIABLES, Alias, Always, Switch, refusal
+from sgla.cli.aliases import ALIASES, VARIABLES, Alias, Always, Fields, Switch, refusal
 from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
 
@@ -108,23 +108,36 @@ def value_of(name: str, text: str) -> Any:
     return text
 
 
-def alias_value(name: str, text: str | bool) -> tuple[str, Any] | None:
-    """The field and the value that a peer's flag ``name`` means with ``text`` (True: as a switch),
-    or None if it is so in any case.
-
-    Raises ValueError.
-    """
+def alias_values(name: str, text: str | bool) -> dict[str, Any]:
+    """The fields and values that a peer's flag ``name`` means with ``text`` (True: as a switch); none
+    if it is so in any case. Raises ValueError."""
     alias = ALIASES[name]
     if isinstance(alias, Switch):
-        return (alias.field, alias.value) if text is True else None
+        return {alias.field: alias.value} if text is True else {}
     if isinstance(alias, Always):
         values = alias.values or (True, False)
         if text not in values and not (text is True and "on" in values):  # YAML's on is true
             raise ValueError(f"{text} is not supported: {alias.hint}")
-        return None
+        return {}
     if isinstance(text, bool):
         raise ValueError("it takes a value")
-    return alias.field, alias.words[text] if text in alias.words else value_of(alias.field, text)
+    if isinstance(alias, Fields):
+        return _fields(alias, parse_object(text))
+    return {alias.field: alias.words[text] if text in alias.words else value_of(alias.field, text)}
+
+
+def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := next((key for key in given if key not in alias.keys and key not in alias.free), None):
+        raise ValueError(f"'{unknown}' is not supported; leave it out")
+    found = {}
+    for key, inner in alias.keys.items():
+        if key in given:
+            text = given[key] if isinstance(given[key], str) else json.dumps(given[key])
+            try:
+                found[inner.field] = value_of(inner.field, text)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from error
+    return found
 
 
 def hint(name: str) -> str:
@@ -132,11 +145,15 @@ def hint(name: str) -> str:
     alias = ALIASES[name]
     if isinstance(alias, Always):
         return f"--{name} is not needed: {alias.hint}"
+    if isinstance(alias, Fields):
+        return f"--{name} is {spelled(alias)} here; {alias.hint}"
     return f"--{name} is {spelled(alias)} here"
 
 
-def spelled(alias: Alias | Switch) -> str:
-    """The flag that it stands for."""
+def spelled(alias: Alias | Switch | Fields) -> str:
+    """The flags that it stands for."""
+    if isinstance(alias, Fields):
+        return " and ".join(map(spelled, alias.keys.values()))
     flag = alias.field.replace("_", "-")
     if isinstance(alias, Alias):
         return f"--{flag}"
@@ -167,27 +184,27 @@ def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         try:
-            known = setting(str(key), value, say)
+            known = settings(str(key), value, say)
         except ValueError as error:
             raise ConfigError(f"--config {path}: {key}: {error}", param=str(key)) from error
-        if known is None:
-            continue
-        name, value = known
-        if found.setdefault(name, value) != value:
-            raise ConfigError(f"--config {path}: {key} sets {name}, which another key sets too", param=name)
+        for name, value in known.items():
+            if found.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"--config {path}: {key} sets {name}, which another key sets too", param=name
+                )
     return found
 
 
-def setting(key: str, value: Any, say: Say) -> tuple[str, Any] | None:
-    """The field and the value of a line of a file; None if it changes nothing. Raises ValueError."""
+def settings(key: str, value: Any, say: Say) -> dict[str, Any]:
+    """The fields and values of a line of a file. Raises ValueError."""
     name, flag = key.replace("-", "_"), key.replace("_", "-")
     if name in Config.__struct_fields__:
-        return name, value_of(name, value) if isinstance(value, str) else value
+        return {name: value_of(name, value) if isinstance(value, str) else value}
     if flag in ALIASES:
         say(hint(flag))
         if value is not None and not isinstance(value, str | bool):
             value = json.dumps(value)
-        return alias_value(flag, "" if value is None else value)
+        return alias_values(flag, "" if value is None else value)
     if other := refusal(flag):
         raise ValueError(f"not supported: {other}")
     raise ValueError(f"unknown key{nearest(key)}")

@@ -277,6 +277,25 @@ class Metrics(Collector):
             self.compilation.observe(seconds)
         yield self._histogram("grammar_compilation_time_seconds", "CPU time of compiling", self.compilation)
 
+    def _speculation(self, stats: Stats) -> Iterator[Metric]:
+        right = sum(stats.right_at)
+        yield self._gauge(
+            "spec_accept_length",
+            "Tokens of a row that may guess",
+            stats.verified_tokens / max(1, stats.verifies),
+        )
+        yield self._gauge(
+            "spec_accept_rate", "Share of guesses that are right", right / max(1, stats.draft_tokens)
+        )
+        yield self._counter("spec_verify_calls", "Rows that might guess", stats.verifies)
+        yield self._counter("spec_drafts", "Rows that guessed", stats.drafts)
+        yield self._counter("spec_draft_tokens", "Guessed tokens", stats.draft_tokens)
+        yield self._counter("spec_accepted_tokens", "Guessed tokens that were right", right)
+        places = {(str(place),): count for place, count in enumerate(stats.right_at)}
+        yield self._counter(
+            "spec_accepted_tokens_per_pos", "Right guesses by their place in a row", places, ["position"]
+        )
+
     def _scheduler(self, stats: Stats) -> Iterator[Metric]:
         page_size = self._facts.page_size if self._facts is not None else 1
         used = stats.pages_total - stats.pages_free - stats.pages_evictable
@@ -316,6 +335,8 @@ class Metrics(Collector):
         yield self._counter(
             "jumped_tokens", "Output tokens forced by a grammar, not sampled", stats.jumped_tokens
         )
+        if self._facts is not None and self._facts.drafts:
+            yield from self._speculation(stats)
         yield self._counter("query_tokens", "Prompt tokens looked up in the prefix cache", stats.query_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)

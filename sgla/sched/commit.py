@@ -14,13 +14,15 @@ from sgla.sched.step import Step
 
 class Outcome(NamedTuple):
     """``ended``: requests whose ``finish`` was set. Counts of tokens: ``outputs``, and those of them that were ``jumped`` to;
-    of requests: those that ended by a ``fault`` of the model."""
+    of requests: those that ended by a ``fault`` of the model. ``verified``: of each row that may guess and brought tokens, how many it
+    guessed and how many it brought."""
 
     deltas: list[Delta]
     ended: list[Request]
     outputs: int
     jumped: int
     faults: int
+    verified: list[tuple[int, int]]
 
 
 def commit(step: Step, result: StepResult, now: float) -> Outcome:
@@ -33,8 +35,9 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     ended: list[Request] = []
     broken, faults = _fail(step, result, ended) if result.failed else ([], 0)
     jumped = 0
+    verified: list[tuple[int, int]] = []
     if result.counts or step.drafts:
-        jumped = _commit_runs(step, result, deltas, ended, now)
+        jumped, verified = _commit_runs(step, result, deltas, ended, now)
     else:
         _commit_singles(step, result, deltas, ended, now)
     outputs = sum(len(delta.tokens) for delta in deltas)
@@ -52,7 +55,7 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
             ended.append(request)
     if result.hidden:
         _attach_states(step, deltas)
-    return Outcome(deltas, ended, outputs, jumped, faults)
+    return Outcome(deltas, ended, outputs, jumped, faults, verified)
 
 
 def _commit_singles(
@@ -78,13 +81,15 @@ def _commit_singles(
 
 def _commit_runs(
     step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
-) -> int:
-    """For each row the tokens that it brought; returns how many of them a grammar forced. Those are planned like a prompt's next
-    part. Of rows with drafts it is known now how far they have got."""
+) -> tuple[int, list[tuple[int, int]]]:
+    """For each row the tokens that it brought; returns how many of them a grammar forced, and ``Outcome.verified``. Forced ones are
+    planned like a prompt's next part. Of rows with drafts it is known now how far they have got."""
     tokens = array("i", result.tokens)
     counts = array("i", result.counts) if result.counts else array("i", [1]) * len(tokens)
     assert len(counts) == len(step.samples), "a count for each SAMPLE row"
     assert sum(counts) == len(tokens), "counts and tokens disagree"
+    guessed = array("i", result.guessed) if result.guessed else array("i", bytes(4 * len(counts)))
+    verified: list[tuple[int, int]] = []
     at = jumped = 0
     for i, (request, count) in enumerate(zip(step.samples, counts)):
         run, at = tokens[at : at + count], at + count
@@ -102,11 +107,15 @@ def _commit_runs(
                     break
             if drafts < 0:
                 jumped += len(delta.tokens) - 1
+            else:
+                request.verifies += 1
+                delta.verifies = request.verifies
+                verified.append((guessed[i], count))
         if drafts < 0:
             request.known = max(request.known, len(request.tokens))
         else:
             request.landed(1 + drafts)
-    return jumped
+    return jumped, verified
 
 
 def _collect_states(step: Step, hidden: list[bytes]) -> None:

@@ -565,6 +565,7 @@ class Core:
         outcome = commit(step, result, now)
         self._ledger.counts.output_tokens += outcome.outputs
         self._ledger.counts.jumped_tokens += outcome.jumped
+        self._ledger.verified(outcome.verified)
         self._ledger.counts.invalid_logits += outcome.faults
         self._conclude(outcome.ended, step.number)
         return outcome.deltas
@@ -631,6 +632,7 @@ class Core:
             ],
             cached_tokens=cached * page,
             finished=dict(self._ledger.counts.finished),
+            right_at=list(self._ledger.counts.right_at),
             steps=self._steps,
             last_rows=len(last.rows),
             last_decodes=last.decodes,

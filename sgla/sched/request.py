@@ -123,6 +123,7 @@ class Request:
         "tokens",
         "told",
         "unit",
+        "verifies",
         "windows",
         "yields",
     )
@@ -172,6 +173,7 @@ class Request:
             False  # its decode rows may guess: ``planned`` and ``known`` are then the most there may be
         )
         self.ahead = 0  # tokens that its rows in flight may bring
+        self.verifies = 0  # rows that might guess and brought tokens
 
         self.cached = 0
         self.preemptions = 0

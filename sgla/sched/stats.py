@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -58,6 +59,11 @@ class Stats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0  # counter: prompts of admitted requests
     output_tokens: int = 0  # counter: committed
     jumped_tokens: int = 0  # counter: of those, forced by a grammar and not sampled
+    verifies: int = 0  # counter: decode rows that might guess and brought tokens
+    verified_tokens: int = 0  # counter: of generated ones, those that they brought
+    drafts: int = 0  # counter: of these rows, those that guessed
+    draft_tokens: int = 0  # counter: guessed
+    right_at: list[int] = []  # counters: right guesses by their position in a row, from 0
     invalid_logits: int = 0  # counter: requests ended because the model's logits or vectors were no numbers
     steps: int = 0  # counter
     step_seconds: float = 0.0  # counter: the worker was busy
@@ -74,6 +80,19 @@ class Ledger:
     def __init__(self) -> None:
         self.counts = Stats()
         self._finished: deque[Finished] = deque(maxlen=FINISHED_KEPT)
+
+    def verified(self, rows: Iterable[tuple[int, int]]) -> None:
+        """Tokens that rows have guessed and brought."""
+        counts = self.counts
+        for guessed, brought in rows:
+            counts.verifies += 1
+            counts.verified_tokens += brought
+            counts.drafts += guessed > 0
+            counts.draft_tokens += guessed
+            right = min(guessed, brought - 1)
+            counts.right_at += [0] * (right - len(counts.right_at))
+            for at in range(right):
+                counts.right_at[at] += 1
 
     def ended(self, request: Request, reason: str, now: float) -> None:
         """The request has ended."""

@@ -182,6 +182,7 @@ class Runner:
             failed=samples.failed,
             vectors=vectors,
             hidden=hidden,
+            guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
         )
 
     def _sample(

@@ -93,6 +93,20 @@ def test_guesses_that_are_right_save_steps(runner: Runner) -> None:
     assert steps(always, 8) < 0.3 * steps(always, 0)
 
 
+def test_guesses_are_counted(runner: Runner) -> None:
+    core = make_core(runner.facts, drafts=6, depth=2)
+    found = run(runner, make_requests(), core)
+    stats = core.stats()
+    right = sum(stats.right_at)
+    assert 0 < right < stats.draft_tokens
+    assert 0 < stats.drafts < stats.verifies
+    assert stats.verified_tokens == stats.verifies + right
+    assert len(stats.right_at) <= 6
+    assert stats.right_at == sorted(stats.right_at, reverse=True)
+    assert sum(max(delta.verifies for delta in found[rid]) for rid in found.tokens()) == stats.verifies
+    assert make_core(runner.facts).stats().verifies == 0
+
+
 def test_a_request_may_end_in_the_middle_of_what_a_row_brings(runner: Runner, alone: Transcript) -> None:
     tokens = alone.tokens()["greedy"]
     for at in (20, 33, 34, 35):

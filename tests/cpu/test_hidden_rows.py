@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from numpy.typing import NDArray
-from tiny import Transcript, run, run_executor, submit, tiny_config, tiny_source
+from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, tiny_source
 
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
@@ -83,6 +83,34 @@ def test_states_are_those_of_transformers(layout: str, native: bool, tmp_path: P
                 with torch.inference_mode():
                     expected = hf.model(torch.tensor([computed])).last_hidden_state[0].numpy()
                 np.testing.assert_allclose(states(found, request.rid, width), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_states_beside_rows_that_guess() -> None:
+    """Rows of requests that want states do not guess; the others do, and no state changes."""
+    runner = Runner(
+        tiny_config(enable_return_hidden_states=True), tiny_source(), 0, 1, "", lambda progress: None
+    )
+    stem = [5, 9, 2, 7, 11]
+    wanted = [
+        submit("states", stem * 4, 30, hidden=True),
+        submit("warm", stem * 3 + [4], 20, hidden=True, temperature=0.7, seed=3),
+        submit("guesses", stem * 4, 40, allowed=[6]),
+    ]
+    width = runner.facts.hidden
+    alone = run(runner, wanted, depth=1)
+    for limits in (
+        {"drafts": 4, "depth": 1},
+        {"drafts": 8, "depth": 3},
+        {"drafts": 6, "pages": 12, "reserve": 0.0},
+    ):
+        core = make_core(runner.facts, **limits)
+        found = run(runner, wanted, core)
+        assert core.stats().right_at
+        assert found.tokens() == alone.tokens()
+        for rid in ("states", "warm"):
+            np.testing.assert_allclose(
+                states(found, rid, width), states(alone, rid, width), atol=2e-5, rtol=1e-4
+            )
 
 
 async def test_ranks_and_alone(tmp_path: Path) -> None:

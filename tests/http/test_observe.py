@@ -146,7 +146,7 @@ prompt_tokens_histogram_bucket generation_tokens_histogram_bucket time_to_first_
 inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket queue_time_seconds_bucket num_requests_total
 num_aborted_requests_total num_retracted_requests_total num_retracted_reqs kv_used_tokens kv_evictable_tokens
 weight_load_duration_seconds weight_memory_usage_gb kv_cache_memory_usage_gb http_responses_total http_requests_total
-http_requests_active startup_time_seconds"""
+http_requests_active startup_time_seconds spec_accept_length spec_accept_rate spec_verify_calls_total"""
 VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prefix_cache_hits_total
 prefix_cache_queries_total prompt_tokens_total generation_tokens_total request_prompt_tokens_bucket
 request_generation_tokens_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
@@ -154,7 +154,8 @@ request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket 
 request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_success_total
 num_preemptions_total admission_rejections_total request_inference_time_seconds_bucket request_params_n_bucket
 request_params_max_tokens_bucket time_per_output_token_seconds_bucket gpu_cache_usage_perc tool_call_parser_invocations_total
-prompt_tokens_cached_total"""
+prompt_tokens_cached_total spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
+spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total"""
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,9 @@ prompt_tokens_cached_total"""
 def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) -> None:
     metrics = Metrics("m", server)
     facts = {"context_len": 10, "vocab_size": 10, "step_tokens": 10, "dtype": "f", "device": "cpu"}
-    metrics.started(Facts(groups=[CacheGroup(5)], page_size=16, slots=2, **facts), {"load": 1.0})
-    metrics.gauges(Stats(running=2, waiting=3, query_tokens=8, hit_tokens=4), now=0.0)
+    metrics.started(Facts(groups=[CacheGroup(5)], page_size=16, slots=2, drafts=7, **facts), {"load": 1.0})
+    guesses = {"verifies": 10, "verified_tokens": 25, "drafts": 8, "draft_tokens": 30, "right_at": [9, 5, 1]}
+    metrics.gauges(Stats(running=2, waiting=3, query_tokens=8, hit_tokens=4, **guesses), now=0.0)
     metrics.http_started("GET", "/x")
     metrics.http_finished("GET", "/x", 200)
     metrics.finished(finished())
@@ -181,12 +183,16 @@ def test_other_servers_metrics(server: str, names: str, labels: dict[str, str]) 
     )
     values = {sample.name: sample.value for sample in found}
     if server == "sglang":
+        assert (values["sglang:spec_accept_length"], values["sglang:spec_accept_rate"]) == (2.5, 0.5)
         (response,) = [sample for sample in found if sample.name == "sglang:http_responses_total"]
         assert {"endpoint": "/x", "method": "GET", "status_code": "200"}.items() <= response.labels.items()
     if server == "vllm":
         assert 'http_requests_total{handler="/x",method="GET",status="2xx"} 1.0' in metrics.text().decode()
         assert (values["vllm:num_requests_running"], values["vllm:prefix_cache_hits_total"]) == (2, 4)
         assert values["vllm:request_time_per_output_token_seconds_sum"] == 0.5
+        assert values["vllm:spec_decode_num_accepted_tokens_total"] == 15
+        places = [s for s in found if s.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+        assert {s.labels["position"]: s.value for s in places} == {"0": 9, "1": 5, "2": 1}
         (waiting,) = [s for s in found if s.name == "vllm:num_requests_waiting_by_reason"]
         assert (waiting.value, waiting.labels["reason"]) == (3, "capacity")
         success = [sample for sample in found if sample.name == "vllm:request_success_total"]

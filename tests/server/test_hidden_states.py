@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 import torch
 from local_server import local_server
+from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, serving
 
 from sgla import LLM, SamplingParams
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--enable-return-hidden-states")
+GUESSING = ("--speculative-algorithm", "ngram", "--metrics-compat", "vllm")
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with serving("--model", str(tiny_model), *FLAGS) as process:
+    """One whose other requests guess tokens."""
+    with serving("--model", str(tiny_model), *FLAGS, *GUESSING) as process:
         yield process
 
 
@@ -156,3 +159,28 @@ def test_offline(tiny_model: Path, hf: Any) -> None:
         tokens = request.prompt_token_ids + output.token_ids[:-1]
         expected = hf.model(torch.tensor([tokens])).last_hidden_state[0].numpy()
     np.testing.assert_allclose(found, expected, atol=2e-4, rtol=1e-3)
+
+
+def test_guesses_of_other_requests_are_counted(server: ServerProcess, hf: Any) -> None:
+    """Beside one whose states come back."""
+    many = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True, "logit_bias": {"7": 100}}
+    body = {"text": TEXT, "sampling_params": many}
+    status, reply = server.request("POST", "/generate", body)
+    assert status == 200, reply
+    meta = reply["meta_info"]
+    assert 0 < meta["spec_verify_ct"] < 30
+    assert meta["spec_accept_length"] == 60 / meta["spec_verify_ct"]
+    plain = generate(server)
+    assert "spec_verify_ct" not in plain["meta_info"]
+    check(hf, plain, ids_of(server, TEXT))
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(server.request("GET", "/metrics")[1])
+        for sample in family.samples
+        if "position" not in sample.labels
+    }
+    right, guessed = (values[f"sgla:spec_{name}_tokens_total"] for name in ("accepted", "draft"))
+    assert 30 < right <= guessed
+    assert values["sgla:spec_accept_rate"] == right / guessed
+    assert values["sgla:spec_accept_length"] > 2
+    assert values["vllm:spec_decode_num_accepted_tokens_total"] == right

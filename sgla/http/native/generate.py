@@ -223,6 +223,9 @@ class Shapes:
             "cached_tokens": choice.usage.cached_tokens,
             "weight_version": "default",
         }
+        if choice.usage.verifies:
+            meta["spec_verify_ct"] = choice.usage.verifies
+            meta["spec_accept_length"] = choice.usage.completion_tokens / choice.usage.verifies
         sampling = self._work.jobs[prompt].sampling
         if choice.finish is not None:
             meta["e2e_latency"] = clock.now() - self._since
