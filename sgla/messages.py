@@ -189,7 +189,8 @@ class Submit(msgspec.Struct, kw_only=True):
     holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
 
 
-GRAMMAR = "grammar"  # one of Submit.holds: the compiled grammar, which comes with the Ready
+# What requests are held for: the compiled grammar, which comes with the Ready; pages that a transfer brings.
+GRAMMAR, PAGES = "grammar", "pages"
 
 
 class Ready(msgspec.Struct, kw_only=True):
@@ -285,8 +286,26 @@ PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this
 POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches the prompt's end
 
 
+class Copy(msgspec.Struct, array_like=True, frozen=True):
+    """Copy pages of the first cache group from one place to another: ``device`` or ``host``. It begins when the steps before this plan's are
+    done, and runs beside later ones: nobody writes to ``sources`` nor reads ``targets`` before a ``Moved`` tells that it has ended."""
+
+    transfer: int
+    source: str
+    target: str
+    sources: bytes  # int32[*]
+    targets: bytes  # int32[*]
+
+
+class Moved(msgspec.Struct, array_like=True, frozen=True):
+    """Workers -> schedule, at any time: a ``Copy`` has ended. If it has failed, what its targets hold means nothing."""
+
+    transfer: int
+    ok: bool
+
+
 class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
-    """Schedule -> workers: one forward step. Row order is the batch order.
+    """Schedule -> workers: one forward step, or no rows and only ``copies``. Row order is the batch order.
 
     Row ``r`` computes tokens ``[starts[r], starts[r] + q_lens[r])`` of slot ``slots[r]``; input ids come from the
     worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a decode row
@@ -310,6 +329,7 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     page_counts: bytes = b""  # int32[P]
     page_ids: list[bytes] = []  # int32[sum(page_counts)], one for each cache group of pages
     new: list[NewRow] = []
+    copies: list[Copy] = []
     state_reads: bytes = b""  # int32[*, 2]: a slot, and the unit that its row begins with instead of its own
     checkpoints: bytes = (
         b""  # int32[*, 3]: a slot, and a unit for the state behind so many tokens, which its row computes

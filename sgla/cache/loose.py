@@ -64,11 +64,24 @@ class LoosePool(PagePool):
             self._holds[page] += 1
 
     def unhold(self, pages: Iterable[int]) -> None:
-        """Undo one ``hold``."""
+        """Undo one ``hold``. What the tree has lost meanwhile is free then."""
         for page in pages:
             self._holds[page] -= 1
-            if not self._holds[page]:
+            if self._holds[page]:
+                continue
+            if self._ticket[page]:
                 self._idle[page] = None
+            else:
+                self.free((page,))
+
+    def void(self, ticket: int) -> None:
+        """The tree forgets a unit, if it still has it. Who holds it keeps it until ``unhold``."""
+        page = self._page.get(ticket, 0)
+        if page and self._holds[page]:
+            del self._page[ticket]
+            self._ticket[page] = 0
+        elif page:
+            self.forget((ticket,))
 
     def forget(self, tickets: Iterable[int]) -> list[int]:
         """The tree forgets these units, which nobody holds. Returns those that it still had, which are free now."""
@@ -99,3 +112,11 @@ class LoosePool(PagePool):
         assert idle == set(self._idle), "an idle unit is not queued"
         assert all(self._out[page] for page in self._page.values()), "a unit of the tree is free"
         assert all(self._ticket[page] == ticket for ticket, page in self._page.items()), "tickets disagree"
+
+    def check_owners(self, owned: Sequence[int], held: Sequence[int]) -> None:
+        """``owned``: units of requests; ``held``: those of the tree that somebody holds, which it may have lost meanwhile. Raises
+        AssertionError."""
+        self.check_holds(held)
+        assert len(set(owned)) == len(owned), "a unit has two owners"
+        private = {*owned, *(unit for unit in held if not self._ticket[unit])}
+        assert len(self) + self.cached + len(private) == self.total - 1, "units lost or doubled"

@@ -27,7 +27,7 @@ class Node:
 
     ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the *lower* half, so
     a request's reference goes on meaning the same prefix, and its state the same tokens. ``windows``: tickets for as many pages of each group with
-    a window. ``state``: ticket of the checkpoint behind it.
+    a window. ``state``: ticket of the checkpoint behind it. ``pending``: the transfer that brings its pages, which keeps it locked; 0: they are there.
     """
 
     __slots__ = (
@@ -39,6 +39,7 @@ class Node:
         "locks",
         "pages",
         "parent",
+        "pending",
         "state",
         "touched",
         "windows",
@@ -62,13 +63,15 @@ class Node:
         self.locks = 0
         self.hits = 0
         self.state = 0
+        self.pending = 0
         self.born = self.touched = born
 
 
 class Match(NamedTuple):
     """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end. ``windows``: as many
     pages of each group with a window, 0 where none is read from there on. ``state``: the unit of its checkpoint; 0: none. ``reach``: so many
-    tokens would match if only the first group counted. ``soon``: more would match with a checkpoint that the plan being made writes."""
+    tokens would match if only the first group counted. ``soon``: more would match with a checkpoint that the plan being made writes. ``pending``: a
+    transfer brings more; 0: none does."""
 
     node: Node
     pages: list[int]
@@ -77,6 +80,7 @@ class Match(NamedTuple):
     state: int = 0
     reach: int = 0
     soon: bool = False
+    pending: int = 0
 
 
 # The leaf with the smallest key is evicted first.
@@ -131,15 +135,22 @@ class RadixCache:
             end, reach = self._locate(node, namespace, tokens, start, limit)
             limit, soon = self._served(end, reach, start)
         node, at, child, part = self._walk(node, namespace, tokens, start, limit)
-        if child is not None:
+        pending = 0
+        if child is not None and child.pending:
+            pending = child.pending
+        elif child is not None:
             node = self._split(child, part)
             at += part * self._width
+        while node.pending and node.parent is not None:
+            pending = node.pending
+            at -= len(node.key)
+            node = node.parent
         self._touch(node)
         path = self._path(node, top)
         pages = [page for part in path for page in part.pages]
         windows = [self._in_window(g, path, at // TOKEN_BYTES, len(pages)) for g in range(len(self._windows))]
         state = self._states.page(node.state) if self._states is not None and node is not top else 0
-        return Match(node, pages, at // TOKEN_BYTES - start, windows, state, reach - start, soon)
+        return Match(node, pages, at // TOKEN_BYTES - start, windows, state, reach - start, soon, pending)
 
     def _path(self, node: Node, top: Node) -> list[Node]:
         """The nodes below ``top`` down to ``node``."""
@@ -366,6 +377,7 @@ class RadixCache:
         beside = [tickets[:keep] for tickets in node.windows]
         upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
         upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
+        upper.pending = node.pending
         parent.children[node.edge] = upper
         node.key, node.pages = node.key[cut:], node.pages[keep:]
         node.windows = [tickets[keep:] for tickets in node.windows]
@@ -373,6 +385,45 @@ class RadixCache:
         upper.children[node.edge] = node
         self.nodes += 1
         return upper
+
+    # --- transfers
+
+    def arrive(self, node: Node, ok: bool) -> None:
+        """The transfer that ``node`` and some above it wait for is done, and unlocks them. Or it has failed: then they are removed with all
+        below, which nobody can have reached."""
+        self.unlock(node)
+        top, pending = node, node.pending
+        while node.pending == pending:
+            node.pending, top = 0, node
+            assert node.parent is not None
+            node = node.parent
+        if not ok:
+            self._remove_all(top)
+
+    def _remove_all(self, top: Node) -> None:
+        stack, gone = [top], list[Node]()
+        while stack:
+            gone.append(stack.pop())
+            stack += gone[-1].children.values()
+        for node in gone[::-1]:
+            assert not node.locks, "a page in use would be removed"
+            self._pool.free(node.pages)
+            self.pages -= len(node.pages)
+            self.evictable -= len(node.pages)
+            self._remove(node)
+        self.version += 1
+
+    def ready(self, node: Node) -> bool:
+        """Whether all pages down to ``node`` are there."""
+        while node.parent is not None:
+            if node.pending:
+                return False
+            node = node.parent
+        return True
+
+    def pages_to(self, node: Node) -> list[int]:
+        """All pages down to ``node``."""
+        return [page for part in self._path(node, self.root) for page in part.pages]
 
     # --- eviction
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from sgla.cache.loose import LoosePool
 
@@ -57,26 +57,6 @@ class StatePool(LoosePool):
         self._pins.clear()
         self._fresh.clear()
 
-    def unhold(self, pages: Iterable[int]) -> None:
-        """Undo one ``hold``; a checkpoint that the tree has lost meanwhile becomes free."""
-        for unit in pages:
-            self._holds[unit] -= 1
-            if self._holds[unit]:
-                continue
-            if self._ticket[unit]:
-                self._idle[unit] = None
-            else:
-                self.free((unit,))
-
-    def void(self, ticket: int) -> None:
-        """The tree forgets a checkpoint, if it still has it. Who holds it keeps it until ``unhold``."""
-        unit = self._page.get(ticket, 0)
-        if unit and self._holds[unit]:
-            del self._page[ticket]
-            self._ticket[unit] = 0
-        elif unit:
-            self.forget((ticket,))
-
     def seizable(self, unit: int) -> bool:
         """Whether nobody but the caller, who holds it, uses the checkpoint ``unit``."""
         return self._holds[unit] == 1
@@ -86,10 +66,6 @@ class StatePool(LoosePool):
         self.void(self._ticket[unit])
         self._holds[unit] = 0
 
-    def check_states(self, owned: list[int], held: list[int]) -> None:
-        """``owned``: units of requests; ``held``: what they will read, once for each. Raises AssertionError."""
+    def check_owners(self, owned: Sequence[int], held: Sequence[int]) -> None:
         assert not self._pins, "a unit is pinned and no plan is made"
-        self.check_holds(held)
-        assert len(set(owned)) == len(owned), "a state has two owners"
-        private = {*owned, *(unit for unit in held if not self._ticket[unit])}
-        assert len(self) + self.cached + len(private) == self.total - 1, "states lost or doubled"
+        super().check_owners(owned, held)

@@ -21,8 +21,10 @@ from sgla.messages import (
     SAMPLE,
     CacheGroup,
     Control,
+    Copy,
     Facts,
     LogprobBlock,
+    Moved,
     NewRow,
     Progress,
     RowSampling,
@@ -117,6 +119,8 @@ class FakeModel:
         self._stores = [[[0] * facts.page_size for _ in range(group.pages)] for group in paged if verify]
         # Units of states: how many tokens each has seen, and their hash.
         self._states = [(0, 0)] * facts.groups[-1].pages if self._recurrent and verify else []
+        self._host: dict[int, list[int]] = {}
+        self._copying: dict[int, tuple[Copy, list[list[int]]]] = {}  # with what the sources held at first
         self._step = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -129,6 +133,8 @@ class FakeModel:
         for store, pages in zip(self._stores, plan.zeroed):
             for page in ints(pages):
                 store[page] = [0] * self.facts.page_size
+        for copy in plan.copies if self._stores else []:
+            self._begin(copy)
         rows = self._rows(plan)
         if not self._encoder:
             for g in range(len(self._stores)):
@@ -187,6 +193,35 @@ class FakeModel:
                 values.extend((state >> 8 * i & 0xFF) / 0x100 for i in range(self.facts.hidden))
         return values.tobytes()
 
+    def _begin(self, copy: Copy) -> None:
+        """Its targets mean nothing until it has ended."""
+        self._copying[copy.transfer] = copy, self._contents(copy.source, copy.sources)
+        self._put(copy.target, copy.targets, [[WRONG] * self.facts.page_size] * len(ints(copy.targets)))
+
+    def move(self, transfer: int, ok: bool) -> Moved:
+        """End a copy."""
+        if not self._stores:
+            return Moved(transfer, ok)
+        copy, contents = self._copying.pop(transfer)
+        assert self._contents(copy.source, copy.sources) == contents, (
+            "a page was written to while it was copied"
+        )
+        for page in self._contents(copy.target, copy.targets):
+            assert page == [WRONG] * self.facts.page_size, "a page was used before its copy had come"
+        if ok:
+            self._put(copy.target, copy.targets, contents)
+        return Moved(transfer, ok)
+
+    def _contents(self, place: str, pages: bytes) -> list[list[int]]:
+        return [list(self._place(place)[page]) for page in ints(pages)]
+
+    def _put(self, place: str, pages: bytes, contents: list[list[int]]) -> None:
+        for page, content in zip(ints(pages), contents, strict=True):
+            self._place(place)[page] = list(content)
+
+    def _place(self, place: str) -> dict[int, list[int]] | list[list[int]]:
+        return self._host if place == "host" else self._stores[0]
+
     def vector(self, tokens: list[int]) -> bytes:
         """float32[4] of a prompt."""
         state = 0
@@ -221,7 +256,8 @@ class FakeModel:
 
     def _rows(self, plan: StepPlan) -> list[FakeRow]:
         slots, starts, q_lens = ints(plan.slots), ints(plan.starts), ints(plan.q_lens)
-        assert len(slots) == len(starts) == len(q_lens) == len(plan.flags) > 0, "columns of different lengths"
+        assert len(slots) == len(starts) == len(q_lens) == len(plan.flags), "columns of different lengths"
+        assert slots or plan.copies, "a plan of nothing"
         assert len(set(slots)) == len(slots), "a slot has two rows"
         alone = self._encoder and len(q_lens) == 1
         assert alone or sum(q_lens) <= self.facts.step_tokens, "more tokens than a step may have"

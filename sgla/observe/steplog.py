@@ -58,6 +58,11 @@ class Ready(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
+class Moved(msgspec.Struct, array_like=True, tag=True, gc=False):
+    told: messages.Moved
+    raised: str = ""
+
+
 class Cancel(msgspec.Struct, array_like=True, tag=True, gc=False):
     rid: str
     reason: str
@@ -85,7 +90,7 @@ class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
-AnyCall = Offer | Ready | Cancel | Expire | Plan | Retire | Flush
+AnyCall = Offer | Ready | Moved | Cancel | Expire | Plan | Retire | Flush
 
 
 class Chapter(msgspec.Struct, array_like=True):
@@ -130,6 +135,9 @@ class RecordedCore(Core):
     def ready(self, told: messages.Ready) -> None:
         self._bytes += OFFER_BYTES + PARAMETER_BYTES * told.baggage
         self._do(Ready(told), super().ready, told)
+
+    def moved(self, moved: messages.Moved) -> None:
+        self._do(Moved(moved), super().moved, moved)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         return self._do(Cancel(rid, reason), super().cancel, rid, reason)
@@ -259,6 +267,8 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
             core.offer(call.submit, call.now)
         elif isinstance(call, Ready):
             core.ready(call.told)
+        elif isinstance(call, Moved):
+            core.moved(call.told)
         elif isinstance(call, Cancel):
             core.cancel(call.rid, call.reason)
         elif isinstance(call, Expire):

@@ -17,7 +17,7 @@ from operator import le
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import LONGEST, Delta, Ready, StepCost, StepPlan, StepResult, Submit
+from sgla.messages import LONGEST, PAGES, Delta, Moved, Ready, StepCost, StepPlan, StepResult, Submit
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
 from sgla.sched.limits import BROUGHT, IN_FLIGHT, VERIFIED, Limits, wide_tokens
@@ -117,6 +117,11 @@ class Core:
             del self._held[told.rid]
             insort(self._waiting, request, key=_by_arrival)
 
+    def moved(self, moved: Moved) -> None:
+        """A copy has ended. Whoever was held for it waits for room again, and finds its pages in the tree, or computes them if it failed."""
+        for rid in self._memory.moved(moved):
+            self.ready(Ready(rid=rid, reason=PAGES))
+
     def cancel(self, rid: str, reason: str) -> Delta | None:
         """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a
         stop string was seen) and ``abort`` otherwise; ``None`` if it is unknown or has ended. Its slot and pages are
@@ -201,7 +206,8 @@ class Core:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
         self._now = now
-        if len(self._flights) >= self.limits.depth or not (self._running or self._waiting):
+        memory = self._memory
+        if len(self._flights) >= self.limits.depth or not (self._running or self._waiting or memory.copies):
             return None
         step = Step(self._steps + 1, self._paged)
         self._short = self._none
@@ -212,15 +218,17 @@ class Core:
             self._plan_prefills(step, prefills, budget)
             if self._waiting and budget.tokens > 0:
                 self._admit(step, budget)
-        if not step.rows:
-            assert self._flights or not (self._running or self._waiting), "requests wait for nothing"
+        if not (step.rows or memory.copies):
+            busy = self._flights or memory.transfers
+            assert busy or not (self._running or self._waiting), "requests wait for nothing"
             return None
         for request in step.rows[step.decodes :]:
-            self._memory.slide(request)
+            memory.slide(request)
         if self.limits.recurrent:
             self._checkpoint_outputs(step)
-            self._memory.planned()
-        step.zeroed, self._memory.spoiled = self._memory.spoiled, []
+            memory.planned()
+        step.zeroed, memory.spoiled = memory.spoiled, []
+        step.copies, memory.copies = memory.copies, []
         self._steps += 1
         self._flights.append(step)
         self._last = step
@@ -502,12 +510,17 @@ class Core:
         """Start a waiting request in this step, if it fits beside what the running ones will need, or leave it to the next, which can begin with
         more of it. False: it does not fit."""
         memory = self._memory
-        if not memory.attach(request):
+        if awaited := memory.attach(request):
+            if awaited == PAGES:
+                self._hold(request)
             return True
         while not self._fits(request):
             if self._draining or not self._displace(request):
                 memory.release(request)
                 return False
+        if memory.load(request):
+            self._hold(request)
+            return True
         count = self._chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // self.limits.page_size)
         lacking = min(lacking, memory.room(request))
@@ -527,6 +540,12 @@ class Core:
         self._add_prefill(step, request, min(count, request.allocated - request.planned), budget)
         self._reserved = _sum(self._reserved, [self._lacking(request)])
         return True
+
+    def _hold(self, request: Request) -> None:
+        """A transfer brings pages of a waiting request."""
+        self._unlist(request)
+        request.hold(PAGES)
+        self._held[request.rid] = request
 
     def _fits(self, request: Request) -> bool:
         """Pages suffice for its known tokens, and for the outputs expected of it and of the running requests. The
@@ -590,8 +609,8 @@ class Core:
 
     @property
     def idle(self) -> bool:
-        """No request, and no step in flight."""
-        return not (self._open or self._draining or self._flights)
+        """No request, no step in flight, and no copy under way."""
+        return not (self._open or self._draining or self._flights or self._memory.transfers)
 
     @property
     def rids(self) -> list[str]:
@@ -600,6 +619,8 @@ class Core:
 
     def flush_cache(self) -> bool:
         """Forget the cached prefixes that no request uses; true if none is left."""
+        if self._memory.tier is not None:
+            self._memory.tier.flush()
         return self._memory.cache.flush()
 
     def drain_finished(self) -> list[Finished]:

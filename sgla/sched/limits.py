@@ -32,6 +32,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     step_tokens: int  # most tokens in one step
     costs: list[StepCost] = []  # Facts.costs
     drafts: int = 0  # most tokens that a decode row may guess and verify
+    host_pages: int = 0  # of host memory that keep copies of the prefix tree's
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     policy: str = "fcfs"
@@ -57,6 +58,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
             "a group is of windows or of states"
         )
         assert self.groups[-1].every % self.page_size == 0, "a checkpoint lies within a page"
+        assert not self.host_pages or len(self.groups) == 1, "copies are of the first group alone"
         assert self.encoder or all(group.pages > 1 for group in self.groups), "no pages but the dummy"
 
     @property

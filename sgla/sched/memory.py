@@ -10,11 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache
+from sgla.cache.radix import TOKEN_BYTES, Node, NullCache, RadixCache
 from sgla.cache.states import StatePool
+from sgla.cache.tier import HostTier, chain
 from sgla.cache.window import WindowPool
+from sgla.messages import PAGES, Copy, Moved, int32
 from sgla.sched.limits import Limits
 from sgla.sched.request import Request
+
+STEP = "step"  # see Memory.attach
+
+
+class Transfer:
+    """Pages on their way between the device and the host. It keeps ``node`` locked, whose path has those of the device, and holds ``places``,
+    those of the host. ``waiters``: requests that are held until it is done."""
+
+    __slots__ = ("inward", "keys", "node", "places", "waiters")
+
+    def __init__(self, inward: bool, node: Node, keys: list[bytes], places: list[int]) -> None:
+        self.inward = inward
+        self.node = node
+        self.keys = keys
+        self.places = places
+        self.waiters: list[str] = []
 
 
 class Memory:
@@ -30,6 +48,10 @@ class Memory:
         self.states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
         kind = RadixCache if limits.prefix_cache else NullCache
         self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, self.states)
+        self.tier = HostTier(limits.host_pages) if limits.host_pages and limits.prefix_cache else None
+        self.transfers: dict[int, Transfer] = {}  # under way, or to begin with the next plan
+        self.copies: list[Copy] = []  # for the next plan
+        self._begun = 0  # transfers
         self.slots = list(range(limits.rows - 1, -1, -1))
         # Free pages of each group with NaN, which the next plan has zeroed before anybody uses them; or nothing.
         self.spoiled: list[list[int]] = []
@@ -82,15 +104,19 @@ class Memory:
             own.append(bool(request.unit) + (request.mark is not None))
         return own
 
-    def attach(self, request: Request) -> bool:
+    def attach(self, request: Request) -> str:
         """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never matched:
-        it must be computed to have a successor. False: the next step can begin with more of it, so nothing was done."""
+        it must be computed to have a successor. Or nothing, and what is worth waiting for: the next ``STEP``, which can begin with more of it,
+        or ``PAGES`` that a transfer brings."""
         assert request.node is None
         assert not request.pages
         limit = request.known - 1 if request.reads_cache else 0
         match = self.cache.match(request.namespace, request.data, limit)
+        if match.pending:
+            self.transfers[match.pending].waiters.append(request.rid)
+            return PAGES
         if match.soon:
-            return False
+            return STEP
         self.cache.lock(match.node)
         request.node, request.pages, request.windows = match.node, match.pages, match.windows
         request.shared = request.borrowed = len(match.pages)
@@ -101,7 +127,76 @@ class Memory:
         request.branch = match.reach
         self._begin_with(request, match.state)
         request.slot = self.slots.pop()
+        return ""
+
+    def load(self, request: Request) -> bool:
+        """Have pages behind those that the request found in the tree copied from the host, if there are some and they have room on the device.
+        Then they are the tree's, and the request has nothing any more until they are there."""
+        if self.tier is None or not request.reads_cache:
+            return False
+        assert request.node is not None
+        width = self.page_size * TOKEN_BYTES
+        first, last = request.shared, (request.known - 1) // self.page_size
+        keys = chain(request.namespace, request.data[: last * width], width)[first:]
+        keys = keys[: self.available[0]]
+        places = self.tier.find(keys)
+        if not places:
+            return False
+        last = first + len(places)
+        self.cache.evict(len(places) - len(self.pool))
+        pages = self.pool.alloc(len(places))
+        tokens = request.data[first * width : last * width]
+        node = self.cache.adopt(request.node, request.namespace, tokens, pages)
+        assert node is not None, "the tree has more than it was found to have"
+        self.tier.hold(places)
+        transfer = self._transfer(True, node, keys[: len(places)], places, pages)
+        node.pending = self._begun
+        transfer.waiters.append(request.rid)
+        self.release(request)
         return True
+
+    def _transfer(
+        self, inward: bool, node: Node, keys: list[bytes], places: list[int], pages: list[int]
+    ) -> Transfer:
+        self.cache.lock(node)
+        self._begun += 1
+        transfer = self.transfers[self._begun] = Transfer(inward, node, keys, places)
+        ends = [("device", int32(pages)), ("host", int32(places))]
+        (target, targets), (source, sources) = ends if inward else ends[::-1]
+        self.copies.append(Copy(self._begun, source, target, sources, targets))
+        return transfer
+
+    def _save(self, request: Request, tokens: bytes) -> None:
+        """Have those pages of ``tokens`` copied to the host of which it has no copy. The tree has all."""
+        assert self.tier is not None
+        keys = chain(request.namespace, tokens, self.page_size * TOKEN_BYTES)
+        node = self.cache.find(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
+        if node is None or not self.cache.ready(node):
+            return
+        new, pages, places = list[bytes](), list[int](), list[int]()
+        for key, page in zip(keys, self.cache.pages_to(node)):
+            if self.tier.lacks(key):
+                if not (place := self.tier.receive(key)):
+                    break
+                new.append(key)
+                pages.append(page)
+                places.append(place)
+        if places:
+            self._transfer(False, node, new, places, pages)
+
+    def moved(self, moved: Moved) -> list[str]:
+        """A transfer has ended. Returns who waited for it. Of one that has failed nothing is left, so that nobody tries again."""
+        assert self.tier is not None
+        transfer = self.transfers.pop(moved.transfer)
+        if transfer.inward:
+            self.cache.arrive(transfer.node, moved.ok)
+            self.tier.unhold(transfer.places)
+            if not moved.ok:
+                self.tier.forget_keys(transfer.keys)
+        else:
+            self.cache.unlock(transfer.node)
+            self.tier.received(transfer.places, moved.ok)
+        return transfer.waiters
 
     def _begin_with(self, request: Request, state: int) -> None:
         """The request's next row reads that checkpoint of the tree, if it is one, which the request holds until then."""
@@ -259,6 +354,9 @@ class Memory:
             gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
             self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
             self._release_states(request, 0)
+            if self.tier is not None:
+                width = self.page_size * TOKEN_BYTES
+                self.tier.forget_keys(chain(request.namespace, request.tokens.tobytes(), width))
             self._forget(request)
             return
         first = request.shared
@@ -277,6 +375,8 @@ class Memory:
         self.pool.free(request.pages[last:])
         self.cache.unlock(request.node)
         self._release_states(request, last * self.page_size)
+        if self.tier is not None and request.planned > request.borrowed * self.page_size:
+            self._save(request, request.tokens[: last * self.page_size].tobytes())
         self._forget(request)
 
     def _release_states(self, request: Request, length: int) -> None:
@@ -331,10 +431,13 @@ class Memory:
         assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
         for g in range(len(self.windows)):
             self._check_window(g, holders)
+        if self.tier is not None:
+            places = [place for transfer in self.transfers.values() for place in transfer.places]
+            self.tier.check_owners([], places)
         if self.states is not None:
             owned = [request.unit for request in holders]
             owned += [request.mark[1] for request in holders if request.mark is not None]
-            self.states.check_states(owned, [request.read for request in holders if request.read])
+            self.states.check_owners(owned, [request.read for request in holders if request.read])
         for request in holders:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
@@ -370,11 +473,11 @@ class SlotsOnly(Memory):
     def available(self) -> list[int]:
         return [1 << 60]
 
-    def attach(self, request: Request) -> bool:
+    def attach(self, request: Request) -> str:
         request.node = self.cache.root
         request.allocated = request.known
         request.slot = self.slots.pop()
-        return True
+        return ""
 
     def catch_up(self, request: Request) -> int | None:
         return 0

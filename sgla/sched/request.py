@@ -62,7 +62,7 @@ class State(Enum):
 # The life of a request: what may happen to it in each state, and in which one it is then. docs/design.md says who owns what in each.
 LIFE: dict[State, dict[str, State]] = {
     State.HELD: {"ready": State.WAITING, "end": State.DONE},
-    State.WAITING: {"run": State.RUNNING, "end": State.DONE},
+    State.WAITING: {"hold": State.HELD, "run": State.RUNNING, "end": State.DONE},
     State.RUNNING: {"leave": State.DRAINING},
     State.DRAINING: {"requeue": State.WAITING, "end": State.DONE},
     State.DONE: {},
@@ -254,6 +254,11 @@ class Request:
             return False
         self._on("ready")
         return True
+
+    def hold(self, reason: str) -> None:
+        """It cannot run before something more is there."""
+        self._on("hold")
+        self.holds.add(reason)
 
     def run(self, now: float) -> None:
         self._on("run")

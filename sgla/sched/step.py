@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, NewRow, StepPlan, int32
+from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, Copy, NewRow, StepPlan, int32
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
 
@@ -23,6 +23,7 @@ class Step:
         "_starts",
         "_state_reads",
         "brought",
+        "copies",
         "decodes",
         "drafts",
         "ends",
@@ -45,6 +46,7 @@ class Step:
         self.tokens = 0
         self.work = 0
         self.brought = 0  # bytes of the requests that take their slots
+        self.copies: list[Copy] = []
         self.zeroed: list[list[int]] = []  # pages of each group, or nothing
         self._slots: list[int] = []
         self._starts: list[int] = []
@@ -166,8 +168,9 @@ class Step:
             page_slots=int32(self._page_slots),
             page_counts=int32(self._page_counts),
             page_ids=[int32(ids) for ids in self._page_ids],
-            state_reads=int32(self._state_reads),
-            checkpoints=int32(self._checkpoints),
+            state_reads=int32(self._state_reads) if self._state_reads else b"",
+            checkpoints=int32(self._checkpoints) if self._checkpoints else b"",
             new=self._new,
+            copies=self.copies,
             zeroed=[int32(pages) for pages in self.zeroed],
         )

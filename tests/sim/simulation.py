@@ -74,6 +74,7 @@ class Simulation:
         self.deltas: dict[str, list[Delta]] = {}
         self.cut: set[str] = set()
         self.held: set[str] = set()
+        self.copies: list[int] = []  # transfers under way
         self.plans: list[StepPlan] = []
         self.seconds: list[float] = []
 
@@ -106,6 +107,17 @@ class Simulation:
         if self.held:
             self.ready(random.choice(sorted(self.held)))
 
+    def end_a_copy(self, random: Random, failures: float = 0.0) -> None:
+        if self.copies:
+            transfer = self.copies.pop(random.randrange(len(self.copies)))
+            self.core.moved(self.model.move(transfer, ok=random.random() >= failures))
+            if self.check:
+                self.core.check()
+
+    def evict(self) -> None:
+        """The device loses all that nobody holds, and the host keeps its copies."""
+        self.core._memory.cache.flush()
+
     def submit_plans(self) -> None:
         while (plan := self.core.plan(self.now)) is not None:
             self.flights.append(plan)
@@ -123,10 +135,13 @@ class Simulation:
         self.submit_plans()
         if not self.flights:
             self.now += 1.0
-            return False
+            copying = bool(self.copies)
+            self.end_a_copy(Random(0))
+            return copying
         plan = self.flights.popleft()
         result = self.model.execute(plan)
-        if broken is not None:
+        self.copies += [copy.transfer for copy in plan.copies]
+        if broken is not None and plan.flags:
             row = int(broken * len(plan.flags))
             result.failed = [Failed(row, "broken", fault=True)]
             self.cut.add(self.core._flights[0].rows[row].rid)
@@ -205,6 +220,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "context_len": random.choice((20, 40, 40)),
         "step_tokens": random.choice((1, 3, 8, 20, 64)),
         "costs": random_costs(random),
+        "host_pages": random.choice((0, 3, 10, 60)) if len(groups) == 1 else 0,
         "depth": random.randint(1, 3),
         "drafts": random.choice((0, 0, 1, 3, 8)),
         "itl_target": random.choice((None, None, 2.0)),

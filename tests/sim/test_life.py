@@ -45,7 +45,7 @@ def state_of(simulation: Simulation, rid: str) -> State:
 
 
 def test_every_edge_is_walked(walked: set[tuple[State, str, State]]) -> None:
-    simulation = Simulation(make_limits(pages=9, slots=2))
+    simulation = Simulation(make_limits(pages=9, slots=2, host_pages=20))
     simulation.offer(make_submit("held", [1, 2, 3], holds=frozenset(("grammar", "adapter"))))
     simulation.offer(make_submit("lost", [1, 2, 3], holds=frozenset(("grammar",))))
     simulation.offer(make_submit("late", [4, 5, 6], deadline=3.0, holds=frozenset(("grammar",))))
@@ -60,6 +60,11 @@ def test_every_edge_is_walked(walked: set[tuple[State, str, State]]) -> None:
     assert (simulation.finish("late"), state_of(simulation, "long")) == ("error", State.RUNNING)
     simulation.ready("held")
     assert state_of(simulation, "held") is State.WAITING
+    simulation.run()
+    simulation.evict()
+    simulation.offer(make_submit("again", [*simulation.submits["long"].tokens, *simulation.tokens("long")]))
+    simulation.submit_plans()
+    assert state_of(simulation, "again") is State.HELD  # its pages come from the host
     simulation.run()
     simulation.verify()
     assert walked == EDGES

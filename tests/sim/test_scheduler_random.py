@@ -13,7 +13,7 @@ SHARDS = 2
 
 
 def play(random: Random) -> Simulation:
-    """A scenario: arrivals, ends of holds, cancels and deadlines at random times while steps go on."""
+    """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go on."""
     simulation = Simulation(random_limits(random), forced=random.choice((0, 0, 2, 9)))
     pending = random_submits(random, random.randint(2, 9))[::-1]
     bound = 400 + 80 * len(pending)
@@ -24,11 +24,15 @@ def play(random: Random) -> Simulation:
                 simulation.offer(submit)
         if random.random() < 0.2:
             simulation.end_a_hold(random)
+        if random.random() < 0.2:
+            simulation.end_a_copy(random, failures=0.3)
         if simulation.submits and random.random() < 0.03:
             rid = random.choice(list(simulation.submits))
             simulation.cancel(rid, random.choice(("client", "stop")))
         if random.random() < 0.02:
             simulation.core.flush_cache()
+        if simulation.limits.host_pages and random.random() < 0.1:
+            simulation.evict()
         if random.random() < 0.3:
             simulation.submit_plans()
         simulation.step(broken=random.random() if random.random() < 0.01 else None)

@@ -44,6 +44,8 @@ def play(random: Random, steps: int) -> Recorded:
             simulation.core.flush_cache()
         if random.random() < 0.2:
             simulation.end_a_hold(random)
+        if random.random() < 0.2:
+            simulation.end_a_copy(random, failures=0.3)
         simulation.step()
         if random.random() < 0.5:
             simulation.core.drain_finished()
