@@ -286,7 +286,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @op
 def activate(x: Tensor, kind: str) -> Tensor:
-    """``kind``: gelu | gelu_tanh | silu | relu."""
+    """``kind``: gelu | gelu_tanh | silu | relu | relu2, which is relu squared (arXiv 2109.08668)."""
     return activation(x, kind)
 
 
@@ -294,6 +294,8 @@ def activation(x: Tensor, kind: str) -> Tensor:
     """``activate`` in torch."""
     if kind in ("gelu", "gelu_tanh"):
         return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+    if kind == "relu2":
+        return F.relu(x).square()
     return F.silu(x) if kind == "silu" else F.relu(x)
 
 

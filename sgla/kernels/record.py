@@ -418,6 +418,8 @@ class Recorder:
 
     @LOWERINGS.of(ops.activate)
     def activate(self, x: Tensor, kind: str) -> Tensor:
+        if kind not in ACTIVATIONS:
+            return NotImplemented
         source = self.buffer(x)
         out, y = self._make(source.width, source.sampled)
         self.nodes.append(

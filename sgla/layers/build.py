@@ -57,6 +57,34 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Reordered:
+    """A SourceTensor with the rows of each head, ``len(order)`` of them, in another order: place ``i`` has row ``order[i]``."""
+
+    source: SourceTensor
+    order: Tensor  # int64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        heads, index = self._heads(rows or range(self.shape[0]))
+        return self.source.dense(heads)[index]
+
+    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+        heads, index = self._heads(rows)
+        return self.source.weight(kind, heads, columns).pick(index)
+
+    def _heads(self, rows: range) -> tuple[range, Tensor]:
+        """The rows of all heads that ``rows`` lie in, and which of them they are."""
+        size = len(self.order)
+        first, last = rows.start // size, -(-rows.stop // size)
+        index = (torch.arange(last - first, device="cpu")[:, None] * size + self.order.cpu()).flatten()
+        start = rows.start - first * size
+        return range(first * size, last * size), index[start : start + len(rows)]
+
+
+@dataclass(frozen=True)
 class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
 
@@ -65,7 +93,7 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """The declared tensor ``name`` inside another one: ``stack[expert][rows]``, or all of a matrix."""
+    """The declared tensor ``name`` inside another one: ``stack[expert][rows]``, or ``rows`` of a matrix or vector."""
 
     name: str
     expert: int
@@ -137,11 +165,22 @@ def columns_of(weight: Weight, columns: range | None) -> Weight:
     return weight.columns(columns.start, columns.stop)
 
 
-def fill(weight: Weight, at: int, source: SourceTensor, rows: range, columns: range | None = None) -> None:
-    """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on."""
+def fill(
+    weight: Weight,
+    at: int,
+    source: SourceTensor,
+    rows: range,
+    columns: range | None = None,
+    order: Tensor | None = None,
+) -> None:
+    """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on, those of each head in another ``order``."""
     step = max(1, CHUNK // source.shape[1])
     starts = range(rows.start, rows.stop, step)
-    for start in starts[source.index :: source.count] if isinstance(source, Share) else starts:
+    if isinstance(source, Share):
+        starts = starts[source.index :: source.count]
+    if order is not None:
+        source = Reordered(source, order)
+    for start in starts:
         taken = range(start, min(start + step, rows.stop))
         part = source.weight(weight.kind, taken, columns)
         place = weight.rows(at + start - rows.start, at + taken.stop - rows.start)

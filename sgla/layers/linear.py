@@ -4,6 +4,7 @@ inputs and add up the ranks' results, so a block needs one all-reduce after atte
 from __future__ import annotations
 
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -11,29 +12,44 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
-from sgla.layers.build import Build, SourceTensor, empty_weight, fill
+from sgla.layers.build import Build, Part, Reordered, SourceTensor, empty_weight, fill
 from sgla.quant import GROUP
 
 
 class MergedColumnLinear:
-    """Several projections of the same input as one matrix; ``parts``: name, full output size, this rank's rows of it."""
+    """Several projections of the same input as one matrix; ``parts``: name, full output size, this rank's rows of it. ``fused``: the
+    name under which a checkpoint may hold them all, one below the other. ``orders``: of the rows of each head, for the first parts."""
 
-    def __init__(self, build: Build, k: int, parts: list[tuple[str, int, range]], bias: bool = False) -> None:
+    def __init__(
+        self,
+        build: Build,
+        k: int,
+        parts: list[tuple[str, int, range]],
+        bias: bool = False,
+        fused: str = "",
+        orders: tuple[Tensor, ...] = (),
+    ) -> None:
         n = sum(len(rows) for _, _, rows in parts)
         self.weight = empty_weight(n, k, build.kind_of(f"{parts[0][0]}.weight"))
         self.bias = torch.zeros(n) if bias else None
-        at = 0
-        for name, size, rows in parts:
-            build.declare(f"{name}.weight", (size, k), partial(self._take_weight, at, rows))
+        at = first = 0
+        inside: list[tuple[str, range]] = []
+        for (name, size, rows), order in zip_longest(parts, orders):
+            build.declare(f"{name}.weight", (size, k), partial(self._take_weight, at, rows, order))
             if bias:
-                build.declare(f"{name}.bias", (size,), partial(self._take_bias, at, rows))
-            at += len(rows)
+                build.declare(f"{name}.bias", (size,), partial(self._take_bias, at, rows, order))
+            inside.append((name, range(first, first + size)))
+            at, first = at + len(rows), first + size
+        if fused:
+            build.stacks[f"{fused}.weight"] = (first, k), [Part(f"{p}.weight", 0, rows) for p, rows in inside]
+            build.stacks[f"{fused}.bias"] = (first,), [Part(f"{p}.bias", 0, rows) for p, rows in inside]
 
-    def _take_weight(self, at: int, rows: range, source: SourceTensor) -> None:
-        fill(self.weight, at, source, rows)
+    def _take_weight(self, at: int, rows: range, order: Tensor | None, source: SourceTensor) -> None:
+        fill(self.weight, at, source, rows, order=order)
 
-    def _take_bias(self, at: int, rows: range, source: SourceTensor) -> None:
+    def _take_bias(self, at: int, rows: range, order: Tensor | None, source: SourceTensor) -> None:
         assert self.bias is not None
+        source = source if order is None else Reordered(source, order)
         self.bias[at : at + len(rows)].copy_(source.dense(rows))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -42,7 +58,7 @@ class MergedColumnLinear:
 
 
 class QKVLinear(MergedColumnLinear):
-    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + 2 Hkv) * hd]``."""
+    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + 2 Hkv) * hd]``. ``order``: of the rows of each head of q and k."""
 
     def __init__(
         self,
@@ -53,6 +69,7 @@ class QKVLinear(MergedColumnLinear):
         kv_heads: int,
         head_dim: int,
         bias: bool = False,
+        order: Tensor | None = None,
     ) -> None:
         own, own_kv = split_heads(heads, kv_heads, build.shard)
         q, kv = _rows(own, head_dim), _rows(own_kv, head_dim)
@@ -61,7 +78,8 @@ class QKVLinear(MergedColumnLinear):
             (f"{name}.k_proj", kv_heads * head_dim, kv),
             (f"{name}.v_proj", kv_heads * head_dim, kv),
         ]
-        super().__init__(build, hidden, parts, bias)
+        orders = () if order is None else (order, order)
+        super().__init__(build, hidden, parts, bias, f"{name}.qkv_proj", orders)
 
 
 class GateUpLinear(MergedColumnLinear):
@@ -70,7 +88,7 @@ class GateUpLinear(MergedColumnLinear):
     def __init__(self, build: Build, name: str, hidden: int, intermediate: int, bias: bool = False) -> None:
         own = build.shard.range(intermediate, GROUP)
         parts = [(f"{name}.{which}_proj", intermediate, own) for which in ("gate", "up")]
-        super().__init__(build, hidden, parts, bias)
+        super().__init__(build, hidden, parts, bias, f"{name}.gate_up_proj")
 
 
 class RowLinear:

@@ -1,4 +1,4 @@
-"""The gated feed-forward block."""
+"""The feed-forward block, gated or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
 from sgla.layers.build import Build
-from sgla.layers.linear import GateUpLinear, RowLinear
+from sgla.layers.linear import GateUpLinear, MergedColumnLinear, RowLinear
 from sgla.quant import GROUP
 
 
@@ -30,3 +30,26 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(ops.act_mul(self.gate_up(x), self.activation))
+
+
+class PlainMLP:
+    """``down(act(up(x)))``: ``[T, d] -> [T, d]``. ``names``: of up and down in a checkpoint. ``activation``: as ``ops.activate`` has it."""
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        bias: bool,
+        names: tuple[str, str],
+    ) -> None:
+        up, down = (f"{name}.{part}" for part in names)
+        columns = build.shard.range(intermediate, GROUP)
+        self.up = MergedColumnLinear(build, hidden, [(up, intermediate, columns)], bias)
+        self.down = RowLinear(build, down, hidden, intermediate, columns, bias)
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(ops.activate(self.up(x), self.activation))

@@ -26,7 +26,8 @@ class VocabEmbedding:
 class LMHead:
     """Hidden states ``[S, d]`` -> logits float32 ``[S, vocab]`` on every rank.
 
-    ``tied`` is the embedding whose rows it uses instead of its own. ``softcap > 0`` bounds the logits by tanh.
+    ``tied`` is the embedding whose rows it uses instead of its own. The logits are multiplied by ``scale``, then ``softcap > 0`` bounds
+    them by tanh.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class LMHead:
         hidden: int,
         tied: VocabEmbedding | None = None,
         softcap: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
-        self.shard, self.vocab, self.softcap = build.shard, vocab, softcap
+        self.shard, self.vocab, self.softcap, self.scale = build.shard, vocab, softcap, scale
         self.own = own = build.shard.range(vocab)
         if tied is not None:
             self.weight = tied.weight.rows(own.start, own.stop)
@@ -53,7 +55,14 @@ class LMHead:
     def part(self, hidden: Tensor) -> Tensor:
         """The logits of this rank's part ``own`` of the vocabulary."""
         logits = ops.linear(hidden, self.weight)
-        return ops.inplace(self._cap, logits) if self.softcap else logits
+        return logits if self.plain else ops.inplace(self._adjust, logits)
 
-    def _cap(self, logits: Tensor) -> None:
-        logits.div_(self.softcap).tanh_().mul_(self.softcap)
+    @property
+    def plain(self) -> bool:
+        """Whether the product is the logits already."""
+        return not self.softcap and self.scale == 1.0
+
+    def _adjust(self, logits: Tensor) -> None:
+        logits.mul_(self.scale)
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)

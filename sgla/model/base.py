@@ -5,15 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import SelfAttention
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
-from sgla.layers.mlp import GatedMLP
+from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.layers.moe import ExpertNames, MoE
-from sgla.layers.norm import RMSNorm
+from sgla.layers.norm import LayerNorm, Norm, RMSNorm
 from sgla.layers.rope import rope_table
 from sgla.layers.vocab import LMHead, VocabEmbedding
 from sgla.model.spec import ModelSpec, RopeSpec
@@ -64,6 +65,8 @@ class Block(Protocol):
 class Decoder(CausalLM):
     """Embedding, blocks, norm, output layer. A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
 
+    plain_names: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")  # of MLPs without a gate
+
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         super().__init__(spec, build, positions)
         self.cos_sin = self._rope(spec.rope)
@@ -74,13 +77,18 @@ class Decoder(CausalLM):
         self.blocks = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
         self.norm = self.norm_of(build, "model.norm")
         tied = self.embed if spec.tied else None
-        self.lm_head = LMHead(build, "lm_head", spec.vocab, spec.hidden, tied, spec.final_softcap)
+        self.lm_head = LMHead(
+            build, "lm_head", spec.vocab, spec.hidden, tied, spec.final_softcap, spec.logit_scale
+        )
 
     @abstractmethod
     def block(self, build: Build, name: str, index: int) -> Block: ...
 
-    def norm_of(self, build: Build, name: str) -> RMSNorm:
-        return RMSNorm(build, name, self.spec.hidden, self.spec.eps, self.spec.norm_offset)
+    def norm_of(self, build: Build, name: str) -> Norm:
+        spec = self.spec
+        if spec.norm == "layer":
+            return LayerNorm(build, name, spec.hidden, spec.eps, spec.norm_offset, spec.norm_bias)
+        return RMSNorm(build, name, spec.hidden, spec.eps, spec.norm_offset)
 
     def attention(self, build: Build, name: str, index: int) -> SelfAttention:
         spec = self.spec
@@ -92,7 +100,7 @@ class Decoder(CausalLM):
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            cos_sin=self.local_cos_sin if window else self.cos_sin,
+            cos_sin=self._table(index),
             scale=spec.attention_scale,
             eps=spec.eps,
             window=window,
@@ -101,11 +109,17 @@ class Decoder(CausalLM):
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,
             norm_offset=spec.norm_offset,
+            interleaved=spec.interleaved,
         )
 
-    def mlp(self, build: Build, name: str, index: int) -> GatedMLP | MoE:
+    def mlp(self, build: Build, name: str, index: int) -> GatedMLP | PlainMLP | MoE:
         """``name``: of the dense one; a mixture may have another."""
         spec, moe = self.spec, self.spec.moe
+        if not spec.gated:
+            return PlainMLP(
+                build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias, self.plain_names
+            )
+        assert spec.activation == "silu" or spec.activation == "gelu_tanh"  # of those with a gate
         if moe is None or index not in moe.layers:
             return GatedMLP(build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
         return MoE(
@@ -125,6 +139,13 @@ class Decoder(CausalLM):
         for block, layer in zip(self.blocks, kv):
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]
+
+    def _table(self, index: int) -> Tensor:
+        """The angles of a layer."""
+        if index in self.spec.unrotated:
+            half = torch.ones(self.positions, self.cos_sin.shape[1] // 2)
+            return torch.cat([half, torch.zeros_like(half)], dim=1)
+        return self.local_cos_sin if self.spec.windows[index] else self.cos_sin
 
     def _rope(self, rope: RopeSpec) -> Tensor:
         return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sgla.errors import ConfigError
 
@@ -33,8 +33,16 @@ class Family:
     pooled: bool = False
     also: tuple[str, ...] = ()  # other architectures that it runs
     qkv_bias: bool = False
-    qk_norm: bool = False
+    out_bias: bool = True  # where attention has a bias
+    qk_norm: Literal["", "head", "width"] = ""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True
     norm_offset: float = 0.0
+    gated: bool = True
+    interleaved: bool = False
+    rotates: Literal["all", "listed", "windows"] = "all"  # which layers
+    pattern: int = 0  # every how many layers there is one without a window, where no key says it
+    windows_optional: bool = False
     scaled_embedding: bool = False  # by the root of the width
     experts: Mapping[str, Any] = field(default_factory=dict)  # their names in ``MoESpec``
 
@@ -85,6 +93,38 @@ _ENCODER = {
     "position_embedding_type": "absolute",
 }
 _SAME = {"embedding_size": "hidden_size"}
+_BIASES = {"attention_bias": False, "mlp_bias": False}
+_LAYER_NORMED = {key: value for key, value in _DECODER.items() if key != "rms_norm_eps"} | {
+    "layer_norm_eps": 1e-5
+}
+_COHERE = _LAYER_NORMED | {
+    "logit_scale": 0.0625,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+
+
+def _sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, positions: int, kv_heads: int | None = None
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+    }
+
+
+_GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
 _ROBERTA = Family(
     ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
 )
@@ -142,7 +182,7 @@ FAMILIES = {
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
         model="llama:Llama",
         pooled=True,
-        qk_norm=True,
+        qk_norm="head",
     ),
     "Qwen3MoeForCausalLM": Family(
         ("qwen3_moe",),
@@ -169,7 +209,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
         model="llama:Llama",
-        qk_norm=True,
+        qk_norm="head",
     ),
     "MixtralForCausalLM": Family(
         ("mixtral",),
@@ -221,11 +261,221 @@ FAMILIES = {
         },
         _CAUSAL | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
         {"hidden_act": "hidden_activation"},
-        model="gemma3:Gemma3",
+        model="gemma:Gemma3",
         also=("Gemma3ForConditionalGeneration",),
-        qk_norm=True,
+        qk_norm="head",
         norm_offset=1.0,
         scaled_embedding=True,
+    ),
+    "MistralForCausalLM": Family(
+        ("mistral",),
+        _DECODER | _sizes(32000, 4096, 14336, 32, 32, 131072, 8) | {"sliding_window": 4096},
+        _CAUSAL,
+        model="llama:Llama",
+    ),
+    "Phi3ForCausalLM": Family(
+        ("phi3",),
+        _DECODER
+        | _sizes(32064, 3072, 8192, 32, 32, 4096)
+        | {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
+        _CAUSAL | {"attention_bias": False},
+        model="llama:Llama",
+    ),
+    "GraniteForCausalLM": Family(
+        ("granite",),
+        _DECODER
+        | _sizes(32000, 4096, 11008, 32, 32, 2048)
+        | _BIASES
+        | {
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        _CAUSAL,
+        model="llama:Llama",
+    ),
+    "SmolLM3ForCausalLM": Family(
+        ("smollm3",),
+        _DECODER
+        | _WINDOWS
+        | _sizes(128256, 2048, 11008, 36, 16, 32768, 4)
+        | _BIASES
+        | {
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        _CAUSAL,
+        model="llama:Llama",
+        rotates="listed",
+    ),
+    "SeedOssForCausalLM": Family(
+        ("seed_oss",),
+        _DECODER
+        | _sizes(155136, 4096, 27648, 64, 80, 524288, 8)
+        | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        _CAUSAL,
+        model="llama:Llama",
+    ),
+    "HeliumForCausalLM": Family(
+        ("helium",),
+        _DECODER
+        | _sizes(48000, 2560, 7040, 24, 20, 4096, 20)
+        | _BIASES
+        | {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+        _CAUSAL,
+        model="llama:Llama",
+        interleaved=True,
+        out_bias=False,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        ("ernie4_5",),
+        _DECODER
+        | _sizes(103424, 1024, 3072, 18, 16, 131072, 2)
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+        },
+        _CAUSAL,
+        model="llama:Llama",
+        interleaved=True,
+    ),
+    "GlmForCausalLM": Family(
+        ("glm",), _DECODER | _GLM, _CAUSAL, model="llama:Llama", interleaved=True, out_bias=False
+    ),
+    "Glm4ForCausalLM": Family(
+        ("glm4",), _DECODER | _GLM, _CAUSAL, model="gemma:Glm4", interleaved=True, out_bias=False
+    ),
+    "GemmaForCausalLM": Family(
+        ("gemma",),
+        _DECODER
+        | _sizes(256000, 3072, 24576, 28, 16, 8192, 16)
+        | {
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+        },
+        _CAUSAL | {"use_bidirectional_attention": False},
+        {"hidden_activation": "hidden_act"},
+        model="llama:Llama",
+        norm_offset=1.0,
+        scaled_embedding=True,
+    ),
+    "Gemma2ForCausalLM": Family(
+        ("gemma2",),
+        {key: value for key, value in _DECODER.items() if key != "hidden_act"}
+        | _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
+        | {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "layer_types": None,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
+        _CAUSAL | {"use_bidirectional_attention": False, "sliding_window_size": 4096},
+        {"hidden_act": "hidden_activation"},
+        model="gemma:Gemma3",
+        norm_offset=1.0,
+        scaled_embedding=True,
+        pattern=2,
+    ),
+    "StableLmForCausalLM": Family(
+        ("stablelm",),
+        _LAYER_NORMED
+        | _sizes(50304, 2560, 6912, 32, 32, 4096, 32)
+        | {"use_qkv_bias": False, "partial_rotary_factor": 0.25},
+        _CAUSAL | {"use_parallel_residual": False, "qk_layernorm": False, "head_dim": None},
+        model="llama:Llama",
+        norm="layer",
+    ),
+    "Starcoder2ForCausalLM": Family(
+        ("starcoder2",),
+        {key: value for key, value in _LAYER_NORMED.items() if key != "layer_norm_eps"}
+        | _sizes(49152, 3072, 12288, 30, 24, 4096, 2)
+        | {
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+        },
+        _CAUSAL | {"mlp_type": "default", "norm_type": "layer_norm"},
+        model="llama:Starcoder2",
+        norm="layer",
+        gated=False,
+    ),
+    "NemotronForCausalLM": Family(
+        ("nemotron",),
+        {key: value for key, value in _LAYER_NORMED.items() if key != "layer_norm_eps"}
+        | _sizes(256000, 6144, 24576, 32, 48, 4096)
+        | _BIASES
+        | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        _CAUSAL,
+        model="llama:Llama",
+        norm="layer",
+        norm_offset=1.0,
+        gated=False,
+    ),
+    "ArceeForCausalLM": Family(
+        ("arcee",),
+        _DECODER
+        | _sizes(32000, 2560, 18432, 32, 32, 4096)
+        | _BIASES
+        | {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        _CAUSAL,
+        model="llama:Llama",
+        gated=False,
+    ),
+    "Olmo2ForCausalLM": Family(
+        ("olmo2",),
+        _DECODER | _sizes(50304, 4096, 11008, 32, 32, 2048) | {"attention_bias": False, "rms_norm_eps": 1e-5},
+        _CAUSAL,
+        model="olmo:Olmo2",
+        qk_norm="width",
+    ),
+    "Exaone4ForCausalLM": Family(
+        ("exaone4",),
+        _DECODER
+        | _sizes(102400, 4096, 16384, 32, 32, 2048)
+        | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        _CAUSAL,
+        model="olmo:Olmo2",
+        qk_norm="head",
+        rotates="windows",
+        windows_optional=True,
+    ),
+    "CohereForCausalLM": Family(
+        ("cohere",),
+        _COHERE | _sizes(256000, 8192, 22528, 40, 64, 8192),
+        _CAUSAL | {"use_qk_norm": False},
+        model="cohere:Cohere",
+        norm="layer",
+        norm_bias=False,
+        interleaved=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        ("cohere2",),
+        _COHERE
+        | _sizes(256000, 8192, 22528, 40, 64, 8192)
+        | {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        _CAUSAL
+        | {"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0},
+        model="cohere:Cohere",
+        norm="layer",
+        norm_bias=False,
+        interleaved=True,
+        rotates="windows",
     ),
     "Bert": Family(("bert",), _BERT, _ENCODER, _SAME),
     "DistilBert": Family(

@@ -20,6 +20,7 @@ class Block:
         self.attention = model.attention(build, f"{name}.self_attn", index)
         self.mlp_norm = model.norm_of(build, f"{name}.post_attention_layernorm")
         self.mlp = model.mlp(build, f"{name}.mlp", index)
+        self.scale = model.spec.residual_scale
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
@@ -28,10 +29,19 @@ class Block:
         x = self.attention(x, batch, kv)
         if rows is not None:
             x, h = ops.gather(x, rows), ops.gather(h, rows)
-        x, h = self.mlp_norm.add(self.attention.out(x), h)
-        return self.mlp(x), h
+        x, h = self.mlp_norm.add(self._scaled(self.attention.out(x)), h)
+        return self._scaled(self.mlp(x)), h
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class Llama(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
+
+
+class Starcoder2(Llama):
+    """StarCoder 2 (arXiv 2402.19173): other names in MLPs without a gate."""
+
+    plain_names = ("c_fc", "c_proj")

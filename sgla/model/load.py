@@ -293,14 +293,12 @@ def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[t
         if tensor.shape != shape:
             raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
         for part in parts:
-            if len(shape) == 2:
-                yield part.name, tensor
+            if len(shape) < 3:
+                yield part.name, tensor.part(part.rows)
             else:
-                size = (len(part.rows), shape[2])
-                yield (
-                    part.name,
-                    _Slice(tensor.view, size, tensor.place, shape[1], part.expert, part.rows.start),
-                )
+                size, at = (len(part.rows), shape[2]), part.rows.start
+                row = part.expert * shape[1] + at
+                yield part.name, _Slice(tensor.view, size, tensor.place, row, part.expert, at)
 
 
 def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
@@ -326,6 +324,7 @@ class _Stored:
     view: Any
     shape: tuple[int, ...]
     place: Stored | None
+    first_row: int = 0  # of what ``place`` has
 
     def dense(self, rows: range | None = None, columns: range | None = None) -> Tensor:
         if not self.shape:
@@ -339,12 +338,11 @@ class _Stored:
             raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
         return values if columns is None else values[:, columns.start : columns.stop]
 
-    @property
-    def first_row(self) -> int:
-        return 0
+    def part(self, rows: range) -> _Stored:
+        return replace(self, shape=(len(rows), *self.shape[1:]), first_row=self.first_row + rows.start)
 
     def read(self, rows: range) -> Tensor:
-        values: Tensor = self.view[rows.start : rows.stop]
+        values: Tensor = self.view[self.first_row + rows.start : self.first_row + rows.stop]
         return values
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
@@ -357,13 +355,8 @@ class _Stored:
 class _Slice(_Stored):
     """``view[expert, first:]``, as many rows as ``shape`` says."""
 
-    experts_rows: int  # of one expert, in the file
-    expert: int
-    first: int
-
-    @property
-    def first_row(self) -> int:
-        return self.expert * self.experts_rows + self.first
+    expert: int = 0
+    first: int = 0
 
     def read(self, rows: range) -> Tensor:
         start, stop = self.first + rows.start, self.first + rows.stop

@@ -46,7 +46,7 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     vocab = BYTES["int8" if quantization in ("int8", "int4") else dtype]
     table = spec.vocab * spec.hidden * (spec.packed if gguf else vocab)
     head = 0.0 if spec.tied else table / ranks
-    layers = spec.layers * attention + 3 * spec.hidden * mlps
+    layers = spec.layers * attention + (3 if spec.gated else 2) * spec.hidden * mlps
     return layers * (spec.packed if gguf else BYTES[quantization or dtype]) / ranks + table + head
 
 
@@ -57,7 +57,7 @@ def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: F
     eighth = spec.layers // 8
     ends = [i for i in range(spec.layers) if i < eighth or i >= spec.layers - eighth]
     some = ends + [i for i in range(eighth, spec.layers - eighth) if (i - eighth) % 3 == 2]
-    dense = [i for i in some if spec.moe is None or i not in spec.moe.layers]
+    dense = [i for i in some if spec.gated and (spec.moe is None or i not in spec.moe.layers)]
     qkv = spec.hidden * spec.head_dim * (spec.heads + 2 * spec.kv_heads)
     inner = spec.hidden * spec.intermediate
     wanted: list[tuple[int, str, tuple[str, ...], int]] = [

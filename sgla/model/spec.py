@@ -10,12 +10,18 @@ from sgla.errors import ConfigError
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
 from sgla.model.registry import architecture_of, check_architecture, family_of
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+_GATES: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_ACTIVATIONS: dict[str, Activation] = _GATES | {
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}  # without a gate
 # Kinds of rope scaling: the numbers they cannot do without, and those they may have. ``factors`` comes from GGUF files.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -36,6 +42,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "factors": (("factors",), ()),
 }
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The largest sizes that are taken for a model's and not for a broken file's.
 LAYERS, WIDTH, INNER, HEADS, HEAD_DIM = 1024, 1 << 17, 1 << 20, 4096, 4096
@@ -82,7 +89,7 @@ class ModelSpec:
     head_dim: int
     vocab: int
     eps: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Activation
     context_len: int
     rope: RopeSpec
     local_rope: RopeSpec  # of layers with a window; other than ``rope`` in Gemma
@@ -94,9 +101,16 @@ class ModelSpec:
     mlp_bias: bool
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
-    qk_norm: bool = False  # RMSNorm on each head of q and k
+    qk_norm: Literal["", "head", "width"] = ""  # RMSNorm on each head of q and k, or on all of them as one
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True  # of layer norms
     norm_offset: float = 0.0  # what is added to the stored weights of norms
+    gated: bool = True  # MLPs
+    interleaved: bool = False  # rotation of dims 2i and 2i + 1 together
+    unrotated: frozenset[int] = frozenset()  # layers without rotary positions
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
     attention_softcap: float = 0.0  # no family has one: transformers does not apply Gemma 3's
     moe: MoESpec | None = None
     quantization: Literal["fp8"] | None = None  # of the checkpoint
@@ -178,13 +192,14 @@ def _read(c: Reader, family: Family) -> ModelSpec:
             f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
         )
     context_len = c.integer("max_position_embeddings", POSITIONS)
-    rope, local_rope = _ropes(c, head_dim, context_len)
+    rope, local_rope = _ropes(c, head_dim, context_len, "partial_rotary_factor" in family.defaults)
     if rope.kind == "yarn":
         extended = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
         context_len = min(max(context_len, int(extended)), POSITIONS)
     context_len = min(context_len, _dual_chunk(c) or context_len)
     scale = c.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else head_dim
-    bias = "attention_bias" in family.defaults and c.flag("attention_bias")
+    windows = _windows(c, family, layers)
+    bias = _flag(c, family, "attention_bias", "use_bias")
     return ModelSpec(
         architecture=c.architecture,
         layers=layers,
@@ -194,24 +209,65 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=c.integer("vocab_size", VOCAB),
-        eps=c.number("rms_norm_eps", 1.0),
+        eps=c.number(next(key for key in _EPS if key in family.defaults), 1.0),
         activation=_activation(c, family),
         context_len=context_len,
         rope=rope,
         local_rope=local_rope,
-        windows=_windows(c, family, layers),
-        attention_scale=scale**-0.5,
-        final_softcap=c.number("final_logit_softcapping") if c.given("final_logit_softcapping") else 0.0,
-        qkv_bias=family.qkv_bias or bias,
-        out_bias=bias,
-        mlp_bias="mlp_bias" in family.defaults and c.flag("mlp_bias"),
+        windows=windows,
+        attention_scale=_number(c, family, "attention_multiplier", scale**-0.5),
+        final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
+        attention_softcap=_number(c, family, "attn_logit_softcapping", 0.0),
+        qkv_bias=family.qkv_bias or bias or _flag(c, family, "use_qkv_bias"),
+        out_bias=_out_bias(c, family, bias),
+        mlp_bias=_flag(c, family, "mlp_bias", "use_bias"),
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
         moe=_moe(c, family, layers),
         qk_norm=family.qk_norm,
+        norm=family.norm,
+        norm_bias=family.norm_bias,
         norm_offset=family.norm_offset,
-        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
+        gated=family.gated,
+        interleaved=family.interleaved,
+        unrotated=_unrotated(c, family, windows),
+        embedding_scale=_number(
+            c, family, "embedding_multiplier", hidden**0.5 if family.scaled_embedding else 1.0
+        ),
+        residual_scale=_number(c, family, "residual_multiplier", 1.0),
+        logit_scale=_number(c, family, "logit_scale", 1.0) / _number(c, family, "logits_scaling", 1.0),
     )
+
+
+def _number(c: Reader, family: Family, key: str, otherwise: float) -> float:
+    """``otherwise``: where the family has no such key, or the file says null."""
+    return c.number(key) if key in family.defaults and c.given(key) else otherwise
+
+
+def _flag(c: Reader, family: Family, *keys: str) -> bool:
+    return any(c.flag(key) for key in keys if key in family.defaults)
+
+
+def _out_bias(c: Reader, family: Family, bias: bool) -> bool:
+    if "attention_out_bias" in family.defaults:
+        return c.flag("attention_out_bias")
+    return bias and family.out_bias
+
+
+def _unrotated(c: Reader, family: Family, windows: tuple[int, ...]) -> frozenset[int]:
+    """SmolLM3 names the layers that rotate, or every how many there is one that does not; others do not rotate where they see all."""
+    layers = range(len(windows))
+    if family.rotates == "listed":
+        flags = c.integers("no_rope_layers", LAYERS)
+        if not flags:
+            step = c.integer("no_rope_layer_interval", LAYERS)
+            flags = [int((i + 1) % step != 0) for i in layers]
+        if len(flags) != len(windows):
+            raise c.error("no_rope_layers", f"a list of {len(windows)} numbers, one for each layer")
+        return frozenset(i for i in layers if not flags[i])
+    if family.rotates == "windows" and any(windows):
+        return frozenset(i for i in layers if not windows[i])
+    return frozenset(layers) if family.rotates == "windows" and c.given("sliding_window") else frozenset()
 
 
 def _dual_chunk(c: Reader) -> int:
@@ -231,15 +287,16 @@ def _dual_chunk(c: Reader) -> int:
     return chunk
 
 
-def _activation(c: Reader, family: Family) -> Literal["silu", "gelu_tanh"]:
+def _activation(c: Reader, family: Family) -> Activation:
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     found = c.values.get(key)
-    if not isinstance(found, str) or found not in _ACTIVATIONS:
+    known = _GATES if family.gated else _ACTIVATIONS
+    if not isinstance(found, str) or found not in known:
         raise ConfigError(
-            f"config.json: {key} {shown(found)} is not supported for {c.architecture}; {', '.join(_ACTIVATIONS)} are",
+            f"config.json: {key} {shown(found)} is not supported for {c.architecture}; {', '.join(known)} are",
             param="model",
         )
-    return _ACTIVATIONS[found]
+    return known[found]
 
 
 def _dtype(c: Reader) -> str:
@@ -388,7 +445,9 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
             return (0,) * layers
         first = c.integer("max_window_layers", POSITIONS, 0)
         return tuple(window if i >= first else 0 for i in range(layers))
-    pattern = c.integer("sliding_window_pattern", LAYERS)
+    if not window and family.windows_optional:
+        return (0,) * layers
+    pattern = family.pattern or c.integer("sliding_window_pattern", LAYERS)
     if c.values.get("_sliding_window_pattern") not in (None, pattern):
         raise c.error(
             "_sliding_window_pattern", f"that of sliding_window_pattern, {pattern}, or with layer_types"
@@ -417,11 +476,11 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
     return kinds
 
 
-def _ropes(c: Reader, head_dim: int, positions: int) -> tuple[RopeSpec, RopeSpec]:
+def _ropes(c: Reader, head_dim: int, positions: int, partial: bool) -> tuple[RopeSpec, RopeSpec]:
     """Global and local rotary embedding: ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
     old, new = c.table("rope_scaling"), c.table("rope_parameters")
     if "rope_local_base_freq" not in c.values:
-        rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions)
+        rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions, partial)
         return rope, rope
     if stray := new.keys() - {"full_attention", "sliding_attention"}:
         raise ConfigError(
@@ -449,7 +508,9 @@ def _ropes(c: Reader, head_dim: int, positions: int) -> tuple[RopeSpec, RopeSpec
     )
 
 
-def _rope(table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions: int) -> RopeSpec:
+def _rope(
+    table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions: int, partial: bool = False
+) -> RopeSpec:
     kind = table.get("rope_type", table.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ConfigError(
@@ -467,18 +528,13 @@ def _rope(table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions
                 "trained without it",
                 param="model",
             )
-    if table.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor {shown(table['partial_rotary_factor'])} is not supported for "
-            f"{c.architecture}; 1 is",
-            param="model",
-        )
+    rotated = _rotated(table, c, head_dim, partial)
     p = Reader(c.architecture, {"rope_theta": theta, **table})
     scaling: dict[str, Any] = {
         key: p.number(key) for key in (*needed, *optional) if key != "factors" and p.given(key)
     }
     if kind == "factors":
-        scaling["factors"] = _factors(p, head_dim // 2)
+        scaling["factors"] = _factors(p, rotated // 2)
     if kind in ("llama3", "yarn"):
         outer = "original_max_position_embeddings"
         scaling[outer] = (
@@ -491,7 +547,27 @@ def _rope(table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions
     base = p.number("rope_theta")
     if base <= 1:
         raise p.error("rope_theta", "above 1")
-    return RopeSpec(base, head_dim, kind, scaling)
+    return RopeSpec(base, rotated, kind, scaling)
+
+
+def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> int:
+    """Dims of a head that are rotated. ``partial``: whether the family may rotate fewer than all."""
+    key = "partial_rotary_factor"
+    outer = c.values.get(key) if partial else None
+    share = table.get(key, 1 if outer is None else outer)
+    if share == 1 and not isinstance(share, bool):
+        return head_dim
+    if not partial:
+        raise ConfigError(
+            f"config.json: {key} {shown(share)} is not supported for {c.architecture}; 1 is", param="model"
+        )
+    dims = int(head_dim * Reader(c.architecture, {key: share}).number(key, 1.0))
+    if dims % 2 or not dims:
+        raise ConfigError(
+            f"config.json: {key} {shown(share)} rotates {dims} of the {head_dim} dims of a head; an even number is supported",
+            param="model",
+        )
+    return dims
 
 
 def _factors(p: Reader, count: int) -> list[float]:

@@ -85,6 +85,12 @@ class Weight:
         assert data is not None
         return _dense(self.kind, self.k, data, scale, minimum).float()
 
+    def pick(self, rows: Tensor) -> Weight:
+        """A new weight of these output channels, int64 on the CPU."""
+        data, scale, minimum = (None if t is None else t[rows.to(t.device)] for t in self._parts())
+        assert data is not None
+        return Weight(self.kind, len(rows), self.k, data, scale, minimum)
+
     def rows(self, start: int, stop: int) -> Weight:
         """Output channels ``start:stop``; the whole weight is itself, so that tied layers share their panels."""
         if (start, stop) == (0, self.n):

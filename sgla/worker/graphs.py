@@ -192,7 +192,7 @@ class DecodeGraphs:
         with runner.ops.fused(size, fused):
             hidden = runner.model.forward(batch, runner.kv)
             draw = runner.sampler.fused_draw(slots, ends, self._keys[:size], plain)
-            drawing = None if runner.model.lm_head.softcap else draw
+            drawing = draw if runner.model.lm_head.plain else None
             with runner.ops.float32_output(runner.logits[:size], drawing) as output:
                 logits = runner.model.logits_part(hidden)
         if output.drawn:

@@ -7,6 +7,7 @@ import torch
 from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.ops import KVLayer
+from sgla.layers.mlp import PlainMLP
 from sgla.layers.moe import MoE
 from sgla.model.base import CausalLM
 from sgla.model.llama import Block, Llama
@@ -21,8 +22,11 @@ def match(model: CausalLM, kv: list[KVLayer]) -> DecodeStep | None:
     layers = [weights for block in blocks if (weights := _weights(block)) is not None]
     alike = len(layers) == spec.layers and len({type(weights) for weights in layers}) == 1
     plain = model.embed.weight.kind == model.lm_head.weight.kind == "bf16" and model.embed.scale == 1.0
+    usual = (
+        spec.norm == "rms" and spec.residual_scale == 1.0 and not spec.unrotated and spec.qk_norm != "width"
+    )
     whole_heads = spec.head_dim == model.cos_sin.shape[1] == HEAD_DIM
-    if model.shard.size > 1 or not (alike and plain and whole_heads) or model.lm_head.softcap:
+    if model.shard.size > 1 or not (alike and plain and usual and whole_heads) or not model.lm_head.plain:
         return None
     page_size = kv[0].k.shape[1]
     shape: Shape | MixtureShape
@@ -30,10 +34,12 @@ def match(model: CausalLM, kv: list[KVLayer]) -> DecodeStep | None:
         assert spec.moe is not None
         shape = MixtureShape(
             spec.hidden, spec.heads, spec.kv_heads, spec.moe.intermediate, spec.moe.experts, spec.moe.top_k,
-            spec.moe.normalize, spec.qk_norm, page_size,
+            spec.moe.normalize, bool(spec.qk_norm), page_size,
         )  # fmt: skip
     else:
-        shape = Shape(spec.hidden, spec.heads, spec.kv_heads, spec.intermediate, spec.qk_norm, page_size)
+        shape = Shape(
+            spec.hidden, spec.heads, spec.kv_heads, spec.intermediate, bool(spec.qk_norm), page_size
+        )
     if not shape.pays(spec.layers, spec.vocab):
         return None
     embedding, head = model.embed.weight.data, model.lm_head.weight.data
@@ -51,6 +57,8 @@ def _weights(block: Block) -> LayerWeights | MixtureWeights | None:
     if mlp.activation != "silu" or attention.window or attention.softcap:
         return None
     if any(x.bias is not None or x.weight.kind != "bf16" for x in (qkv, out)):
+        return None
+    if isinstance(mlp, PlainMLP):
         return None
     if isinstance(mlp, MoE):
         if any(weight.kind != "bf16" for weight in (mlp.router, mlp.gate_up, mlp.down)):

@@ -30,6 +30,14 @@ from sgla.model.load import load_model
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"model_type": "qwen3"},
     "Gemma3ForCausalLM": {"model_type": "gemma3_text", "sliding_window": 10, "query_pre_attn_scalar": 16},
+    "Cohere2ForCausalLM": {
+        "model_type": "cohere2",
+        "sliding_window": 10,
+        "head_dim": None,
+        "logit_scale": 0.5,
+    },
+    "Olmo2ForCausalLM": {"model_type": "olmo2", "head_dim": None},
+    "Starcoder2ForCausalLM": {"model_type": "starcoder2"},
     "Qwen3MoeForCausalLM": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

@@ -1,6 +1,8 @@
-"""Gemma 3, text (arXiv 2503.19786): local sliding-window layers between global ones, norms around each sub-block."""
+"""Gemma 2 (arXiv 2408.00118) and Gemma 3, text (arXiv 2503.19786), and GLM 4 of 2025: norms around each sub-block."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,17 +17,16 @@ class Block:
     """Each sub-block's output is normalized before it joins the residual stream."""
 
     def __init__(self, model: Gemma3, build: Build, name: str, index: int) -> None:
-        self.input_norm = model.norm_of(build, f"{name}.input_layernorm")
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            model.norm_of(build, f"{name}.{norm}") for norm in model.norms
+        )
         self.attention = model.attention(build, f"{name}.self_attn", index)
-        self.after_attention = model.norm_of(build, f"{name}.post_attention_layernorm")
-        self.before_mlp = model.norm_of(build, f"{name}.pre_feedforward_layernorm")
         self.mlp = model.mlp(build, f"{name}.mlp", index)
-        self.after_mlp = model.norm_of(build, f"{name}.post_feedforward_layernorm")
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, h = self.input_norm.add(x, h)
+        x, h = self.before_attention.add(x, h)
         x = self.attention(x, batch, kv)
         if rows is not None:
             x, h = ops.gather(x, rows), ops.gather(h, rows)
@@ -35,12 +36,16 @@ class Block:
 
 
 class Gemma3(Decoder):
-    """Norm weights are stored as w and used as 1 + w; embeddings are scaled by sqrt(d). Local layers have their own rotary base.
+    """Norm weights are stored as w and used as 1 + w; embeddings are scaled by sqrt(d). Gemma 3's local layers have their own rotary
+    base. Of a multimodal checkpoint the language model alone is used."""
 
-    Of a multimodal checkpoint the language model alone is used.
-    """
-
-    ignored = (
+    norms: ClassVar[tuple[str, str, str, str]] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    ignored: ClassVar[tuple[str, ...]] = (
         "vision_tower.",
         "multi_modal_projector.",
         "model.vision_tower.",
@@ -49,3 +54,10 @@ class Gemma3(Decoder):
 
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
+
+
+class Glm4(Gemma3):
+    """Other names for the norms (HF ``Glm4ForCausalLM``)."""
+
+    norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    ignored = ()

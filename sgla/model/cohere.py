@@ -1,0 +1,32 @@
+"""Command R (HF ``CohereForCausalLM``) and Command A (arXiv 2504.00698): attention and MLP read the same norm, side by side."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.ops import KVLayer
+from sgla.layers.batch import ForwardBatch
+from sgla.layers.build import Build
+from sgla.model.base import Decoder
+
+
+class Block:
+    def __init__(self, model: Cohere, build: Build, name: str, index: int) -> None:
+        self.norm = model.norm_of(build, f"{name}.input_layernorm")
+        self.attention = model.attention(build, f"{name}.self_attn", index)
+        self.mlp = model.mlp(build, f"{name}.mlp", index)
+
+    def __call__(
+        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, h = self.norm.add(x, h)
+        attended = self.attention(x, batch, kv)
+        if rows is not None:
+            attended, x, h = (ops.gather(y, rows) for y in (attended, x, h))
+        return self.attention.out(attended) + self.mlp(x), h
+
+
+class Cohere(Decoder):
+    def block(self, build: Build, name: str, index: int) -> Block:
+        return Block(self, build, name, index)

@@ -1,0 +1,102 @@
+"""Families beside those of ``test_models.py``: tiny random checkpoints against HF transformers, float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Eager, random_prompts, save_checkpoint
+from tiny import run, run_executor, submit, tiny_config
+
+from sgla.dist import Shard
+from sgla.errors import ConfigError
+from sgla.executor.procs import ProcsExecutor
+from sgla.hub.source import open_source
+from sgla.model.load import load_model
+from sgla.model.sizes import weight_bytes
+from sgla.worker.runner import Runner
+
+PROMPTS = random_prompts([1, 7, 33, 90])
+WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral sliding": ("mistral", {"sliding_window": 20, "head_dim": 8}),
+    "phi3": ("phi3", {}),
+    "phi3 partly rotated": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3 listed": ("smollm3", {"no_rope_layers": [0, 1, 1]}),
+    "seed-oss": ("seed_oss", {"head_dim": 16}),
+    "helium": ("helium", {"head_dim": 8}),
+    "ernie": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "glm": ("glm", {"head_dim": 16}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 24}),
+    "stablelm": (
+        "stablelm",
+        {"use_qkv_bias": True, "head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ),
+    "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
+    "nemotron": ("nemotron", {"head_dim": 16, "num_key_value_heads": 3}),
+    "arcee": ("arcee", {"head_dim": 8}),
+    "olmo2": ("olmo2", {}),
+    "exaone4": ("exaone4", WINDOWED),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
+    "cohere2": ("cohere2", WINDOWED | {"logit_scale": 0.25, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    """In torch, in a CPU program where there are kernels, and in chunks."""
+    model_type, changes = FAMILIES[name]
+    hf = save_checkpoint(tmp_path, model_type, **changes)
+    model = load_model(open_source(tmp_path))
+    found = Eager(model).prompt_logprobs(PROMPTS)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    matrices = sum(p.numel() for p in hf.parameters() if p.dim() > 1)
+    assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
+    rows = Eager(model, budget=150).generate(PROMPTS, 12)
+    native = Eager(model, budget=40, native=True).generate(PROMPTS, 12)
+    assert [row.tokens for row in native] == [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize("name", ["glm", "starcoder2"])
+async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+    """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate."""
+    model_type, changes = FAMILIES[name]
+    save_checkpoint(tmp_path, model_type, **changes)
+    source = open_source(tmp_path)
+    requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    one = Runner(tiny_config(), source, 0, 1, "", lambda progress: None)
+    executor = ProcsExecutor(tiny_config(tp=2), source)
+    try:
+        both = await run_executor(executor, await executor.start(lambda progress: None), requests)
+    finally:
+        await executor.close()
+    assert both.tokens() == run(one, requests).tokens()
+
+
+def test_what_ranks_cannot_split_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "olmo2")
+    with pytest.raises(ConfigError, match="use --tp 1"):
+        load_model(open_source(tmp_path), shard=Shard(0, 2))
