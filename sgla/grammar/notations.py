@@ -12,13 +12,33 @@ from sgla.grammar.errors import GrammarError
 
 MAX_CHOICES = 10_000
 # Escapes that mean another thing in Python. Digits are the ASCII ones alone, which is what everybody wants.
-ESCAPES = {"d": "[0-9]", "w": r"[\p{L}\p{N}_]", "W": r"[^\p{L}\p{N}_]", "Z": r"\z"}
+ESCAPES = {
+    "d": "[0-9]",
+    "s": r"[\s\x1c-\x1f]",
+    "S": r"[^\s\x1c-\x1f]",
+    "w": r"[\p{L}\p{N}_]",
+    "W": r"[^\p{L}\p{N}_]",
+    "Z": r"\z",
+}
 
 
 def as_in_python(pattern: str) -> str:
     """A regular expression with Python's meaning, in the matcher's dialect.
     All that it matches, ``re`` matches."""
-    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), pattern, flags=re.DOTALL)
+    opened = ""  # with what a class has begun
+
+    def meant(found: re.Match[str]) -> str:
+        nonlocal opened
+        sign = found[0]
+        if found[1]:
+            return sign if found[1] == "d" and opened.startswith("[^") else ESCAPES.get(found[1], sign)
+        if opened:
+            opened = "" if sign.endswith("]") else opened
+            return sign if sign in ("]", "-") else re.sub(r"([\[&~-])", r"\\\1", sign)
+        opened = sign if sign[0] == "[" else ""
+        return sign.replace("]", r"\]") if opened else sign
+
+    return re.sub(r"\\(.)|\[\^?\]?|\]|&|~|-+", meant, pattern, flags=re.DOTALL)
 
 
 def choice_lark(choices: Any) -> str:

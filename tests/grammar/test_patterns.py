@@ -8,9 +8,12 @@ import re
 from typing import Any
 
 import pytest
-from test_rewriting import accepted
+from llguidance import LLMatcher
+from test_rewriting import TOKENIZER, accepted
 
 from sgla.grammar.errors import GrammarError
+from sgla.grammar.llg import make_matcher
+from sgla.grammar.notations import as_in_python
 from sgla.grammar.patterns import PatternError, portable, selecting, texts
 from sgla.grammar.source import json_schema
 
@@ -213,3 +216,22 @@ def test_others_are_refused_by_name(pattern: str, why: str) -> None:
     ):
         with pytest.raises(GrammarError, match=f"'{keyword}.*/properties/x.*{why}"):
             json_schema({"properties": {"x": schema}}, additional=True)
+
+
+CHARACTERS = "aZ09_-&~[]^+,. \t\n\x1c\x1f\x85\xa0é\u0663\u2028\ufeffß²"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r"\s", r"\S", r"\w", r"\W", r"\d", r"\D", r"[^\s]", r"[^\S]", r"[^\d]", r"[^\D\d]", r"[^\w]", "."),
+        *("[[]", "[^]a]", "[]a]", "[a[]", "[a&&9]", "[+~~a]", "[+--]", r"[a\]]", "[a-z]", r"[^a[\d]"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+def test_what_the_matcher_takes_python_takes(pattern: str) -> None:
+    matcher = make_matcher(TOKENIZER, LLMatcher.grammar_from_regex(as_in_python(pattern)))
+    assert not matcher.is_error(), matcher.get_error()
+    for char in CHARACTERS:
+        if matcher.validate_tokens(list(char.encode())) == len(char.encode()):
+            assert re.fullmatch(pattern, char), char
