@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import sqlite3
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -19,6 +21,7 @@ from http_site import Serve, Site, at_rest
 from sgla import clock
 from sgla.http.app import SERVER
 from sgla.http.clients import Client
+from sgla.http.responses.background import Recorder
 from sgla.http.responses.items import ITEM, Kept
 from sgla.http.responses.store import Place, ResponseStore, Stored
 from sgla.http.server import SCHEMAS
@@ -410,6 +413,33 @@ async def test_large_events_are_read_in_parts(site: Site, monkeypatch: pytest.Mo
     budget.limit = 100
     assert (await site.get(path))[0] == 413
     assert budget.used == 0
+
+
+async def test_events_of_a_response_that_has_ended_are_freed_at_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector of circles may come much later."""
+    made: list[weakref.ref[Recorder]] = []
+    begin = Recorder.__init__
+
+    def told(self: Recorder, *args: Any) -> None:
+        begin(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Recorder, "__init__", told)
+    asked = {"input": "x", "background": True, "stream": True, "max_output_tokens": 3}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            async with site.http.post("/v1/responses", json=asked) as response:
+                await response.read()
+        assert len(made) == 3
+        async with asyncio.timeout(5):
+            while any(recorder() is not None for recorder in made):
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_live_events_are_written_in_parts(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

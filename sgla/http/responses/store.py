@@ -188,6 +188,8 @@ class ResponseStore:
                 self.shelf.change(tx, number, size=size)
 
         entry.recorded, entry.recorded_size = len(recorder.blocks), recorder.size
+        if recorder.ended.is_set():
+            entry.recorder = None  # the two refer to each other, and the collector of circles comes late
         self._queue(entry, work, len(data))
 
     def end(self, entry: Stored, output: Iterable[Item]) -> None:

@@ -170,7 +170,7 @@ class Database:
             self.give_back()
 
     def give_back(self) -> None:
-        """Let the file shrink by some of what is free in it, or the memory by what is more than that."""
+        """Let the file shrink by some of what is free in it, or the memory by all but ``SPARE``."""
 
         def work(tx: sqlite3.Connection) -> Iterator[None]:
             (free,) = tx.execute("PRAGMA freelist_count").fetchone()
