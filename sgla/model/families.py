@@ -277,7 +277,12 @@ FAMILIES = {
         ("phi3",),
         _DECODER
         | _sizes(32064, 3072, 8192, 32, 32, 4096)
-        | {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
+        | {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+        },
         _CAUSAL | {"attention_bias": False},
         model="llama:Llama",
     ),
@@ -447,7 +452,7 @@ FAMILIES = {
     "Exaone4ForCausalLM": Family(
         ("exaone4",),
         _DECODER
-        | _sizes(102400, 4096, 16384, 32, 32, 2048)
+        | _sizes(102400, 4096, 16384, 32, 32, 2048, 32)
         | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         _CAUSAL,
         model="olmo:Olmo2",

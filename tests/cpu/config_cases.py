@@ -77,6 +77,12 @@ def qwen3_moe(**changes: Any) -> Config:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def decoder(name: str, model_type: str, **changes: Any) -> Config:
+    """Of a family that has no function here, whose activation is its own."""
+    usual = {key: value for key, value in USUAL.items() if key != "hidden_act"}
+    return TINY | usual | {"architectures": [name], "model_type": model_type} | changes
+
+
 def mixtral(**changes: Any) -> Config:
     own = {
         "architectures": ["MixtralForCausalLM"],
@@ -314,6 +320,76 @@ RUN: dict[str, Case] = {
 
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
+    "Mistral-7B-v0.1": Case(
+        decoder("MistralForCausalLM", "mistral", hidden_act="silu", rms_norm_eps=1e-5, sliding_window=16)
+    ),
+    "Phi-4-mini without LongRoPE": Case(
+        decoder(
+            "Phi3ForCausalLM",
+            "phi3",
+            attention_bias=False,
+            embd_pdrop=0.0,
+            pad_token_id=0,
+            resid_pdrop=0.0,
+            hidden_act="silu",
+            num_attention_heads=2,
+            partial_rotary_factor=0.75,
+            rope_scaling=None,
+            rms_norm_eps=1e-5,
+            sliding_window=262144,
+            original_max_position_embeddings=128,
+        )
+    ),
+    "granite-3.3": Case(
+        decoder(
+            "GraniteForCausalLM",
+            "granite",
+            attention_bias=False,
+            attention_multiplier=0.0625,
+            embedding_multiplier=12.0,
+            hidden_act="silu",
+            logits_scaling=8.0,
+            mlp_bias=False,
+            residual_multiplier=0.22,
+            rms_norm_eps=1e-5,
+            rope_scaling=None,
+            rope_theta=10000000.0,
+            tie_word_embeddings=True,
+        )
+    ),
+    "gemma-2-2b": Case(
+        decoder(
+            "Gemma2ForCausalLM",
+            "gemma2",
+            attention_bias=False,
+            attn_logit_softcapping=50.0,
+            cache_implementation="hybrid",
+            final_logit_softcapping=30.0,
+            head_dim=16,
+            hidden_act="gelu_pytorch_tanh",
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=16,
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            sliding_window=8,
+        )
+    ),
+    "stablelm-2": Case(
+        decoder(
+            "StableLmForCausalLM",
+            "stablelm",
+            hidden_act="silu",
+            hidden_dropout=0.0,
+            layer_norm_eps=1e-5,
+            partial_rotary_factor=0.25,
+            qk_layernorm=False,
+            rope_scaling=None,
+            rope_theta=10000,
+            tie_word_embeddings=False,
+            use_parallel_residual=False,
+            use_qkv_bias=True,
+        )
+    ),
     "qwen2 without windows": Case(qwen2(max_window_layers=None), twin=qwen2()),
     "Qwen2.5-1M within its chunks": Case(
         qwen2(
@@ -557,14 +633,36 @@ REFUSED: dict[str, Case] = {
     "architectures a string": Case(llama(architectures="LlamaForCausalLM"), "architectures"),
     "architectures of numbers": Case(llama(architectures=[1]), "architectures"),
     **{
+        f"{name} {key}": Case(decoder(name, model_type, **{key: value}), key)
+        for name, model_type, key, value in (
+            ("Phi3ForCausalLM", "phi3", "partial_rotary_factor", 0.1),
+            ("StableLmForCausalLM", "stablelm", "use_parallel_residual", True),
+            ("StableLmForCausalLM", "stablelm", "qk_layernorm", True),
+            ("CohereForCausalLM", "cohere", "use_qk_norm", True),
+            ("Starcoder2ForCausalLM", "starcoder2", "mlp_type", "gated"),
+            ("SmolLM3ForCausalLM", "smollm3", "no_rope_layers", [1, 0]),
+            ("Exaone4ForCausalLM", "exaone4", "sliding_window_pattern", 0),
+            ("GemmaForCausalLM", "gemma", "use_bidirectional_attention", True),
+            ("MistralForCausalLM", "mistral", "attention_bias", True),
+            ("GraniteForCausalLM", "granite", "residual_multiplier", 0),
+            ("ArceeForCausalLM", "arcee", "hidden_act", "xielu"),
+        )
+    },
+    "Phi3 longrope": Case(
+        decoder(
+            "Phi3ForCausalLM",
+            "phi3",
+            rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+        ),
+        "longrope",
+    ),
+    **{
         name: Case(other(name, model_type, **changes), name)
         for name, model_type, changes in (
             ("GPT2LMHeadModel", "gpt2", {"n_embd": 768, "n_layer": 12, "activation_function": "gelu_new"}),
             ("OPTForCausalLM", "opt", {"activation_function": "relu"}),
             ("FalconForCausalLM", "falcon", {"alibi": False}),
-            ("MistralForCausalLM", "mistral", {"sliding_window": 4096}),
             ("PhiForCausalLM", "phi", {"partial_rotary_factor": 0.4}),
-            ("Phi3ForCausalLM", "phi3", {"rope_scaling": {"type": "longrope"}}),
             ("DeepseekV3ForCausalLM", "deepseek_v3", {"kv_lora_rank": 512}),
             ("GptOssForCausalLM", "gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
             ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", {}),
@@ -573,7 +671,6 @@ REFUSED: dict[str, Case] = {
             ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),
             ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
             ("Gemma4ForConditionalGeneration", "gemma4", {"text_config": {}}),
-            ("Gemma2ForCausalLM", "gemma2", {"attn_logit_softcapping": 50.0}),
             ("Llama4ForCausalLM", "llama4_text", {}),
             ("Qwen3NextForCausalLM", "qwen3_next", {}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),

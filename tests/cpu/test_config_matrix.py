@@ -142,9 +142,9 @@ def test_dual_chunks_bound_the_context() -> None:
         ("LLaMAForCausalLM", "LlamaForCausalLM"),
         ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
         ("Llama4ForCausalLM", None),
-        ("Gemma2ForCausalLM", None),
+        ("Llama3ForCausalLM", None),
         ("DeepseekV3ForCausalLM", None),
-        ("MistralForCausalLM", None),
+        ("Phi4ForCausalLM", None),
     ],
 )
 def test_hints_name_the_same_model_only(name: str, hint: str | None) -> None:
@@ -166,7 +166,7 @@ def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) 
     for key, default in declared.items():
         known = key in family.defaults or key in family.fixed or key in HARMLESS
         assert known or key.endswith(
-            ("_token_id", "dropout", "dropout_prob", "_coef", "_version", "output_attentions")
+            ("_token_id", "dropout", "dropout_prob", "_pdrop", "_coef", "_version", "output_attentions")
         ), key
         if key in family.defaults and key not in same:
             assert family.defaults[key] == default or key in ("dim", "n_layers", "n_heads"), key
