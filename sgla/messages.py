@@ -186,6 +186,8 @@ class Submit(msgspec.Struct, kw_only=True):
     segment: int = 0  # NewRow.segment
     baggage: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
     repetition: Repetition | None = None
+    # Where the prompt has tokens that stand for something else, such as an image: the first of them, and a digest of what it is.
+    media: list[tuple[int, bytes]] = []
     holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
 
 

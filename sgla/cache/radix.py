@@ -1,7 +1,8 @@
 """Radix tree over token ids: which KV pages hold the prefix of a prompt.
 
 Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a run of whole pages. Token ids come as
-``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one ``memcmp``.
+``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one ``memcmp``. Where a page depends on more than
+the tokens up to its end, on an image for example, its *mark* is part of that key, and no run goes on across it.
 
 The tree's own pages are those of the first cache group, which keeps whole histories. Beside each stands one of every group
 with a window, as long as it is there (``cache/window.py``), and behind the last one of a node a state, if there is one
@@ -11,8 +12,10 @@ with a window, as long as it is there (``cache/window.py``), and behind the last
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sgla.cache.pages import PagePool
@@ -20,6 +23,8 @@ from sgla.cache.states import StatePool
 from sgla.cache.window import WindowPool
 
 TOKEN_BYTES = 4
+Marks = Mapping[int, bytes]  # of pages, by their index
+NO_MARKS: Marks = MappingProxyType({})
 
 
 class Node:
@@ -124,17 +129,19 @@ class RadixCache:
 
     # --- reading
 
-    def match(self, namespace: str, tokens: bytes, limit: int) -> Match:
+    def match(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> Match:
         """The longest cached prefix of ``tokens[:limit]``. Splits a node where the match ends. Takes no lock."""
-        return self.extend(self.root, namespace, tokens, 0, limit)
+        return self.extend(self.root, namespace, tokens, 0, limit, marks)
 
-    def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
+    def extend(
+        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks = NO_MARKS
+    ) -> Match:
         """Like ``match``, but going on below ``node``, which ends at token ``start`` (whole pages)."""
         top, reach, soon = node, 0, False
         if self._windows or self._states is not None:
-            end, reach = self._locate(node, namespace, tokens, start, limit)
+            end, reach = self._locate(node, namespace, tokens, start, limit, marks)
             limit, soon = self._served(end, reach, start)
-        node, at, child, part = self._walk(node, namespace, tokens, start, limit)
+        node, at, child, part = self._walk(node, namespace, tokens, start, limit, marks)
         pending = 0
         if child is not None and child.pending:
             pending = child.pending
@@ -220,32 +227,40 @@ class RadixCache:
             parent = parent.parent
         return depth
 
-    def probe(self, namespace: str, tokens: bytes, limit: int) -> tuple[Node, int]:
+    def probe(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> tuple[Node, int]:
         """Deepest node that ``tokens[:limit]`` reaches, and the matched length. Changes nothing."""
-        return self._locate(self.root, namespace, tokens, 0, limit)
+        return self._locate(self.root, namespace, tokens, 0, limit, marks)
 
-    def _locate(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> tuple[Node, int]:
-        node, at, child, part = self._walk(node, namespace, tokens, start, limit)
+    def _locate(
+        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks
+    ) -> tuple[Node, int]:
+        node, at, child, part = self._walk(node, namespace, tokens, start, limit, marks)
         return child or node, (at + part * self._width) // TOKEN_BYTES
 
     def _walk(
-        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int
+        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks
     ) -> tuple[Node, int, Node | None, int]:
         """Last node matched whole, byte position after it, and the child matched in part with its matched pages."""
         width = self._width
         at = start * TOKEN_BYTES
         end = limit // self.page_size * width
         while at < end:
-            page = tokens[at : at + width]
-            child = node.children.get((namespace, page) if node is self.root else page)
+            edge = self._edge(node, namespace, tokens[at : at + width], marks and marks.get(at // width))
+            child = node.children.get(edge)
             if child is None:
                 break
             size = len(child.key)
-            if at + size > end or not tokens.startswith(child.key, at):
-                return node, at, child, self._common(child.key, tokens, at, min(size, end - at) // width)
+            stop = min((i * width for i in marks if at < i * width < end), default=end) if marks else end
+            if at + size > stop or not tokens.startswith(child.key, at):
+                return node, at, child, self._common(child.key, tokens, at, min(size, stop - at) // width)
             node = child
             at += size
         return node, at, None, 0
+
+    def _edge(self, node: Node, namespace: str, page: bytes, mark: object) -> object:
+        """The key of a run below ``node`` that begins with ``page``."""
+        edge = (namespace, page) if node is self.root else page
+        return (edge, mark) if mark else edge
 
     def _common(self, key: bytes, tokens: bytes, at: int, most: int) -> int:
         """Pages that ``key`` and ``tokens[at:]`` share, by bisection; the first one is known to be equal."""
@@ -268,9 +283,9 @@ class RadixCache:
             node = node.parent
         self._offer(leaf)
 
-    def find(self, namespace: str, tokens: bytes, length: int) -> Node | None:
+    def find(self, namespace: str, tokens: bytes, length: int, marks: Marks = NO_MARKS) -> Node | None:
         """The node that ends with ``tokens[:length]``, which are whole pages, by a split if need be; None: the tree lacks some of them."""
-        node, at, child, part = self._walk(self.root, namespace, tokens, 0, length)
+        node, at, child, part = self._walk(self.root, namespace, tokens, 0, length, marks)
         if at + part * self._width < length * TOKEN_BYTES:
             return None
         return node if child is None else self._split(child, part)
@@ -310,17 +325,33 @@ class RadixCache:
         pages: Sequence[int],
         windows: Sequence[Sequence[int]] = (),
         held: bool = False,
+        marks: Marks = NO_MARKS,
     ) -> Node | None:
         """The tree takes over ``pages``, which hold ``tokens`` right below ``node``, and those of ``windows``, 0 where there is none; the
-        caller goes on to hold these if they are ``held``. Returns their node.
+        caller goes on to hold these if they are ``held``. ``marks`` are counted from ``node`` on. Returns their last node.
 
         ``None``: the tree has the first page already; the caller keeps them all.
         """
         assert len(tokens) == len(pages) * self._width, "tokens and pages disagree"
-        first = tokens[: self._width]
-        edge = (namespace, first) if node is self.root else first
-        if edge in node.children:
+        if self._edge(node, namespace, tokens[: self._width], marks and marks.get(0)) in node.children:
             return None
+        cuts = sorted(i for i in marks if 0 < i < len(pages))
+        for first, last in pairwise((0, *cuts, len(pages))):
+            run = tokens[first * self._width : last * self._width]
+            edge = self._edge(node, namespace, run[: self._width], marks and marks.get(first))
+            beside = [given[first:last] for given in windows]
+            node = self._adopt_run(node, edge, run, pages[first:last], beside, held)
+        return node
+
+    def _adopt_run(
+        self,
+        node: Node,
+        edge: object,
+        tokens: bytes,
+        pages: Sequence[int],
+        windows: Sequence[Sequence[int]],
+        held: bool,
+    ) -> Node:
         self._clock += 1
         beside = [array("q", pool.give(given, held)) for pool, given in zip(self._windows, windows)]
         child = Node(node, edge, tokens, array("i", pages), self._clock, beside)
@@ -339,11 +370,12 @@ class RadixCache:
         tokens: bytes,
         pages: Sequence[int],
         windows: Sequence[Sequence[int]] = (),
+        marks: Marks = NO_MARKS,
     ) -> tuple[Sequence[int], list[list[int]]]:
         """The tree takes over those of ``pages`` whose tokens it lacks below ``node``, and of ``windows`` those that it lacks; returns the
-        others."""
+        others. ``marks`` are counted from ``node`` on."""
         top = node
-        node, at, child, part = self._walk(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES)
+        node, at, child, part = self._walk(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES, marks)
         if child is not None:
             node = self._split(child, part)
             at += part * self._width
@@ -351,7 +383,9 @@ class RadixCache:
         have = at // self._width
         if have < len(pages):
             rest = [given[have:] for given in windows]
-            adopted = self.adopt(node, namespace, tokens[at:], pages[have:], rest)
+            adopted = self.adopt(
+                node, namespace, tokens[at:], pages[have:], rest, marks=marks_from(marks, have)
+            )
             assert adopted is not None
         left = [self._refill(g, self._path(node, top), given) for g, given in enumerate(windows)]
         return pages[:have], left
@@ -387,6 +421,11 @@ class RadixCache:
         return upper
 
     # --- transfers
+
+    def expect(self, node: Node, above: Node, transfer: int) -> None:
+        """A transfer brings the pages below ``above`` down to ``node``."""
+        for part in self._path(node, above):
+            part.pending = transfer
 
     def arrive(self, node: Node, ok: bool) -> None:
         """The transfer that ``node`` and some above it wait for is done, and unlocks them. Or it has failed: then they are removed with all
@@ -544,13 +583,20 @@ class RadixCache:
         assert (self.pages, self.evictable, self.nodes) == (len(pages), evictable, nodes), "counters are off"
 
 
+def marks_from(marks: Marks, first: int) -> Marks:
+    """The marks counted from page ``first`` on."""
+    return {i - first: mark for i, mark in marks.items() if i >= first} if marks and first else marks
+
+
 class NullCache(RadixCache):
     """No prefix cache: nothing is ever found or taken over."""
 
-    def extend(self, node: Node, namespace: str, tokens: bytes, start: int, limit: int) -> Match:
+    def extend(
+        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks = NO_MARKS
+    ) -> Match:
         return Match(node, [], 0, [[] for _ in self._windows])
 
-    def find(self, namespace: str, tokens: bytes, length: int) -> Node | None:
+    def find(self, namespace: str, tokens: bytes, length: int, marks: Marks = NO_MARKS) -> Node | None:
         return None
 
     def adopt(
@@ -561,6 +607,7 @@ class NullCache(RadixCache):
         pages: Sequence[int],
         windows: Sequence[Sequence[int]] = (),
         held: bool = False,
+        marks: Marks = NO_MARKS,
     ) -> Node | None:
         return None
 
@@ -571,5 +618,6 @@ class NullCache(RadixCache):
         tokens: bytes,
         pages: Sequence[int],
         windows: Sequence[Sequence[int]] = (),
+        marks: Marks = NO_MARKS,
     ) -> tuple[Sequence[int], list[list[int]]]:
         return pages, [[page for page in given if page] for given in windows]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from sgla.cache.loose import LoosePool
+from sgla.cache.radix import NO_MARKS, Marks
 
 
 class HostTier(LoosePool):
@@ -66,10 +67,10 @@ class HostTier(LoosePool):
         self.evict(self.evictable)
 
 
-def chain(namespace: str, tokens: bytes, width: int) -> list[bytes]:
-    """A key for each whole page of ``width`` bytes: a 128-bit hash of the namespace and all tokens up to its end."""
+def chain(namespace: str, tokens: bytes, width: int, marks: Marks = NO_MARKS) -> list[bytes]:
+    """A key for each whole page of ``width`` bytes: a 128-bit hash of the namespace, and of all tokens and marks up to its end."""
     keys, key = [], blake2b(namespace.encode(), digest_size=16).digest()
-    for at in range(0, len(tokens) - width + 1, width):
-        key = blake2b(key + tokens[at : at + width], digest_size=16).digest()
+    for i, at in enumerate(range(0, len(tokens) - width + 1, width)):
+        key = blake2b(key + tokens[at : at + width] + marks.get(i, b""), digest_size=16).digest()
         keys.append(key)
     return keys

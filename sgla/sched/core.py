@@ -17,7 +17,7 @@ from operator import le
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import LONGEST, PAGES, Delta, Moved, Ready, StepCost, StepPlan, StepResult, Submit
+from sgla.messages import LONGEST, PAGES, Delta, Moved, Ready, StepCost, StepPlan, StepResult, Submit, int32
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
 from sgla.sched.limits import BROUGHT, IN_FLIGHT, VERIFIED, Limits, wide_tokens
@@ -100,6 +100,9 @@ class Core:
         if submit.tokens is not self._prompt.given:
             self._prompt = Prompt(submit.tokens)
         request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority)
+        for position, digest in submit.media:
+            page, offset = divmod(position, self.limits.page_size)
+            request.marks[page] = request.marks.get(page, b"") + int32((offset, len(digest))) + digest
         self._open[request.rid] = request
         if request.state is State.HELD:
             self._held[request.rid] = request

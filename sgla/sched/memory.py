@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import TOKEN_BYTES, Node, NullCache, RadixCache
+from sgla.cache.radix import TOKEN_BYTES, Node, NullCache, RadixCache, marks_from
 from sgla.cache.states import StatePool
 from sgla.cache.tier import HostTier, chain
 from sgla.cache.window import WindowPool
@@ -111,7 +111,7 @@ class Memory:
         assert request.node is None
         assert not request.pages
         limit = request.known - 1 if request.reads_cache else 0
-        match = self.cache.match(request.namespace, request.data, limit)
+        match = self.cache.match(request.namespace, request.data, limit, request.marks)
         if match.pending:
             self.transfers[match.pending].waiters.append(request.rid)
             return PAGES
@@ -137,7 +137,7 @@ class Memory:
         assert request.node is not None
         width = self.page_size * TOKEN_BYTES
         first, last = request.shared, (request.known - 1) // self.page_size
-        keys = chain(request.namespace, request.data[: last * width], width)[first:]
+        keys = chain(request.namespace, request.data[: last * width], width, request.marks)[first:]
         keys = keys[: self.available[0]]
         places = self.tier.find(keys)
         if not places:
@@ -146,11 +146,12 @@ class Memory:
         self.cache.evict(len(places) - len(self.pool))
         pages = self.pool.alloc(len(places))
         tokens = request.data[first * width : last * width]
-        node = self.cache.adopt(request.node, request.namespace, tokens, pages)
+        marks = marks_from(request.marks, first)
+        node = self.cache.adopt(request.node, request.namespace, tokens, pages, marks=marks)
         assert node is not None, "the tree has more than it was found to have"
         self.tier.hold(places)
         transfer = self._transfer(True, node, keys[: len(places)], places, pages)
-        node.pending = self._begun
+        self.cache.expect(node, request.node, self._begun)
         transfer.waiters.append(request.rid)
         self.release(request)
         return True
@@ -169,8 +170,8 @@ class Memory:
     def _save(self, request: Request, tokens: bytes) -> None:
         """Have those pages of ``tokens`` copied to the host of which it has no copy. The tree has all."""
         assert self.tier is not None
-        keys = chain(request.namespace, tokens, self.page_size * TOKEN_BYTES)
-        node = self.cache.find(request.namespace, tokens, len(tokens) // TOKEN_BYTES)
+        keys = chain(request.namespace, tokens, self.page_size * TOKEN_BYTES, request.marks)
+        node = self.cache.find(request.namespace, tokens, len(tokens) // TOKEN_BYTES, request.marks)
         if node is None or not self.cache.ready(node):
             return
         new, pages, places = list[bytes](), list[int](), list[int]()
@@ -215,7 +216,7 @@ class Memory:
             return 0
         assert request.node is not None
         limit = len(request.data) // TOKEN_BYTES - 1
-        match = self.cache.extend(request.node, request.namespace, request.data, at, limit)
+        match = self.cache.extend(request.node, request.namespace, request.data, at, limit, request.marks)
         if match.soon:
             return None
         if match.pages:
@@ -286,7 +287,13 @@ class Memory:
         tokens = request.data[first * self.page_size * TOKEN_BYTES : last * self.page_size * TOKEN_BYTES]
         windows = [pages[first:last] for pages in request.windows]
         node = self.cache.adopt(
-            request.node, request.namespace, tokens, request.pages[first:last], windows, held=True
+            request.node,
+            request.namespace,
+            tokens,
+            request.pages[first:last],
+            windows,
+            held=True,
+            marks=marks_from(request.marks, first),
         )
         if node is not None:
             self.cache.lock(node, above=request.node)
@@ -301,7 +308,7 @@ class Memory:
             return told
         private = 0
         for length in self._places(pool, request, start):
-            node = self.cache.find(request.namespace, request.data, length)
+            node = self.cache.find(request.namespace, request.data, length, request.marks)
             if node is None:
                 private = length
             elif not pool.has(node.state) and (unit := pool.take()):
@@ -356,7 +363,8 @@ class Memory:
             self._release_states(request, 0)
             if self.tier is not None:
                 width = self.page_size * TOKEN_BYTES
-                self.tier.forget_keys(chain(request.namespace, request.tokens.tobytes(), width))
+                keys = chain(request.namespace, request.tokens.tobytes(), width, request.marks)
+                self.tier.forget_keys(keys)
             self._forget(request)
             return
         first = request.shared
@@ -367,7 +375,12 @@ class Memory:
             self._let_go(g, request, len(request.pages) - last)
         if last > first:
             left, beside = self.cache.insert(
-                request.node, request.namespace, tokens, request.pages[first:last], windows
+                request.node,
+                request.namespace,
+                tokens,
+                request.pages[first:last],
+                windows,
+                marks_from(request.marks, first),
             )
             self.pool.free(left)
             for pool, pages in zip(self.windows, beside):
@@ -391,7 +404,10 @@ class Memory:
             pool.free((request.unit,))
         if request.mark is not None:
             at, unit = request.mark
-            node = self.cache.find(request.namespace, request.tokens.tobytes(), at) if at <= length else None
+            node = None
+            if at <= length:
+                tokens = request.tokens.tobytes()
+                node = self.cache.find(request.namespace, tokens, at, request.marks)
             if node is not None and not pool.has(node.state):
                 [node.state] = pool.give((unit,), held=False)
             else:

@@ -99,6 +99,7 @@ class Request:
         "limit",
         "loop",
         "mark",
+        "marks",
         "min_tokens",
         "namespace",
         "node",
@@ -134,6 +135,7 @@ class Request:
         self.submit = submit
         self.rid = submit.rid
         self.namespace = submit.namespace
+        self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
         self.tokens = prompt.array  # its own once it has run
         self.data = prompt.data  # committed tokens when it last began to wait
         self.prompt_len = len(self.tokens)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import Match, Node, NullCache, RadixCache
+from sgla.cache.radix import Match, Node, NullCache, RadixCache, marks_from
 
 EVICTIONS = ("lru", "lfu", "fifo", "mru")
 
@@ -46,7 +46,8 @@ class NaiveCache:
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_tree_matches_a_dictionary(eviction: str, page_size: int) -> None:
+@pytest.mark.parametrize("marked", [False, True])
+def test_tree_matches_a_dictionary(eviction: str, page_size: int, marked: bool) -> None:
     random = Random(f"{eviction}{page_size}")
     pool = PagePool(40)
     cache = RadixCache(page_size, pool, eviction)
@@ -57,17 +58,19 @@ def test_tree_matches_a_dictionary(eviction: str, page_size: int) -> None:
         tokens = [
             random.randrange(2) for _ in range(random.randint(0, 8) * page_size + random.randrange(page_size))
         ]
+        marks = {i: random.choice((b"x", b"y")) for i in range(8) if marked and random.random() < 0.15}
+        seen = with_marks(tokens, marks, page_size)
         action = random.random()
         if action < 0.4:
-            match = cache.match(namespace, packed(tokens), len(tokens))
-            assert match.pages == naive.match(namespace, tokens)
+            match = cache.match(namespace, packed(tokens), len(tokens), marks)
+            assert match.pages == naive.match(namespace, seen)
             assert match.length == len(match.pages) * page_size
-            assert cache.probe(namespace, packed(tokens), len(tokens))[1] == match.length
+            assert cache.probe(namespace, packed(tokens), len(tokens), marks)[1] == match.length
             if action < 0.2 and len(held) < 4:
                 cache.lock(match.node)
                 held.append((match.node, match.pages))
             elif len(pool) >= len(tokens) // page_size - len(match.pages):
-                add(cache, naive, pool, namespace, tokens, match.node, match.pages)
+                add(cache, naive, pool, namespace, tokens, seen, marks, match.node, match.pages)
         elif action < 0.6 and held:
             node, pages = held.pop(random.randrange(len(held)))
             cache.unlock(node)
@@ -87,29 +90,41 @@ def test_tree_matches_a_dictionary(eviction: str, page_size: int) -> None:
     assert len(pool) == pool.total - 1
 
 
+def with_marks(tokens: list[int], marks: dict[int, bytes], page_size: int) -> list[int]:
+    """As the dictionary sees them: other tokens."""
+    seen = tokens.copy()
+    for i, mark in marks.items():
+        if i * page_size < len(tokens):
+            seen[i * page_size] += 2 * mark[0]
+    return seen
+
+
 def add(
     cache: RadixCache,
     naive: NaiveCache,
     pool: PagePool,
     namespace: str,
     tokens: list[int],
+    seen: list[int],
+    marks: dict[int, bytes],
     node: Node,
     have: list[int],
 ) -> None:
     """Insert all pages of ``tokens``; those the tree has come back."""
     full = len(tokens) // cache.page_size
     fresh = pool.alloc(full - len(have)) if full > len(have) else []
-    naive.insert(namespace, tokens, have + fresh)
+    naive.insert(namespace, seen, have + fresh)
     spare = pool.alloc(len(have)) if len(pool) >= len(have) > 0 else []
     whole = packed(tokens[: full * cache.page_size])
     if spare:
-        surplus, _ = cache.insert(cache.root, namespace, whole, spare + fresh)
+        surplus, _ = cache.insert(cache.root, namespace, whole, spare + fresh, (), marks)
         assert list(surplus) == spare
         pool.free(surplus)
     elif fresh:
         below = whole[len(have) * cache.page_size * 4 :]
-        assert cache.adopt(node, namespace, below, fresh) is not None
-        assert cache.adopt(node, namespace, below, fresh) is None
+        rest = marks_from(marks, len(have))
+        assert cache.adopt(node, namespace, below, fresh, marks=rest) is not None
+        assert cache.adopt(node, namespace, below, fresh, marks=rest) is None
 
 
 def evict(cache: RadixCache, naive: NaiveCache, pool: PagePool, n: int, locked: set[int]) -> None:

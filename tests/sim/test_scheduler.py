@@ -784,3 +784,22 @@ def test_nothing_is_kept_of_ended_requests() -> None:
     assert core.rids == []
     assert len(core._deadlines) <= 2 * 1 + 66
     assert len(core._memory.cache._heap) < 400
+
+
+def test_prompts_with_other_media_do_not_share_what_comes_behind() -> None:
+    simulation = Simulation(make_limits(slots=8, pages=65, step_tokens=64))
+    media: list[tuple[str, list[tuple[int, bytes]]]] = [
+        ("cat", [(6, b"cat")]),
+        ("dog", [(6, b"dog")]),
+        ("later", [(7, b"cat")]),
+        ("none", []),
+        ("two", [(6, b"cat"), (13, b"dog")]),
+        ("again", [(6, b"cat")]),
+        ("both", [(6, b"cat"), (13, b"dog")]),
+    ]
+    for rid, seen in media:
+        simulation.offer(make_submit(rid, PROMPT, 2, media=seen))
+        simulation.run()
+    found = {rid: simulation.deltas[rid][0].cached_tokens for rid, _ in media}
+    assert found == {"cat": 0, "dog": 4, "later": 4, "none": 4, "two": 12, "again": 20, "both": 20}
+    simulation.verify()

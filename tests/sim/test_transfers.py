@@ -84,6 +84,18 @@ def test_others_run_while_a_request_is_held_and_those_of_the_same_prefix_wait_fo
     simulation.verify()
 
 
+def test_the_host_tells_media_apart() -> None:
+    simulation = simulate()
+    for rid, digest in (("cat", b"cat"), ("dog", b"dog")):
+        simulation.offer(make_submit(rid, LONG, 4, media=[(9, digest)]))
+        simulation.run()
+    assert [simulation.deltas[rid][0].cached_tokens for rid in ("cat", "dog")] == [0, 8]
+    simulation.offer(make_submit("again", LONG, 4, media=[(9, b"cat")]))
+    simulation.run()
+    assert simulation.deltas["again"][0].cached_tokens == 36
+    simulation.verify()
+
+
 def test_a_failed_copy_leaves_nothing_and_is_not_tried_again() -> None:
     simulation = evicted()
     simulation.offer(make_submit("again", [*LONG, 1, 2]))
