@@ -8,5 +8,6 @@ USUAL = 100  # of hypothesis
 
 
 def examples(count: int) -> int:
-    """``count``; as many times more as the profile has more than usual (``--hypothesis-profile=full``: ten times)."""
+    """``count``; of a profile with more or fewer than usual as many times more or fewer
+    (``--hypothesis-profile=full``: ten times)."""
     return count * settings.default.max_examples // USUAL

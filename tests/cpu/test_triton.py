@@ -202,14 +202,14 @@ def test_greedy_takes_the_first_largest() -> None:
 
 
 def test_draws_follow_the_distribution_and_the_seed() -> None:
-    n = 200
+    n = 64
     row = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5])
     out, _ = draw(row.repeat(n, 1), 0.7, list(range(n)))
     expected = (row / 0.7).softmax(0)
     measured = torch.bincount(out, minlength=5) / n
     assert (measured - expected).abs().max() < 4 * (0.25 / n) ** 0.5
-    again, _ = draw(row.repeat(3, 1), 0.7, [5, 150, 5])
-    assert again.tolist() == [out[5], out[150], out[5]]
+    again, _ = draw(row.repeat(3, 1), 0.7, [5, 50, 5])
+    assert again.tolist() == [out[5], out[50], out[5]]
 
 
 @pytest.mark.parametrize(("spread", "temperature"), [(0.0, 1.0), (1.0, 0.8), (4.0, 0.6), (30.0, 1.5)])
@@ -234,8 +234,8 @@ def test_a_token_that_is_left_alone_wins() -> None:
 @pytest.mark.parametrize(
     ("vocab", "rows", "each"),
     [
-        *((vocab, rows, each) for each in DISTRIBUTIONS[:3] for vocab, rows in ((40, 12), (50_000, 2))),
-        *((vocab, rows, each) for each in DISTRIBUTIONS[3:] for vocab, rows in ((40, 12), (2000, 3))),
+        *((vocab, rows, each) for each in DISTRIBUTIONS[:3] for vocab, rows in ((40, 6), (50_000, 2))),
+        *((vocab, rows, each) for each in DISTRIBUTIONS[3:] for vocab, rows in ((40, 6), (2000, 3))),
     ],
 )
 def test_the_kernels_draw_the_tokens_of_the_cpu(vocab: int, rows: int, each: Distribution) -> None:
@@ -289,9 +289,9 @@ def test_masks_leave_what_is_allowed(vocab: int) -> None:
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "temperature", "cut"), [(1, 0.0, False), (1, 0.9, True), (2, 0.0, True), (2, 0.9, False)]
+)
 def test_logits_without_a_token(ranks: int, temperature: float, cut: bool) -> None:
     """Marked in the output, a token in the table; other rows draw as they did."""
     vocab, half = 5000, 2500

@@ -369,8 +369,9 @@ def test_what_is_narrowed_keeps_what_it_is_for(schema: Any, valid: Any, wrong: A
     assert not accepted(schema, json.dumps(wrong), additional=True)
 
 
-def test_what_grows_without_end_is_refused_by_name() -> None:
+def test_what_grows_without_end_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     schema: Any = {"type": "integer"}
+    monkeypatch.setattr("sgla.grammar.schema.SCHEMAS", 2000)
     for _ in range(4):
         schema = {"oneOf": [{"properties": {name: schema}} for name in "abcdef"]}
     assert "oneOf" in (compiled(schema).error or "")

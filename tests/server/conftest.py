@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from server_process import ServerProcess, serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -72,3 +74,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder)
     write_weights(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One for all files whose tests leave it as it was."""
+    folder = tmp_path_factory.mktemp("profile")
+    flags = ("--dtype", "float32", "--served-model-name", "tiny", "--profile-folder", str(folder))
+    with serving("--model", str(tiny_model), *flags) as server:
+        yield server

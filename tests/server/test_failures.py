@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess, serving
 
+SLOW = ("--executor", "fake", "--fake-step-ms", "4", "--context-length", "4096")
 LONG = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True, "temperature": 0}
 
 
@@ -53,15 +54,13 @@ def test_port_answers_while_the_model_loads(tiny_model: Path) -> None:
         assert server.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize(("streaming", "ranks"), [(False, 1), (True, 1), (False, 2)])
-def test_killed_worker_ends_every_request_and_the_process(
-    tiny_model: Path, streaming: bool, ranks: int
-) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, ranks: int) -> None:
     """With two ranks the one that is left waits for the dead one in a collective."""
     with serving("--model", str(tiny_model), "--context-length", "4096", "--tp", str(ranks)) as server:
         answers: list[Any] = []
         threads = [
-            in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": streaming}) for _ in range(4)
+            in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": i < 2}) for i in range(4)
         ]
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 4)
         family = server.family()
@@ -73,21 +72,19 @@ def test_killed_worker_ends_every_request_and_the_process(
         took = time.monotonic() - killed
         assert server.wait() != 0
         assert took < 3  # the promise is one second; a busy test machine gets some slack
+        assert sorted(status for status, _ in answers) == [200, 200, 503, 503]
         for status, body in answers:
-            if streaming:
-                assert status == 200
+            if status == 200:
                 assert "worker_died" in body
             else:
-                assert status == 503
                 assert body["error"]["code"] == "worker_died"
                 assert "SIGKILL" in body["error"]["message"]
-        assert len(answers) == 4
         assert "SIGKILL" in server.output
         wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
     assert not shm_files(family)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("delay", [0.0, 1.0])
 def test_worker_killed_during_start_fails_the_start(tiny_model: Path, delay: float) -> None:
     with serving("--model", str(tiny_model), ready=False) as server:
         server.wait_listening()
@@ -101,9 +98,9 @@ def test_worker_killed_during_start_fails_the_start(tiny_model: Path, delay: flo
 
 
 def test_sigterm_drains(tiny_model: Path) -> None:
-    with serving("--model", str(tiny_model), "--context-length", "4096") as server:
+    with serving("--model", str(tiny_model), *SLOW) as server:
         answers: list[Any] = []
-        thread = in_thread(server, answers, {**LONG, "max_tokens": 1000})
+        thread = in_thread(server, answers, {**LONG, "max_tokens": 400})
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
         server.signal(signal.SIGTERM)
         wait_for(lambda: server.get("/health/ready")[0] == 503)
@@ -112,7 +109,7 @@ def test_sigterm_drains(tiny_model: Path) -> None:
         thread.join(30)
         assert server.wait() == 0
         assert answers[0][0] == 200
-        assert answers[0][1]["usage"]["completion_tokens"] == 1000
+        assert answers[0][1]["usage"]["completion_tokens"] == 400
 
 
 def test_sigint_twice_stops_at_once(tiny_model: Path) -> None:
@@ -155,19 +152,20 @@ def test_wrong_model_is_one_clear_message(tmp_path: Path) -> None:
 
 
 def test_taken_port_is_one_clear_message(tiny_model: Path) -> None:
-    with serving("--model", str(tiny_model), ready=False) as first:
+    flags = ("--model", str(tiny_model), "--executor", "fake")
+    with serving(*flags, ready=False) as first:
         first.wait_listening()
-        with serving("--model", str(tiny_model), "--port", str(first.port), ready=False) as second:
+        with serving(*flags, "--port", str(first.port), ready=False) as second:
             assert second.wait() == 2
             assert "--port" in second.output
             assert "Traceback" not in second.output
 
 
 def test_overload_is_refused_at_once(tiny_model: Path) -> None:
-    flags = ("--max-running-requests", "1", "--max-queued-requests", "1", "--context-length", "4096")
+    flags = ("--max-running-requests", "1", "--max-queued-requests", "1", *SLOW)
     with serving("--model", str(tiny_model), *flags) as server:
         answers: list[Any] = []
-        body = {**LONG, "max_tokens": 2000}
+        body = {**LONG, "max_tokens": 500}
         threads = [in_thread(server, answers, body)]
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
         threads.append(in_thread(server, answers, {**LONG, "max_tokens": 2}))

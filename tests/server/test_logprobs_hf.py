@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 from torch import Tensor
 
 TEXT = "The quick brown fox jumps over the lazy dog."
@@ -17,9 +16,8 @@ TOP = 4
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with serving("--model", str(tiny_model), "--dtype", "float32", "--context-length", "512") as process:
-        yield process
+def server(tiny_server: ServerProcess) -> ServerProcess:
+    return tiny_server
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 from sgla import Engine, SamplingParams
 
@@ -15,9 +14,8 @@ MESSAGES = [{"role": "user", "content": "Hello there, how are you?"}]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with serving("--model", str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny") as process:
-        yield process
+def server(tiny_server: ServerProcess) -> ServerProcess:
+    return tiny_server
 
 
 @pytest.fixture(scope="module")

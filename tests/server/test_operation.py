@@ -9,19 +9,16 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("profile")
-    with serving("--model", str(tiny_model), "--profile-folder", str(folder)) as process:
-        yield process
+def server(tiny_server: ServerProcess) -> ServerProcess:
+    return tiny_server
 
 
 def test_a_paused_server_goes_on_where_it_was(server: ServerProcess) -> None:

@@ -42,7 +42,7 @@ def close(values: Any) -> Any:
     return pytest.approx(values, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["demo", "gemma3-270m"])
+@pytest.mark.parametrize("name", ["demo", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def test_tokens_and_logprobs_are_those_of_transformers(name: str) -> None:
     with served(name) as server:
         for pin in PINNED[name]:

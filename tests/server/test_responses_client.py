@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 PROMPT = "You are a coding agent. " * 80
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with serving("--model", str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny") as process:
-        yield process
+def server(tiny_server: ServerProcess) -> ServerProcess:
+    return tiny_server
 
 
 @pytest.fixture(scope="module")
