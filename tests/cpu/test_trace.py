@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_program import STEPS, step
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -20,7 +21,6 @@ from sgla.kernels.program import Limits, Program
 from sgla.kernels.trace import NotRecorded
 from sgla.quant import pack
 from sgla.worker.forward import compiled
-from tests.cpu.test_program import STEPS, step
 
 pytestmark = pytest.mark.native
 LIMITS = Limits(40, 5)

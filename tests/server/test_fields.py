@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 
 @pytest.fixture(scope="module")
-def server(tiny_server: ServerProcess) -> ServerProcess:
-    return tiny_server
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    with serving("--model", str(tiny_model), "--dtype", "float32", "--context-length", "1024") as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,8 @@ def test_a_cut_prompt_is_its_end(server: ServerProcess) -> None:
         "choices"
     ]
     assert cut["prompt_token_ids"] == ids[-30:]
-    long = post(server, "/v1/completions", {**body, "prompt": TEXT * 12, "truncate_prompt_tokens": -1})
-    assert long["usage"]["prompt_tokens"] == 4096 - 4
+    long = post(server, "/v1/completions", {**body, "prompt": TEXT * 4, "truncate_prompt_tokens": -1})
+    assert long["usage"]["prompt_tokens"] == 1024 - 4
 
 
 def test_a_model_without_the_marks_refuses_a_suffix(server: ServerProcess) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from random import Random
 
+from examples import examples
 from simulation import Simulation, random_limits, random_submits
 
-SCENARIOS = 10_000
-SHARDS = 2
+SCENARIOS = 2_500  # a thousand in .ci/run, ten times as many in .ci/full
 
 
 def play(random: Random) -> Simulation:
@@ -62,30 +60,15 @@ def verify_logprobs(simulation: Simulation) -> None:
             assert len(prompts) <= (submit.sampling.prompt_logprobs >= 0)
 
 
-def play_and_verify(shard: int) -> None:
-    for seed in range(shard, SCENARIOS, SHARDS):
+def test_text_is_the_same_as_alone() -> None:
+    for seed in range(examples(SCENARIOS)):
         try:
             simulation = play(Random(seed))
             for rid in simulation.submits:
                 if simulation.finish(rid) == "stop" and not simulation.deltas[rid][-1].tokens:
-                    simulation.deltas[rid][
-                        -1
-                    ].finish = "abort"  # a cancel for a stop string cuts like any other
+                    # A cancel for a stop string cuts like any other.
+                    simulation.deltas[rid][-1].finish = "abort"
             simulation.verify()
             verify_logprobs(simulation)
         except AssertionError as error:
             raise AssertionError(f"scenario {seed}: {error}") from error
-
-
-def test_text_is_the_same_as_alone() -> None:
-    """In processes of their own, for no other test keeps one core busy for so long."""
-    runs = [
-        subprocess.Popen([sys.executable, __file__, str(shard)], stderr=subprocess.PIPE, text=True)
-        for shard in range(SHARDS)
-    ]
-    errors = [run.communicate()[1] for run in runs]
-    assert [run.returncode for run in runs] == [0] * SHARDS, "".join(errors)
-
-
-if __name__ == "__main__":
-    play_and_verify(int(sys.argv[1]))

@@ -21,9 +21,8 @@ from sgla.http.wire import encode, encode_into
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 from sgla.text.tools.cursor import CONTENT, Piece
 
-MAX_ECHOED = (
-    1 << 20
-)  # bytes of a request that each event with the whole response repeats: ~1 ms, several times
+# Bytes of a request that each event with the whole response repeats: ~1 ms, several times.
+MAX_ECHOED = 1 << 20
 BYTES_A_TOKEN = 8
 
 
