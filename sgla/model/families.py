@@ -143,7 +143,7 @@ FAMILIES = {
             "mlp_bias": False,
         },
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         pooled=True,
     ),
     "Qwen2ForCausalLM": Family(
@@ -160,7 +160,7 @@ FAMILIES = {
             "max_position_embeddings": 32768,
         },
         _CAUSAL | {"qkv_bias": True},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         pooled=True,
         qkv_bias=True,
     ),
@@ -180,7 +180,7 @@ FAMILIES = {
             "attention_bias": False,
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         pooled=True,
         qk_norm="head",
     ),
@@ -208,7 +208,7 @@ FAMILIES = {
             "mlp_only_layers": None,
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         qk_norm="head",
     ),
     "MixtralForCausalLM": Family(
@@ -230,7 +230,7 @@ FAMILIES = {
             "num_experts": None,
         },
         _CAUSAL | {"norm_topk_prob": True},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         experts={"module": "block_sparse_moe", "matrices": ("w1", "w3", "w2")},
     ),
     "Gemma3ForCausalLM": Family(
@@ -261,7 +261,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
         {"hidden_act": "hidden_activation"},
-        model="gemma:Gemma3",
+        model="sgla.model.gemma:Gemma3",
         also=("Gemma3ForConditionalGeneration",),
         qk_norm="head",
         norm_offset=1.0,
@@ -271,7 +271,7 @@ FAMILIES = {
         ("mistral",),
         _DECODER | _sizes(32000, 4096, 14336, 32, 32, 131072, 8) | {"sliding_window": 4096},
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
     ),
     "Phi3ForCausalLM": Family(
         ("phi3",),
@@ -284,7 +284,7 @@ FAMILIES = {
             "partial_rotary_factor": 1.0,
         },
         _CAUSAL | {"attention_bias": False},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
     ),
     "GraniteForCausalLM": Family(
         ("granite",),
@@ -298,7 +298,7 @@ FAMILIES = {
             "logits_scaling": 1.0,
         },
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
     ),
     "SmolLM3ForCausalLM": Family(
         ("smollm3",),
@@ -314,7 +314,7 @@ FAMILIES = {
             "no_rope_layer_interval": 4,
         },
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         rotates="listed",
     ),
     "SeedOssForCausalLM": Family(
@@ -323,7 +323,7 @@ FAMILIES = {
         | _sizes(155136, 4096, 27648, 64, 80, 524288, 8)
         | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
     ),
     "HeliumForCausalLM": Family(
         ("helium",),
@@ -332,7 +332,7 @@ FAMILIES = {
         | _BIASES
         | {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         interleaved=True,
         out_bias=False,
     ),
@@ -348,14 +348,14 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         interleaved=True,
     ),
     "GlmForCausalLM": Family(
-        ("glm",), _DECODER | _GLM, _CAUSAL, model="llama:Llama", interleaved=True, out_bias=False
+        ("glm",), _DECODER | _GLM, _CAUSAL, model="sgla.model.llama:Llama", interleaved=True, out_bias=False
     ),
     "Glm4ForCausalLM": Family(
-        ("glm4",), _DECODER | _GLM, _CAUSAL, model="gemma:Glm4", interleaved=True, out_bias=False
+        ("glm4",), _DECODER | _GLM, _CAUSAL, model="sgla.model.gemma:Glm4", interleaved=True, out_bias=False
     ),
     "GemmaForCausalLM": Family(
         ("gemma",),
@@ -369,7 +369,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_bidirectional_attention": False},
         {"hidden_activation": "hidden_act"},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         norm_offset=1.0,
         scaled_embedding=True,
     ),
@@ -390,7 +390,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_bidirectional_attention": False, "sliding_window_size": 4096},
         {"hidden_act": "hidden_activation"},
-        model="gemma:Gemma3",
+        model="sgla.model.gemma:Gemma3",
         norm_offset=1.0,
         scaled_embedding=True,
         pattern=2,
@@ -401,7 +401,7 @@ FAMILIES = {
         | _sizes(50304, 2560, 6912, 32, 32, 4096, 32)
         | {"use_qkv_bias": False, "partial_rotary_factor": 0.25},
         _CAUSAL | {"use_parallel_residual": False, "qk_layernorm": False, "head_dim": None},
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         norm="layer",
     ),
     "Starcoder2ForCausalLM": Family(
@@ -416,7 +416,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         _CAUSAL | {"mlp_type": "default", "norm_type": "layer_norm"},
-        model="llama:Starcoder2",
+        model="sgla.model.llama:Starcoder2",
         norm="layer",
         gated=False,
     ),
@@ -427,7 +427,7 @@ FAMILIES = {
         | _BIASES
         | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         norm="layer",
         norm_offset=1.0,
         gated=False,
@@ -439,14 +439,14 @@ FAMILIES = {
         | _BIASES
         | {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
         _CAUSAL,
-        model="llama:Llama",
+        model="sgla.model.llama:Llama",
         gated=False,
     ),
     "Olmo2ForCausalLM": Family(
         ("olmo2",),
         _DECODER | _sizes(50304, 4096, 11008, 32, 32, 2048) | {"attention_bias": False, "rms_norm_eps": 1e-5},
         _CAUSAL,
-        model="olmo:Olmo2",
+        model="sgla.model.olmo:Olmo2",
         qk_norm="width",
     ),
     "Exaone4ForCausalLM": Family(
@@ -455,7 +455,7 @@ FAMILIES = {
         | _sizes(102400, 4096, 16384, 32, 32, 2048, 32)
         | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         _CAUSAL,
-        model="olmo:Olmo2",
+        model="sgla.model.olmo:Olmo2",
         qk_norm="head",
         rotates="windows",
         windows_optional=True,
@@ -464,7 +464,7 @@ FAMILIES = {
         ("cohere",),
         _COHERE | _sizes(256000, 8192, 22528, 40, 64, 8192),
         _CAUSAL | {"use_qk_norm": False},
-        model="cohere:Cohere",
+        model="sgla.model.cohere:Cohere",
         norm="layer",
         norm_bias=False,
         interleaved=True,
@@ -476,7 +476,7 @@ FAMILIES = {
         | {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         _CAUSAL
         | {"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0},
-        model="cohere:Cohere",
+        model="sgla.model.cohere:Cohere",
         norm="layer",
         norm_bias=False,
         interleaved=True,

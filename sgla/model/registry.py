@@ -17,9 +17,20 @@ if TYPE_CHECKING:
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
 # Names in config.json: of what makes text, of families of encoders, and of decoders that have other heads too.
-_GENERATING = {name: f for own, f in FAMILIES.items() if f.model for name in (own, *f.also)}
+_GENERATING: dict[str, Family] = {}
 _ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.model)
 _POOLED_DECODERS = tuple(name for name, family in FAMILIES.items() if family.pooled)
+
+
+def register(architecture: str, family: Family) -> None:
+    """Add a family that makes text. Its ``model`` may be a class of any module."""
+    for name in (architecture, *family.also):
+        _GENERATING[name] = family
+
+
+for _name, _family in FAMILIES.items():
+    if _family.model:
+        register(_name, _family)
 
 
 def supported() -> list[str]:
@@ -83,5 +94,5 @@ def model_class(name: str) -> type[CausalLM]:
     if name not in _GENERATING:
         raise ConfigError(f"{name} makes no text", param="model")
     module, attribute = _GENERATING[name].model.split(":")
-    found: type[CausalLM] = getattr(import_module(f"sgla.model.{module}"), attribute)
+    found: type[CausalLM] = getattr(import_module(module), attribute)
     return found

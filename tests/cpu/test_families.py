@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_family
 from checkpoints import Eager, random_prompts, save_checkpoint
 from tiny import run, run_executor, submit, tiny_config
 
@@ -14,6 +15,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
+from sgla.model import registry
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.worker.runner import Runner
@@ -100,3 +102,22 @@ def test_what_ranks_cannot_split_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "olmo2")
     with pytest.raises(ConfigError, match="use --tp 1"):
         load_model(open_source(tmp_path), shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@torch.no_grad()
+def test_a_family_with_an_op_of_its_own(
+    native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file and one entry: it runs on every device (GPUs: test_gpu_ops.py), and equals transformers' Llama with that activation."""
+    monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
+    registry.register("ToyForCausalLM", toy_family.FAMILY)
+    hf = save_checkpoint(tmp_path, "llama", hidden_act="relu2", hidden_size=64, num_attention_heads=4)
+    source = open_source(tmp_path)
+    source.config.update(architectures=["ToyForCausalLM"], model_type="toy", hidden_act="silu")
+    rows = Eager(load_model(source), native=native).generate(PROMPTS, 12)
+    expected = [
+        hf.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0].tolist()
+        for p in PROMPTS
+    ]
+    assert [row.tokens for row in rows] == expected

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import toy_family
 from checkpoints import SMALL, Eager, Row, random_prompts
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from sgla.kernels.dispatch import using
 from sgla.kernels.lazy import force
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
+from sgla.model import registry
 from sgla.model.load import load_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,6 +52,13 @@ SHAPE = SMALL | {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "n
 
 def attend(q: Tensor, kv: Any, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
     return ops.attention.body(q, kv, batch, scale, window, softcap)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose op has no kernel."""
+    monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
+    registry.register("ToyForCausalLM", toy_family.FAMILY)
 
 
 @pytest.fixture
