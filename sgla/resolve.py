@@ -21,7 +21,7 @@ from sgla.model.sizes import kv_bytes_per_token, read_spec
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of
 from sgla.observe.machine import Machine, detect
-from sgla.text.tools.families import choose
+from sgla.text.tools.families import dialect_of
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
@@ -35,7 +35,7 @@ BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequ
 VECTORS = "embedding and classification models run on the CPU, for the GPU has no kernels for them yet"
 
 
-class Choice(NamedTuple):
+class Settled(NamedTuple):
     value: Any
     reason: str
 
@@ -50,6 +50,29 @@ class Resolved(msgspec.Struct, frozen=True):
     config: Config
     reasons: dict[str, str]
     notes: list[str]
+
+
+class Filling:
+    """A configuration whose open values are being settled: ``filled``, and why each value is what it is."""
+
+    def __init__(self, config: Config) -> None:
+        defaults = Config()
+        self.config = config
+        self.filled: dict[str, Any] = {}
+        self.reasons = {
+            name: "default" if getattr(config, name) == getattr(defaults, name) else "given"
+            for name in Config.__struct_fields__
+        }
+
+    def settle(self, name: str, choice: Settled) -> Any:
+        """The value of a field: ``choice`` if it is open."""
+        if getattr(self.config, name) in (None, "auto"):
+            self.filled[name], self.reasons[name] = choice
+            return choice.value
+        return getattr(self.config, name)
+
+    def done(self) -> Config:
+        return msgspec.structs.replace(self.config, **self.filled)
 
 
 def resolve(
@@ -67,39 +90,59 @@ def resolve(
     machine = machine or detect()
     check(config)
     spec = read_spec(model) if model is not None else None
-    defaults = Config()
-    reasons = {
-        name: "default" if getattr(config, name) == getattr(defaults, name) else "given"
-        for name in Config.__struct_fields__
-    }
-    filled: dict[str, Any] = {}
-
-    def settle(name: str, choice: Choice) -> Any:
-        if getattr(config, name) in (None, "auto"):
-            filled[name], reasons[name] = choice
-            return choice.value
-        return getattr(config, name)
-
     encoder = isinstance(spec, EncoderSpec)
-    device = settle("device", choose_device(machine, pooled or encoder))
+    filling = Filling(config)
+    device = filling.settle("device", choose_device(machine, pooled or encoder))
     if device == "cuda":
         check_gpus(config, machine, pooled or encoder)
     elif device != "cpu" and not devices(device):
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
-    if config.quantization == "fp8" and device != "cuda":
+    settle_quantization(filling, device, spec)
+    config = filling.config
+    check_features(config, device, pooled or encoder)
+    if config.speculative_algorithm:
+        drafts = Settled(DRAFTS, "a row learns how many of them pay")
+        filling.settle("speculative_num_draft_tokens", drafts)
+    dtype = filling.settle("dtype", choose_dtype(encoder))
+    if device == "cuda" and isinstance(spec, ModelSpec):
+        for gpu in machine.gpus[: config.tp]:
+            check_device(gpu, config, spec.head_dim, dtype, spec.moe is not None, spec.quantization)
+    filling.settle("threads", choose_threads(machine, config.tp))
+    settle_steps(filling, device == "cuda")
+    settle_cache(filling, machine, device, spec, dtype)
+    if not config.served_model_name:
+        filling.filled["served_model_name"] = [config.model]
+        filling.reasons["served_model_name"] = "the model's name"
+    found = [*notes(config, machine, device), *(spec.notes if spec else ())]
+    if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
+        found.append(
+            "the checkpoint is float16 and is computed in bfloat16, which keeps "
+            "8 of its 11 bits; --dtype float32 keeps all"
+        )
+    return Resolved(filling.done(), filling.reasons, found)
+
+
+def settle_quantization(filling: Filling, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
+    """Of a quantized GGUF file on a CPU as the file is. Raises ConfigError for what ``device`` has not."""
+    asked = filling.config.quantization
+    packed = isinstance(spec, ModelSpec) and spec.packed > 0
+    if asked == "fp8" and device != "cuda":
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
-    packed = isinstance(spec, ModelSpec) and spec.packed > 0
-    if config.quantization == "gguf" and (device == "cuda" or (spec is not None and not packed)):
+    if asked == "gguf" and (device == "cuda" or (spec is not None and not packed)):
         raise ConfigError(
             "--quantization gguf is for a quantized GGUF file on a CPU; leave it out", param="quantization"
         )
-    if config.quantization == "none":
-        config = msgspec.structs.replace(config, quantization=None)
-    elif config.quantization is None and packed and device == "cpu":
-        filled["quantization"] = "gguf"
-        reasons["quantization"] = "as the file is, so that a step reads no more; none gives --dtype"
+    if asked == "none":
+        filling.config = msgspec.structs.replace(filling.config, quantization=None)
+    elif asked is None and packed and device == "cpu":
+        reason = "as the file is, so that a step reads no more; none gives --dtype"
+        filling.filled["quantization"], filling.reasons["quantization"] = "gguf", reason
+
+
+def check_features(config: Config, device: str, vectors: bool) -> None:
+    """Raise ConfigError for what ``device``, or a model that answers with vectors, cannot do."""
     if config.kv_cache_dtype == "fp8" and device != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
     if config.memory_fraction != 1 and device != "cuda":
@@ -118,65 +161,55 @@ def resolve(
         raise ConfigError(
             f"--logits-processors cannot be honoured {where}; leave it out", param="logits_processors"
         )
-    if config.enable_return_hidden_states and (device != "cpu" or pooled or encoder):
-        where = "by a model that answers with vectors" if pooled or encoder else f"by --device {device}"
+    if config.enable_return_hidden_states and (device != "cpu" or vectors):
+        where = "by a model that answers with vectors" if vectors else f"by --device {device}"
         raise ConfigError(
             f"--enable-return-hidden-states cannot be honoured {where}; leave it out",
             param="enable_return_hidden_states",
         )
-    check_speculation(config, device, pooled or encoder)
-    if config.speculative_algorithm:
-        settle("speculative_num_draft_tokens", Choice(DRAFTS, "a row learns how many of them pay"))
+    check_speculation(config, device, vectors)
     if config.deterministic:
         check_deterministic(config, device)
-    dtype = settle("dtype", choose_dtype(encoder))
-    cuda = device == "cuda"
-    if cuda and isinstance(spec, ModelSpec):
-        for gpu in machine.gpus[: config.tp]:
-            check_device(gpu, config, spec.head_dim, dtype, spec.moe is not None, spec.quantization)
-    settle("threads", choose_threads(machine, config.tp))
-    settle("depth", Choice(2, "plans the next step while this one runs"))
-    settle(
-        "max_running_requests",
-        Choice(256, "rows a GPU decodes at little extra cost")
+
+
+def settle_steps(filling: Filling, cuda: bool) -> None:
+    """How many rows and tokens a step has, and how long it may take."""
+    rows, tokens, seconds = (
+        (
+            Settled(256, "rows a GPU decodes at little extra cost"),
+            Settled(8192, "prefill chunk that fills a GPU"),
+            Settled(30.0, "smooth streaming on a GPU"),
+        )
         if cuda
-        else Choice(64, "beyond this a CPU step only gets longer"),
+        else (
+            Settled(64, "beyond this a CPU step only gets longer"),
+            Settled(512, "prefill chunk that fills a CPU's cores"),
+            Settled(200.0, "five tokens a second while prompts are read"),
+        )
     )
-    settle(
-        "step_tokens",
-        Choice(8192, "prefill chunk that fills a GPU")
-        if cuda
-        else Choice(512, "prefill chunk that fills a CPU's cores"),
-    )
-    settle(
-        "itl_target_ms",
-        Choice(30.0, "smooth streaming on a GPU")
-        if cuda
-        else Choice(200.0, "five tokens a second while prompts are read"),
-    )
-    if encoder:
+    filling.settle("depth", Settled(2, "plans the next step while this one runs"))
+    filling.settle("max_running_requests", rows)
+    filling.settle("step_tokens", tokens)
+    filling.settle("itl_target_ms", seconds)
+
+
+def settle_cache(
+    filling: Filling, machine: Machine, device: str, spec: ModelSpec | EncoderSpec | None, dtype: str
+) -> None:
+    """Bytes of the KV cache, and the longest context. On a GPU the workers see what there is room for."""
+    config, reasons = filling.config, filling.reasons
+    if isinstance(spec, EncoderSpec):
         reasons["kv_cache_bytes"] = "an encoder keeps no KV"
         reasons["context_length"] = "the longest input the model's files recommend"
-    elif cuda:
+    elif device == "cuda":
         reasons |= {name: reason for name, reason in BY_WORKERS.items() if getattr(config, name) is None}
     else:
-        room = settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, config.tp))
+        room = filling.settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, config.tp))
         if isinstance(spec, ModelSpec):
-            planned = msgspec.structs.replace(config, **filled)
-            settle(
-                "context_length", choose_context(spec.context_len, kv_pool(planned, spec, dtype).tokens(room))
-            )
+            fits = kv_pool(filling.done(), spec, dtype).tokens(room)
+            filling.settle("context_length", choose_context(spec.context_len, fits))
         elif config.context_length is None:
             reasons["context_length"] = BY_WORKERS["context_length"]
-    if not config.served_model_name:
-        filled["served_model_name"], reasons["served_model_name"] = [config.model], "the model's name"
-    found = [*notes(config, machine, device), *(spec.notes if spec else ())]
-    if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
-        found.append(
-            "the checkpoint is float16 and is computed in bfloat16, which keeps "
-            "8 of its 11 bits; --dtype float32 keeps all"
-        )
-    return Resolved(msgspec.structs.replace(config, **filled), reasons, found)
 
 
 def check_gpus(config: Config, machine: Machine, pooled: bool) -> None:
@@ -243,22 +276,22 @@ def check_deterministic(config: Config, device: str) -> None:
         raise ConfigError(f"--deterministic cannot be honoured {obstacle}", param="deterministic")
 
 
-def choose_device(machine: Machine, pooled: bool = False) -> Choice:
+def choose_device(machine: Machine, pooled: bool = False) -> Settled:
     if machine.gpus and machine.torch_cuda and pooled:
-        return Choice("cpu", VECTORS)
+        return Settled("cpu", VECTORS)
     if machine.torch_hip:
-        return Choice("cpu", f"torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet")
+        return Settled("cpu", f"torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet")
     if machine.gpus and machine.torch_cuda:
-        return Choice("cuda", f"{machine.gpus[0].name} and a torch built for CUDA {machine.torch_cuda}")
+        return Settled("cuda", f"{machine.gpus[0].name} and a torch built for CUDA {machine.torch_cuda}")
     if machine.gpus:
-        return Choice("cpu", f"{machine.gpus[0].name} is there, but torch {machine.torch} is a CPU build")
-    return Choice("cpu", "no NVIDIA GPU")
+        return Settled("cpu", f"{machine.gpus[0].name} is there, but torch {machine.torch} is a CPU build")
+    return Settled("cpu", "no NVIDIA GPU")
 
 
-def choose_dtype(encoder: bool) -> Choice:
+def choose_dtype(encoder: bool) -> Settled:
     if encoder:
-        return Choice("float32", "an encoder computes in float32")
-    return Choice("bfloat16", "half the memory traffic of float32, which bounds decode")
+        return Settled("float32", "an encoder computes in float32")
+    return Settled("bfloat16", "half the memory traffic of float32, which bounds decode")
 
 
 def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
@@ -271,32 +304,34 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
     return Pool(kv_groups(state_of(spec, config.tp), context), config.page_size, dtype, demand)
 
 
-def choose_threads(machine: Machine, tp: int) -> Choice:
+def choose_threads(machine: Machine, tp: int) -> Settled:
     few = machine.cores <= 4
     cores = machine.cores if few else machine.physical_cores
     kind = "usable" if few else "physical"
     if tp == 1:
-        return Choice(cores, f"all {kind} cores")
-    return Choice(max(1, cores // tp), f"{cores} {kind} cores over {tp} ranks")
+        return Settled(cores, f"all {kind} cores")
+    return Settled(max(1, cores // tp), f"{cores} {kind} cores over {tp} ranks")
 
 
-def choose_kv_bytes(machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, ranks: int) -> Choice:
+def choose_kv_bytes(
+    machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, ranks: int
+) -> Settled:
     """Of a CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free."""
     token = kv_bytes_per_token(spec, dtype) if isinstance(spec, ModelSpec) else 0
     wanted = max(512 * MIB, token * ROOM_TOKENS // ranks)
     limit = machine.memory_available // 4
     if wanted > limit > 0:
-        return Choice(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")
-    return Choice(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
+        return Settled(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")
+    return Settled(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
 
 
-def choose_context(positions: int, room: int) -> Choice:
+def choose_context(positions: int, room: int) -> Settled:
     """``room``: tokens that the KV cache holds."""
     if room < min(LONGEST, positions):
-        return Choice(room, "what the KV cache holds; --kv-cache-bytes gives more")
+        return Settled(room, "what the KV cache holds; --kv-cache-bytes gives more")
     if positions > LONGEST:
-        return Choice(LONGEST, "the longest there can be")
-    return Choice(positions, "the model's own limit")
+        return Settled(LONGEST, "the longest there can be")
+    return Settled(positions, "the model's own limit")
 
 
 def notes(config: Config, machine: Machine, device: str) -> list[str]:
@@ -388,7 +423,7 @@ def check(config: Config) -> None:
             )
     check_template_variables(config)
     read_given(config)
-    choose("", config.tool_call_parser, config.reasoning_parser)
+    dialect_of("", config.tool_call_parser, config.reasoning_parser)
 
 
 def check_template_variables(config: Config) -> None:

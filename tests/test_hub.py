@@ -440,10 +440,10 @@ def test_what_no_file_fits_lists_what_there_is(
 
 def test_files_that_a_quantization_cannot_tell_apart_are_named() -> None:
     with pytest.raises(ConfigError, match=r"several GGUF files: name one, as r:Q4_0, Q8_0"):
-        quantized.choose("r", ["a-Q4_0.gguf", "a-Q8_0.gguf"], None)
+        quantized.pick_file("r", ["a-Q4_0.gguf", "a-Q8_0.gguf"], None)
     with pytest.raises(ConfigError, match=r"name one, as r:a-Q4_0.gguf or b-Q4_0.gguf"):
-        quantized.choose("r", ["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0")
-    assert quantized.choose("r", ["model.gguf"], None) == "model.gguf"
+        quantized.pick_file("r", ["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0")
+    assert quantized.pick_file("r", ["model.gguf"], None) == "model.gguf"
 
 
 # ModelScope, broken connections, the list of models --------------------------------------------------------------------

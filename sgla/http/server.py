@@ -255,13 +255,7 @@ async def make_work(
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     shared = sampled(each[0])
     n = each[0].n
-    if len(prompts) * n > MAX_CHOICES:
-        raise InvalidField(
-            f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices in one request", param="n"
-        )
-    for name, text in (("rid", rid), ("cache_salt", fields.cache_salt), ("extra_key", fields.extra_key)):
-        if len(text or "") > MAX_NAME:
-            raise InvalidField(f"{name} may have at most {MAX_NAME} characters", param=name)
+    check_sizes(len(prompts), n, rid=rid, cache_salt=fields.cache_salt, extra_key=fields.extra_key)
     uid = request[UID] if rid is None else unique(rid)
     common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
     client = request[CLIENT]
@@ -284,13 +278,7 @@ async def make_work(
     )
     check_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     check_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
-    grammars = dict.fromkeys(params.grammar for params in each if params.grammar is not None)
-    room = MAX_GRAMMAR  # characters that are looked through in one turn of the loop
-    for grammar in grammars:
-        room -= len(grammar.text)
-        if room < 0:
-            break
-        request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
+    tell_ignored(request, each)
     trace(request, rid or request[RID], jobs)
     if YIELDS in request:
         request[YIELDS](len(jobs) * n)
@@ -307,6 +295,28 @@ async def make_work(
         share=request[SHARE],
         tally=tally,
     )
+
+
+def check_sizes(prompts: int, n: int, **names: str | None) -> None:
+    """Raise InvalidField for more choices than a request may have, and for a name that is too long."""
+    if prompts * n > MAX_CHOICES:
+        raise InvalidField(
+            f"{prompts} prompts with n={n} are more than {MAX_CHOICES} choices in one request", param="n"
+        )
+    for name, text in names.items():
+        if len(text or "") > MAX_NAME:
+            raise InvalidField(f"{name} may have at most {MAX_NAME} characters", param=name)
+
+
+def tell_ignored(request: web.Request, sampling: Iterable[SamplingParams]) -> None:
+    """Have the answer's header name what is ignored of the grammars,
+    as far as these are looked through in one turn of the loop."""
+    room = MAX_GRAMMAR  # characters
+    for grammar in dict.fromkeys(params.grammar for params in sampling if params.grammar is not None):
+        room -= len(grammar.text)
+        if room < 0:
+            break
+        request.setdefault(IGNORED_FIELDS, []).extend(ignored_formats(grammar))
 
 
 def sampled(params: SamplingParams) -> SamplingParams:

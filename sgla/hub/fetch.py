@@ -13,7 +13,7 @@ from sgla.hub import demo
 from sgla.hub.demo import OnProgress
 from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
-from sgla.hub.quantized import choose, split_name
+from sgla.hub.quantized import pick_file, split_name
 from sgla.messages import Progress
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -150,7 +150,7 @@ def _cached_snapshot(config: Config, model: str) -> Path | None:
             return None
         if wanted is not None or is_quantized(config, [path.name for path in folder.iterdir()]):
             paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
-            return folder / choose(repo, paths, wanted)
+            return folder / pick_file(repo, paths, wanted)
         folder = hub.cached(repo, config.revision, TOKENIZER_FILES, SECOND_COPIES)
         return None if folder is None else check_folder(folder, config.load_format)
     except ConfigError:  # cut off
@@ -162,7 +162,7 @@ def _download(config: Config, model: str, report: OnProgress) -> Path:
     hub = hub_of(config)
     report(Progress(phase="download", message=f"looking for {repo}"))
     if wanted is not None or is_quantized(config, files := hub.files(repo, config.revision)):
-        file = choose(repo, hub.files(repo, config.revision) if wanted else files, wanted)
+        file = pick_file(repo, hub.files(repo, config.revision) if wanted else files, wanted)
         return hub.download(repo, config.revision, [file], [], report) / file
     patterns = TOKENIZER_FILES + ([] if config.load_format == "dummy" else WEIGHT_FILES)
     folder = hub.download(repo, config.revision, patterns, SECOND_COPIES, report)

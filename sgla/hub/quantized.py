@@ -31,7 +31,7 @@ def quantization(path: str) -> str:
     return found[1].upper() if found else stem
 
 
-def choose(repo: str, files: Iterable[str], wanted: str | None) -> str:
+def pick_file(repo: str, files: Iterable[str], wanted: str | None) -> str:
     """The path of the file that ``wanted`` names: a quantization or a file.
     Raises ConfigError that lists what there is."""
     paths = sorted(

@@ -65,7 +65,7 @@ class Common(NamedTuple):
     sampling: RowSampling
 
 
-class Limits(Protocol):
+class ModelFacts(Protocol):
     """What of ``Facts`` matters here."""
 
     context_len: int
@@ -80,7 +80,7 @@ class Preparer:
         self,
         tokenizer: Tokenizer,
         template: BoundedTemplate | ChatTemplate | None,
-        limits: Limits,
+        limits: ModelFacts,
         rng: random.Random,
         grammars: bool = False,
         processors: Sequence[str] = (),
@@ -414,7 +414,7 @@ def prepare(
     job: Job,
     tokenizer: Tokenizer,
     template: BoundedTemplate | ChatTemplate | None,
-    limits: Limits,
+    limits: ModelFacts,
     rng: random.Random,
 ) -> list[Submit]:
     """One Submit for each of the job's ``n`` choices. Raises BadRequest and its kinds."""

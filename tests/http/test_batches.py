@@ -763,9 +763,11 @@ async def test_a_line_that_waits_for_bytes_keeps_no_place(
         assert (await ended(client, batch.id)).request_counts.completed == count
 
 
-def seats(turns_: turns.Turns, batch: Any, *sizes: int) -> list[tuple[turns.Seat, asyncio.Task[None]]]:
-    found = [turns.Seat(batch, i, size) for i, size in enumerate(sizes)]
-    return [(seat, asyncio.ensure_future(turns_.take(seat))) for seat in found]
+def admissions(
+    turns_: turns.Turns, batch: Any, *sizes: int
+) -> list[tuple[turns.Admission, asyncio.Task[None]]]:
+    found = [turns.Admission(batch, i, size) for i, size in enumerate(sizes)]
+    return [(admission, asyncio.ensure_future(turns_.admit(admission))) for admission in found]
 
 
 async def test_a_large_line_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -774,17 +776,17 @@ async def test_a_large_line_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPat
     anna, ben = (SimpleNamespace(client=Client(name), running=0, number=i) for i, name in enumerate("ab"))
     served = turns.Turns()
     served.open(8)
-    (first, _), *_ = seats(served, ben, 1 << 20)
-    ((waiting, task),) = seats(served, anna, 3 << 20)
-    passing = seats(served, ben, *[1 << 20] * 20)
+    (first, _), *_ = admissions(served, ben, 1 << 20)
+    ((waiting, task),) = admissions(served, anna, 3 << 20)
+    passing = admissions(served, ben, *[1 << 20] * 20)
     await asyncio.sleep(0)
     order = []
     while not task.done():
-        held = [seat for seat, turn in passing if turn.done() and seat.held]
+        held = [admission for admission, turn in passing if turn.done() and admission.held]
         order += held
-        served.give(first)
-        for seat in held:
-            served.give(seat)
+        served.release(first)
+        for admission in held:
+            served.release(admission)
         await asyncio.sleep(0)
     assert waiting.held
     assert len(order) == 5
@@ -796,21 +798,21 @@ async def test_choices_take_places() -> None:
     batch: Any = SimpleNamespace(client=Client("a"), running=0, number=0)
     served = turns.Turns()
     served.open(4)
-    (first, _), (second, _) = seats(served, batch, 1, 1)
+    (first, _), (second, _) = admissions(served, batch, 1, 1)
     await asyncio.sleep(0)
     served.resize(first, 4)  # one more than there are places
-    ((third, _),) = seats(served, batch, 1)
-    served.give(second)
+    ((third, _),) = admissions(served, batch, 1)
+    served.release(second)
     await asyncio.sleep(0)
     assert not third.held
     served.resize(first, 3)
     assert third.held
     served.resize(first, 4000)
-    served.give(third)
-    served.give(first)
-    held = seats(served, batch, *[1] * 5)
+    served.release(third)
+    served.release(first)
+    held = admissions(served, batch, *[1] * 5)
     await asyncio.sleep(0)
-    assert [seat.held for seat, _ in held] == [True] * 4 + [False]
+    assert [admission.held for admission, _ in held] == [True] * 4 + [False]
     held[-1][1].cancel()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sgla.errors import ConfigError
 from sgla.text.template import ChatTemplate
-from sgla.text.tools.families import ARCHITECTURES, BY_NAME, FAMILIES, choose, written_as_told
+from sgla.text.tools.families import ARCHITECTURES, BY_NAME, FAMILIES, dialect_of, written_as_told
 
 # How templates show calls and reasoning, in the fewest words: (excerpt, family of the tools, family of the reasoning).
 EXCERPTS = [
@@ -66,7 +66,7 @@ def test_a_parser_of_the_same_writing_leaves_the_tools_told() -> None:
 
 @pytest.mark.parametrize(("template", "tools", "reasoning"), EXCERPTS)
 def test_families_of_templates(template: str, tools: str | None, reasoning: str | None) -> None:
-    dialect = choose(template)
+    dialect = dialect_of(template)
     assert (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name) == (
         tools,
         reasoning,
@@ -81,12 +81,12 @@ def test_every_family_is_found() -> None:
 
 def test_names_override_the_template() -> None:
     template = "<tool_call><think></think>"
-    dialect = choose(template, "mistral", "none")
+    dialect = dialect_of(template, "mistral", "none")
     assert (dialect.tools, dialect.reasoning) == (BY_NAME["mistral"], None)
-    dialect = choose(template, None, "gpt-oss")
+    dialect = dialect_of(template, None, "gpt-oss")
     assert (dialect.tools, dialect.reasoning) == (BY_NAME["hermes"], BY_NAME["gpt-oss"])
-    assert choose(template, "none").tools is None
-    assert choose("", "qwen", "deepseek_r1").reasoning is BY_NAME["deepseek_v3"]
+    assert dialect_of(template, "none").tools is None
+    assert dialect_of("", "qwen", "deepseek_r1").reasoning is BY_NAME["deepseek_v3"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_names_override_the_template() -> None:
 )
 def test_unknown_names_are_refused(tools: str | None, reasoning: str | None) -> None:
     with pytest.raises(ConfigError, match="not known; give one of .*gpt-oss.*hermes"):
-        choose("", tools, reasoning)
+        dialect_of("", tools, reasoning)
 
 
 def test_names_are_unique() -> None:
@@ -116,16 +116,16 @@ def test_arguments_reach_templates_as_they_need_them(source: str, arguments: obj
 
 def test_the_architecture_tells_where_the_template_does_not() -> None:
     shows = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    assert choose(shows, architecture="LlamaForCausalLM").tools is BY_NAME["llama3_json"]
-    assert choose(shows, architecture="Llama4ForConditionalGeneration").tools is BY_NAME["pythonic"]
-    assert choose(shows, architecture="UnknownForCausalLM").tools is None
-    assert choose(shows).tools is None
-    harmony = choose(shows, architecture="GptOssForCausalLM")
+    assert dialect_of(shows, architecture="LlamaForCausalLM").tools is BY_NAME["llama3_json"]
+    assert dialect_of(shows, architecture="Llama4ForConditionalGeneration").tools is BY_NAME["pythonic"]
+    assert dialect_of(shows, architecture="UnknownForCausalLM").tools is None
+    assert dialect_of(shows).tools is None
+    harmony = dialect_of(shows, architecture="GptOssForCausalLM")
     assert harmony.harmony
     assert harmony.reasoning is harmony.tools
-    assert choose("{{ messages }}", architecture="LlamaForCausalLM").generic
-    assert choose(shows + "<tool_call>", architecture="LlamaForCausalLM").tools is BY_NAME["hermes"]
-    assert choose(shows, "none", architecture="LlamaForCausalLM").tools is None
+    assert dialect_of("{{ messages }}", architecture="LlamaForCausalLM").generic
+    assert dialect_of(shows + "<tool_call>", architecture="LlamaForCausalLM").tools is BY_NAME["hermes"]
+    assert dialect_of(shows, "none", architecture="LlamaForCausalLM").tools is None
 
 
 def test_every_architecture_has_a_family_that_it_can_reach() -> None:

@@ -20,7 +20,7 @@ from sgla.text.process import BoundedTemplate
 from sgla.text.reasoning.harmony import FINAL
 from sgla.text.reasoning.think import Think
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
-from sgla.text.tools.families import Dialect, choose, written_as_told
+from sgla.text.tools.families import Dialect, dialect_of, written_as_told
 from sgla.text.tools.parser import OutputParser
 from sgla.text.tools.writing import arguments, grammar_of, text_input
 
@@ -205,7 +205,7 @@ def tagged(spec: dict[str, Any], like: Grammar) -> Grammar:
 def server_dialect(server: Server) -> Dialect:
     """Raises ConfigError for parsers that nobody knows."""
     config, template = server.config, server.ingress.template
-    return choose(
+    return dialect_of(
         getattr(template, "source", ""),
         config.tool_call_parser,
         config.reasoning_parser,

@@ -39,7 +39,7 @@ from sgla.http.batches.lines import (
 )
 from sgla.http.batches.reading import Lines, Numbered, TooManyLines
 from sgla.http.batches.store import Batch, BatchStore
-from sgla.http.batches.turns import Seat, Turns
+from sgla.http.batches.turns import Admission, Turns
 from sgla.http.openai import chat, text
 from sgla.http.pooling import embeddings, moderations, rerank, score
 from sgla.http.responses import routes as responses
@@ -188,14 +188,14 @@ class Runner:
             raise errors.exceptions[0] from errors
 
     async def _answer_all(self, batch: Batch, group: asyncio.TaskGroup) -> None:
-        """Begin with one line after the other, each when it has its seat."""
+        """Begin with one line after the other, each when it is admitted."""
         done, lines = await self.store.done(batch), self._lines(batch, census.SMALL)
         again = Again()
         while (found := await self._next(batch, lines, done)) is not None:
             await again.few()
-            seat = Seat(batch, found.number, found.size)
-            await self._turns.take(seat)
-            group.create_task(self._answer(seat, lines, found, again))
+            admission = Admission(batch, found.number, found.size)
+            await self._turns.admit(admission)
+            group.create_task(self._answer(admission, lines, found, again))
 
     async def _until_loaded(self) -> None:
         assert self._start is not None
@@ -337,26 +337,28 @@ class Runner:
         await self._in_turns(batch, look)
         return found
 
-    async def _answer(self, seat: Seat, lines: Lines, found: Numbered, again: Again) -> None:
+    async def _answer(self, admission: Admission, lines: Lines, found: Numbered, again: Again) -> None:
         """Run a line, and keep its answer.
-        Where the server has no room for it, others have its seat for a while."""
-        batch, uid, delay = seat.batch, line_id(), WAITS[0]
+        Where the server has no room for it, others are admitted in its place for a while."""
+        batch, uid, delay = admission.batch, line_id(), WAITS[0]
         try:
-            while (kept := await self._asked(seat, lines, found, uid)) is None:
+            while (kept := await self._asked(admission, lines, found, uid)) is None:
                 async with again:
-                    self._turns.give(seat)
+                    self._turns.release(admission)
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, WAITS[1])
-                    await self._turns.take(seat)
+                    await self._turns.admit(admission)
             data, failed = kept
             await self.store.keep(batch, found.number, data, failed)
             self._server.metrics.batch_line(failed)
         finally:
-            self._turns.give(seat)
+            self._turns.release(admission)
 
-    async def _asked(self, seat: Seat, lines: Lines, found: Numbered, uid: str) -> tuple[bytes, bool] | None:
+    async def _asked(
+        self, admission: Admission, lines: Lines, found: Numbered, uid: str
+    ) -> tuple[bytes, bool] | None:
         """The answer to a line, and whether it failed; None if it is to be tried again."""
-        batch = seat.batch
+        batch = admission.batch
         try:
             line = await self._checked(batch, await lines.text(found))
         except BadLine as error:  # it was right once: the server has other names now
@@ -364,7 +366,9 @@ class Runner:
         url, name, body = line.url, line.custom_id, bytes(line.body)
         del line
         client = batch.client._replace(group=GROUP)
-        answer = await ask(self._app, ROUTES[url], url, body, client, uid, partial(self._turns.resize, seat))
+        answer = await ask(
+            self._app, ROUTES[url], url, body, client, uid, partial(self._turns.resize, admission)
+        )
         if answer.later:
             return None
         await others(answer.body)

@@ -12,7 +12,7 @@ LINE_BYTES = 32 << 20  # of lines that run and are not small, together; a line a
 PASSES = 64  # lines that may pass one for whose bytes there is no room
 
 
-class Seat:
+class Admission:
     """What a line of ``size`` bytes takes while it runs:
     a place for each of its choices, and its bytes unless it is small."""
 
@@ -38,74 +38,78 @@ class Turns:
         self.slots = self._free = 0
         self._bytes = 0
         self._running: Counter[str] = Counter()  # choices, by client
-        self._waiting: dict[Seat, asyncio.Future[None]] = {}
+        self._waiting: dict[Admission, asyncio.Future[None]] = {}
 
     def open(self, slots: int) -> None:
         """Begin to hand out places."""
         self.slots = self._free = slots
         self._hand_out()
 
-    async def take(self, seat: Seat) -> None:
+    async def admit(self, admission: Admission) -> None:
         """Wait for it. What a cancelled caller had got goes back."""
-        turn = self._waiting[seat] = asyncio.get_running_loop().create_future()
+        turn = self._waiting[admission] = asyncio.get_running_loop().create_future()
         self._hand_out()
         try:
             await turn
         except asyncio.CancelledError:
-            self._waiting.pop(seat, None)
-            self.give(seat)
+            self._waiting.pop(admission, None)
+            self.release(admission)
             raise
 
-    def give(self, seat: Seat) -> None:
+    def release(self, admission: Admission) -> None:
         """Idempotent."""
-        if seat.held:
-            seat.held = False
-            self._bytes -= seat.bytes
-            self._count(seat, -seat.choices)
+        if admission.held:
+            admission.held = False
+            self._bytes -= admission.bytes
+            self._count(admission, -admission.choices)
             self._hand_out()
 
-    def resize(self, seat: Seat, choices: int) -> None:
+    def resize(self, admission: Admission, choices: int) -> None:
         """A line that runs has so many choices."""
         choices = min(choices, self.slots)  # one that has more is refused
-        self._count(seat, choices - seat.choices)
-        seat.choices = choices
+        self._count(admission, choices - admission.choices)
+        admission.choices = choices
         self._hand_out()
 
-    def _count(self, seat: Seat, choices: int) -> None:
-        name = seat.batch.client.name
+    def _count(self, admission: Admission, choices: int) -> None:
+        name = admission.batch.client.name
         self._free -= choices
-        seat.batch.running += choices
+        admission.batch.running += choices
         self._running[name] += choices
         if not self._running[name]:
             del self._running[name]
 
     def _hand_out(self) -> None:
-        while self._free > 0 and (seat := self._next()) is not None:
-            self._waiting_longer(seat)
-            seat.held, seat.passed = True, 0
-            self._bytes += seat.bytes
-            self._count(seat, seat.choices)
-            self._waiting.pop(seat).set_result(None)
+        while self._free > 0 and (admission := self._next()) is not None:
+            self._waiting_longer(admission)
+            admission.held, admission.passed = True, 0
+            self._bytes += admission.bytes
+            self._count(admission, admission.choices)
+            self._waiting.pop(admission).set_result(None)
 
-    def _next(self) -> Seat | None:
-        small = min((seat for seat in self._waiting if not seat.bytes), key=self._order, default=None)
+    def _next(self) -> Admission | None:
+        small = min(
+            (admission for admission in self._waiting if not admission.bytes), key=self._order, default=None
+        )
         large = self._large()
         return min(filter(None, (small, large)), key=self._order, default=None)
 
-    def _large(self) -> Seat | None:
-        for seat in sorted((seat for seat in self._waiting if seat.bytes), key=self._order):
-            if not self._bytes or self._bytes + seat.bytes <= LINE_BYTES:
-                return seat
-            if seat.passed >= PASSES:
+    def _large(self) -> Admission | None:
+        for admission in sorted(
+            (admission for admission in self._waiting if admission.bytes), key=self._order
+        ):
+            if not self._bytes or self._bytes + admission.bytes <= LINE_BYTES:
+                return admission
+            if admission.passed >= PASSES:
                 break
         return None
 
-    def _waiting_longer(self, next_: Seat) -> None:
+    def _waiting_longer(self, next_: Admission) -> None:
         """Those that ``next_`` passes."""
-        for seat in self._waiting:
-            if next_.bytes and seat.bytes and self._order(seat) < self._order(next_):
-                seat.passed += 1
+        for admission in self._waiting:
+            if next_.bytes and admission.bytes and self._order(admission) < self._order(next_):
+                admission.passed += 1
 
-    def _order(self, seat: Seat) -> tuple[int, int, int, int]:
-        batch = seat.batch
-        return self._running[batch.client.name], batch.running, batch.number, seat.number
+    def _order(self, admission: Admission) -> tuple[int, int, int, int]:
+        batch = admission.batch
+        return self._running[batch.client.name], batch.running, batch.number, admission.number

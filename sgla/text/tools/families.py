@@ -24,7 +24,7 @@ from sgla.text.tools.generic import shows_tools
 from sgla.text.tools.prose import Format
 from sgla.text.tools.values import Syntax
 from sgla.text.tools.writing import NAME, Writing
-from sgla.text.tools.xml import OTHER, STRING, Shape, xml_call
+from sgla.text.tools.xml import OTHER, STRING, Markup, xml_call
 
 THINK = Think("<think>", "</think>")
 JSON_CLOSES, JSON_LEAD = ("]", "}"), ("[",)
@@ -108,22 +108,22 @@ HARMONY_WRITING = Writing(
 )
 
 
-def xml_format(shape: Shape, name: str, group: tuple[str, str] = ("", ""), each: bool = False) -> Format:
+def xml_format(markup: Markup, name: str, group: tuple[str, str] = ("", ""), each: bool = False) -> Format:
     """``name``: before a function's name. ``group``: around all calls, or around ``each``."""
     first, last = group
-    begin, end = name + NAME + shape.name_end + "\n", shape.ends[0]
+    begin, end = name + NAME + markup.name_end + "\n", markup.ends[0]
     if each:
-        writing = Writing(f"{first}\n{begin}", f"{end}\n{last}", between="\n", shape=shape)
+        writing = Writing(f"{first}\n{begin}", f"{end}\n{last}", between="\n", markup=markup)
     elif first:  # without a separator: to a grammar's lexer it would be the beginning of ``last``
-        writing = Writing(begin, end + "\n", first + "\n", "", last, shape=shape)
+        writing = Writing(begin, end + "\n", first + "\n", "", last, markup=markup)
     else:
-        writing = Writing(begin, end, between="\n", shape=shape)
+        writing = Writing(begin, end, between="\n", markup=markup)
     if not first:
-        return Format(xml_call(shape), (name,), writing=writing)
-    return Format(xml_call(shape), (first, name), (name,), (last,), writing=writing)
+        return Format(xml_call(markup), (name,), writing=writing)
+    return Format(xml_call(markup), (first, name), (name,), (last,), writing=writing)
 
 
-QWEN_SHAPE = Shape(
+QWEN_MARKUP = Markup(
     key=("<parameter=", ">"),
     value=("", "</parameter>"),
     ends=("</function>",),
@@ -131,20 +131,20 @@ QWEN_SHAPE = Shape(
     missing_end=("<parameter=", "</function>"),
     lines=True,
 )
-GLM_SHAPE = Shape(
+GLM_MARKUP = Markup(
     key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), ends=("</tool_call>",)
 )
-MINIMAX_SHAPE = Shape(
+MINIMAX_MARKUP = Markup(
     key=('<parameter name="', '">'), value=("", "</parameter>"), ends=("</invoke>",), name_end='">'
 )
-DSML_SHAPE = Shape(
+DSML_MARKUP = Markup(
     key=('<｜DSML｜parameter name="', '">'),
     value=("", "</｜DSML｜parameter>"),
     ends=("</｜DSML｜invoke>",),
     name_end='">',
     key_ends={'" string="true">': STRING, '" string="false">': OTHER},
 )
-STEP_SHAPE = Shape(
+STEP_MARKUP = Markup(
     key=('<steptml:parameter name="', '">'),
     value=("", "</steptml:parameter>"),
     ends=("</steptml:invoke>",),
@@ -152,7 +152,7 @@ STEP_SHAPE = Shape(
 )
 STEP_CALL = ("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", '<steptml:invoke name="')
 STEP = Format(
-    xml_call(STEP_SHAPE),
+    xml_call(STEP_MARKUP),
     ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>"),
     STEP_CALL,
     ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
@@ -162,7 +162,7 @@ STEP = Format(
         "<｜tool_calls_begin｜>\n",
         "",
         "<｜tool_calls_end｜>",
-        shape=STEP_SHAPE,
+        markup=STEP_MARKUP,
     ),
 )
 
@@ -228,7 +228,7 @@ FAMILIES = (
         "deepseek_v32",
         r"DSML",
         xml_format(
-            DSML_SHAPE,
+            DSML_MARKUP,
             '<｜DSML｜invoke name="',
             ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
         ),
@@ -256,24 +256,24 @@ FAMILIES = (
         Think("<think>", "</think>", until=("<|tool_calls_section_begin|>",)),
     ),
     Family("step3", r"<steptml:", STEP, THINK),
-    Family("glm45", r"<arg_key>", xml_format(GLM_SHAPE, "<tool_call>"), THINK, ("glm", "glm46", "glm47")),
+    Family("glm45", r"<arg_key>", xml_format(GLM_MARKUP, "<tool_call>"), THINK, ("glm", "glm46", "glm47")),
     Family(
         "seed_oss",
         r"<seed:tool_call>",
-        xml_format(QWEN_SHAPE, "<function=", ("<seed:tool_call>", "</seed:tool_call>"), each=True),
+        xml_format(QWEN_MARKUP, "<function=", ("<seed:tool_call>", "</seed:tool_call>"), each=True),
         Think("<seed:think>", "</seed:think>"),
     ),
     Family(
         "minimax_m2",
         r"<minimax:tool_call>",
-        xml_format(MINIMAX_SHAPE, '<invoke name="', ("<minimax:tool_call>", "</minimax:tool_call>")),
+        xml_format(MINIMAX_MARKUP, '<invoke name="', ("<minimax:tool_call>", "</minimax:tool_call>")),
         THINK,
         ("minimax", "minimax-m2"),
     ),
     Family(
         "qwen3_coder",
         r"<function=",
-        xml_format(QWEN_SHAPE, "<function=", ("<tool_call>", "</tool_call>"), each=True),
+        xml_format(QWEN_MARKUP, "<function=", ("<tool_call>", "</tool_call>"), each=True),
         THINK,
         ("qwen3coder", "qwen3_xml", "nemotron_v3", "nemotron_3"),
     ),
@@ -415,7 +415,7 @@ class Dialect:
 
 
 @lru_cache(maxsize=8)
-def choose(
+def dialect_of(
     template: str,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,

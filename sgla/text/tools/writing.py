@@ -8,7 +8,7 @@ from typing import Any
 
 from sgla.text.tools.calls import RAW, kinds_of
 from sgla.text.tools.raw import KEYWORDS, expression, refused
-from sgla.text.tools.xml import STRING, Shape
+from sgla.text.tools.xml import STRING, Markup
 
 Tag = dict[str, Any]
 Tool = dict[str, Any]
@@ -20,8 +20,8 @@ class Writing:
     """``before`` calls, ``begin`` and ``end`` of each, ``between`` them, ``after``;
     as the family's template has them.
 
-    ``numbered``: a number stands between ``begin`` and this text. ``shape``: arguments are elements, else one
-    JSON object. ``reasoning``: before and after reasoning that may come first, and what follows it.
+    ``numbered``: a number stands between ``begin`` and this text. ``markup``: arguments are elements, else
+    one JSON object. ``reasoning``: before and after reasoning that may come first, and what follows it.
     """
 
     begin: str
@@ -30,7 +30,7 @@ class Writing:
     between: str = ""
     after: str = ""
     numbered: str = ""
-    shape: Shape | None = None
+    markup: Markup | None = None
     reasoning: tuple[str, str, str] | None = None
 
     def calls(self, tools: list[Tool], once: bool) -> Tag:
@@ -61,8 +61,8 @@ class Writing:
     def _call(self, function: dict[str, Any]) -> Tag:
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
         schema = function.get("parameters") or {"type": "object", "properties": {}}
-        if self.shape is not None:
-            content = elements(self.shape, schema, function["name"])
+        if self.markup is not None:
+            content = elements(self.markup, schema, function["name"])
         elif (lark := lark_of(text_input(schema))) is not None:
             content = tag(RAW[0], {"type": "grammar", "name": function["name"], "grammar": lark}, RAW[1])
         else:
@@ -114,7 +114,7 @@ WHOLE = (
 )  # keywords of an object that elements say nothing of
 
 
-def elements(shape: Shape, schema: dict[str, Any], function: str = "") -> Tag:
+def elements(markup: Markup, schema: dict[str, Any], function: str = "") -> Tag:
     """An element for each property, in the schema's order; those that are not required may be left out.
 
     Raises UnsupportedField for a keyword that cannot be honoured.
@@ -126,26 +126,26 @@ def elements(shape: Shape, schema: dict[str, Any], function: str = "") -> Tag:
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     for name, each in properties.items():
-        part = element(shape, name, each, definitions, f"{function}.{name}")
+        part = element(markup, name, each, definitions, f"{function}.{name}")
         parts.append(part if name in required else {"type": "or", "elements": [part, constant("")]})
     return sequence(parts) if parts else constant("")
 
 
-def element(shape: Shape, name: str, schema: Any, definitions: dict[str, Any], path: str) -> Tag:
+def element(markup: Markup, name: str, schema: Any, definitions: dict[str, Any], path: str) -> Tag:
     kinds = kinds_of(schema)
-    line = "\n" if shape.lines else ""
+    line = "\n" if markup.lines else ""
     key_end = next(
-        (end for end, kind in shape.key_ends.items() if (kind == STRING) == (kinds == STRING)), shape.key[1]
+        (end for end, kind in markup.key_ends.items() if (kind == STRING) == (kinds == STRING)), markup.key[1]
     )
-    gap = "\n" if shape.value[0] else ""
-    begin = f"{shape.key[0]}{name}{key_end}{gap}{shape.value[0]}{line}"
+    gap = "\n" if markup.value[0] else ""
+    begin = f"{markup.key[0]}{name}{key_end}{gap}{markup.value[0]}{line}"
     if (lark := lark_of(schema)) is not None:
         content: Tag = {"type": "grammar", "name": path, "grammar": lark}
-    elif kinds == STRING or ("string" in kinds and not shape.key_ends):
+    elif kinds == STRING or ("string" in kinds and not markup.key_ends):
         content = raw_text(name, schema)
     else:
         content = arguments({**schema, **definitions} if isinstance(schema, dict) else {}, path)
-    return tag(begin, content, f"{line}{shape.value[1]}\n")
+    return tag(begin, content, f"{line}{markup.value[1]}\n")
 
 
 def raw_text(name: str, schema: dict[str, Any]) -> Tag:

@@ -22,7 +22,7 @@ KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boole
 
 
 @dataclass(frozen=True)
-class Shape:
+class Markup:
     """``name_end``: comes after the name. ``key``: before and after an argument's name.
     ``value``: before and after it.
 
@@ -44,30 +44,30 @@ class Shape:
         return tuple(filter(None, (self.name_end, *self.key, *self.value, *self.ends)))
 
 
-def xml_call(shape: Shape) -> CallReader:
-    key_ends = tags(*(shape.key_ends or [shape.key[1]]))
-    following = tags(shape.key[0], *shape.ends)
+def xml_call(markup: Markup) -> CallReader:
+    key_ends = tags(*(markup.key_ends or [markup.key[1]]))
+    following = tags(markup.key[0], *markup.ends)
 
     def read(cur: Cursor, toolbox: Toolbox, known: Container[str] | None) -> Steps[None]:
         name = yield from word(cur, NAME)
-        if shape.name_end:
-            yield from cur.expect(shape.name_end)
+        if markup.name_end:
+            yield from cur.expect(markup.name_end)
         call = Call(cur, name)
         start = cur.position
-        while (tag := (yield from cur.follow(following))) == shape.key[0]:
+        while (tag := (yield from cur.follow(following))) == markup.key[0]:
             if call.begun:
                 cur.mark(start)
             held: list[str] = []
             key_end = yield from cur.until(key_ends, limited(held, LIMIT))
             if not key_end:
                 raise Mismatch
-            if shape.value[0]:
-                yield from cur.expect(shape.value[0])
+            if markup.value[0]:
+                yield from cur.expect(markup.value[0])
             cur.unmark()
             key = "".join(held).strip()
             call((", " if call.begun else "{") + quoted(key) + ": ")
-            kinds = shape.key_ends.get(key_end) or toolbox.kinds(name, key)
-            yield from element(cur, shape, kinds, call)
+            kinds = markup.key_ends.get(key_end) or toolbox.kinds(name, key)
+            yield from element(cur, markup, kinds, call)
             start = cur.position
         if not tag:
             raise Mismatch
@@ -76,11 +76,11 @@ def xml_call(shape: Shape) -> CallReader:
     return read
 
 
-def element(cur: Cursor, shape: Shape, kinds: frozenset[str], call: Call) -> Steps[None]:
+def element(cur: Cursor, markup: Markup, kinds: frozenset[str], call: Call) -> Steps[None]:
     """The text of one argument. Strings are emitted as they come, other values when they are complete."""
-    trim = newline_trimmed if shape.lines else nothing_trimmed
-    ends = tags(shape.value[1], *shape.missing_end)
-    if shape.lines and (yield from cur.peek()) == "\n":
+    trim = newline_trimmed if markup.lines else nothing_trimmed
+    ends = tags(markup.value[1], *markup.missing_end)
+    if markup.lines and (yield from cur.peek()) == "\n":
         cur.at += 1
     if kinds == STRING:
         call('"')
@@ -93,7 +93,7 @@ def element(cur: Cursor, shape: Shape, kinds: frozenset[str], call: Call) -> Ste
         call(argument("".join(held), kinds))
     if not end:
         raise Mismatch
-    if end != shape.value[1]:
+    if end != markup.value[1]:
         cur.at -= len(end)
 
 
