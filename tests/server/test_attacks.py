@@ -76,9 +76,12 @@ def test_an_attack_is_answered_and_costs_nobody_else(server: ServerProcess, befo
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
-def test_a_terminate_ends_the_process_and_tells_every_stream(tiny_model: Path) -> None:
-    """Streams longer than the drain, and a text that is being parsed."""
-    with serving("--model", str(tiny_model), *FLAGS) as server:
+@pytest.mark.parametrize(
+    "more", [(), ("--max-connections", "8", "--executor", "fake", "--fake-step-ms", "5")]
+)
+def test_a_terminate_ends_the_process_and_tells_every_stream(tiny_model: Path, more: tuple[str, ...]) -> None:
+    """Streams longer than the drain, and a text that is being parsed. What does not fit is refused."""
+    with serving("--model", str(tiny_model), *FLAGS, *more) as server:
         told, code = asyncio.run(terminated(server))
     assert told == [True] * 16
     assert code == 0
