@@ -18,7 +18,7 @@ CIRCLES = {
     ),
     frozenset(f"sgla.worker.{name}" for name in ("cuda", "graphs", "prompt_graphs", "warm_up")),
 }
-LONG_CLASSES = {"Core", "CudaRunner", "RadixCache", "Recorder"}
+LONG_CLASSES = {"Core", "CudaRunner", "Memory", "RadixCache", "Recorder"}
 
 
 @cache
