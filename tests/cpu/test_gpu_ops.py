@@ -30,6 +30,7 @@ from sgla.model import registry
 from sgla.model.load import load_model
 
 MODELS: dict[str, dict[str, Any]] = {
+    "ToyForCausalLM": {"model_type": "toy"},
     "Qwen3ForCausalLM": {"model_type": "qwen3"},
     "Gemma3ForCausalLM": {"model_type": "gemma3_text", "sliding_window": 10, "query_pre_attn_scalar": 16},
     "Cohere2ForCausalLM": {
@@ -148,7 +149,17 @@ def store(
 
 
 @needs_interpreter
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Qwen3ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Cohere2ForCausalLM",
+        "Olmo2ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "ToyForCausalLM",
+    ],
+)
 def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     architecture: str, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
