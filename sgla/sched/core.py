@@ -122,7 +122,7 @@ class Core:
 
     def moved(self, moved: Moved) -> None:
         """A copy has ended. Whoever was held for it waits for room again, and finds its pages in the tree, or computes them if it failed."""
-        for rid in self._memory.moved(moved):
+        for rid in self._memory.transfers.moved(moved):
             self.ready(Ready(rid=rid, reason=PAGES))
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
@@ -210,7 +210,10 @@ class Core:
         """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
         self._now = now
         memory = self._memory
-        if len(self._flights) >= self.limits.depth or not (self._running or self._waiting or memory.copies):
+        transfers = memory.transfers
+        if len(self._flights) >= self.limits.depth or not (
+            self._running or self._waiting or transfers.copies
+        ):
             return None
         step = Step(self._steps + 1, self._paged)
         self._short = self._none
@@ -221,8 +224,8 @@ class Core:
             self._plan_prefills(step, prefills, budget)
             if self._waiting and budget.tokens > 0:
                 self._admit(step, budget)
-        if not (step.rows or memory.copies):
-            busy = self._flights or memory.transfers
+        if not (step.rows or transfers.copies):
+            busy = self._flights or transfers.under_way
             assert busy or not (self._running or self._waiting), "requests wait for nothing"
             return None
         for request in step.rows[step.decodes :]:
@@ -231,7 +234,7 @@ class Core:
             self._checkpoint_outputs(step)
             memory.planned()
         step.zeroed, memory.spoiled = memory.spoiled, []
-        step.copies, memory.copies = memory.copies, []
+        step.copies, transfers.copies = transfers.copies, []
         self._steps += 1
         self._flights.append(step)
         self._last = step
@@ -613,7 +616,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """No request, no step in flight, and no copy under way."""
-        return not (self._open or self._draining or self._flights or self._memory.transfers)
+        return not (self._open or self._draining or self._flights or self._memory.transfers.under_way)
 
     @property
     def rids(self) -> list[str]:
@@ -622,8 +625,7 @@ class Core:
 
     def flush_cache(self) -> bool:
         """Forget the cached prefixes that no request uses; true if none is left."""
-        if self._memory.tier is not None:
-            self._memory.tier.flush()
+        self._memory.transfers.tier.flush()
         return self._memory.cache.flush()
 
     def drain_finished(self) -> list[Finished]:

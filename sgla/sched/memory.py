@@ -10,29 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import TOKEN_BYTES, Node, NullCache, RadixCache, marks_from
+from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache, marks_from
 from sgla.cache.states import StatePool
-from sgla.cache.tier import HostTier, chain
 from sgla.cache.window import WindowPool
-from sgla.messages import PAGES, Copy, Moved, int32
+from sgla.messages import PAGES
 from sgla.sched.limits import Limits
 from sgla.sched.request import Request
+from sgla.sched.transfers import Transfers
 
 STEP = "step"  # see Memory.attach
-
-
-class Transfer:
-    """Pages on their way between the device and the host. It keeps ``node`` locked, whose path has those of the device, and holds ``places``,
-    those of the host. ``waiters``: requests that are held until it is done."""
-
-    __slots__ = ("inward", "keys", "node", "places", "waiters")
-
-    def __init__(self, inward: bool, node: Node, keys: list[bytes], places: list[int]) -> None:
-        self.inward = inward
-        self.node = node
-        self.keys = keys
-        self.places = places
-        self.waiters: list[str] = []
 
 
 class Memory:
@@ -48,10 +34,8 @@ class Memory:
         self.states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
         kind = RadixCache if limits.prefix_cache else NullCache
         self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, self.states)
-        self.tier = HostTier(limits.host_pages) if limits.host_pages and limits.prefix_cache else None
-        self.transfers: dict[int, Transfer] = {}  # under way, or to begin with the next plan
-        self.copies: list[Copy] = []  # for the next plan
-        self._begun = 0  # transfers
+        host_pages = limits.host_pages if limits.prefix_cache else 0
+        self.transfers = Transfers(self.cache, self.pool, host_pages, limits.page_size)
         self.slots = list(range(limits.rows - 1, -1, -1))
         # Free pages of each group with NaN, which the next plan has zeroed before anybody uses them; or nothing.
         self.spoiled: list[list[int]] = []
@@ -113,7 +97,7 @@ class Memory:
         limit = request.known - 1 if request.reads_cache else 0
         match = self.cache.match(request.namespace, request.data, limit, request.marks)
         if match.pending:
-            self.transfers[match.pending].waiters.append(request.rid)
+            self.transfers.wait(match.pending, request.rid)
             return PAGES
         if match.soon:
             return STEP
@@ -130,74 +114,12 @@ class Memory:
         return ""
 
     def load(self, request: Request) -> bool:
-        """Have pages behind those that the request found in the tree copied from the host, if there are some and they have room on the device.
-        Then they are the tree's, and the request has nothing any more until they are there."""
-        if self.tier is None or not request.reads_cache:
+        """Have more of its prefix copied from the host, if there is some and it has room on the device. Then the request gives all back until
+        it has come."""
+        if not self.transfers.load(request, self.available[0]):
             return False
-        assert request.node is not None
-        width = self.page_size * TOKEN_BYTES
-        first, last = request.shared, (request.known - 1) // self.page_size
-        keys = chain(request.namespace, request.data[: last * width], width, request.marks)[first:]
-        keys = keys[: self.available[0]]
-        places = self.tier.find(keys)
-        if not places:
-            return False
-        last = first + len(places)
-        self.cache.evict(len(places) - len(self.pool))
-        pages = self.pool.alloc(len(places))
-        tokens = request.data[first * width : last * width]
-        marks = marks_from(request.marks, first)
-        node = self.cache.adopt(request.node, request.namespace, tokens, pages, marks=marks)
-        assert node is not None, "the tree has more than it was found to have"
-        self.tier.hold(places)
-        transfer = self._transfer(True, node, keys[: len(places)], places, pages)
-        self.cache.expect(node, request.node, self._begun)
-        transfer.waiters.append(request.rid)
         self.release(request)
         return True
-
-    def _transfer(
-        self, inward: bool, node: Node, keys: list[bytes], places: list[int], pages: list[int]
-    ) -> Transfer:
-        self.cache.lock(node)
-        self._begun += 1
-        transfer = self.transfers[self._begun] = Transfer(inward, node, keys, places)
-        ends = [("device", int32(pages)), ("host", int32(places))]
-        (target, targets), (source, sources) = ends if inward else ends[::-1]
-        self.copies.append(Copy(self._begun, source, target, sources, targets))
-        return transfer
-
-    def _save(self, request: Request, tokens: bytes) -> None:
-        """Have those pages of ``tokens`` copied to the host of which it has no copy. The tree has all."""
-        assert self.tier is not None
-        keys = chain(request.namespace, tokens, self.page_size * TOKEN_BYTES, request.marks)
-        node = self.cache.find(request.namespace, tokens, len(tokens) // TOKEN_BYTES, request.marks)
-        if node is None or not self.cache.ready(node):
-            return
-        new, pages, places = list[bytes](), list[int](), list[int]()
-        for key, page in zip(keys, self.cache.pages_to(node)):
-            if self.tier.lacks(key):
-                if not (place := self.tier.receive(key)):
-                    break
-                new.append(key)
-                pages.append(page)
-                places.append(place)
-        if places:
-            self._transfer(False, node, new, places, pages)
-
-    def moved(self, moved: Moved) -> list[str]:
-        """A transfer has ended. Returns who waited for it. Of one that has failed nothing is left, so that nobody tries again."""
-        assert self.tier is not None
-        transfer = self.transfers.pop(moved.transfer)
-        if transfer.inward:
-            self.cache.arrive(transfer.node, moved.ok)
-            self.tier.unhold(transfer.places)
-            if not moved.ok:
-                self.tier.forget_keys(transfer.keys)
-        else:
-            self.cache.unlock(transfer.node)
-            self.tier.received(transfer.places, moved.ok)
-        return transfer.waiters
 
     def _begin_with(self, request: Request, state: int) -> None:
         """The request's next row reads that checkpoint of the tree, if it is one, which the request holds until then."""
@@ -307,7 +229,7 @@ class Memory:
         if pool is None or isinstance(self.cache, NullCache):
             return told
         private = 0
-        for length in self._places(pool, request, start):
+        for length in _places(pool, request, start, self.page_size):
             node = self.cache.find(request.namespace, request.data, length, request.marks)
             if node is None:
                 private = length
@@ -323,14 +245,6 @@ class Memory:
         if pool is None or isinstance(self.cache, NullCache) or request.planned % pool.every:
             return []
         return self._mark(pool, request, request.planned)
-
-    def _places(self, pool: StatePool, request: Request, start: int) -> list[int]:
-        """Where a prompt leaves checkpoints: at its last page, where others have gone on differently, and every so many tokens."""
-        known = len(request.data) // TOKEN_BYTES
-        end = min(request.planned, known)
-        places = set(range((start // pool.every + 1) * pool.every, end + 1, pool.every))
-        places |= {request.branch, (known - 1) // self.page_size * self.page_size}
-        return sorted(length for length in places if start < length <= end)
 
     def _mark(self, pool: StatePool, request: Request, length: int) -> list[int]:
         """A checkpoint that the request owns until it ends, instead of the one before; if there are states enough for all free slots."""
@@ -361,10 +275,7 @@ class Memory:
             gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
             self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
             self._release_states(request, 0)
-            if self.tier is not None:
-                width = self.page_size * TOKEN_BYTES
-                keys = chain(request.namespace, request.tokens.tobytes(), width, request.marks)
-                self.tier.forget_keys(keys)
+            self.transfers.forget(request)
             self._forget(request)
             return
         first = request.shared
@@ -388,8 +299,8 @@ class Memory:
         self.pool.free(request.pages[last:])
         self.cache.unlock(request.node)
         self._release_states(request, last * self.page_size)
-        if self.tier is not None and request.planned > request.borrowed * self.page_size:
-            self._save(request, request.tokens[: last * self.page_size].tobytes())
+        if request.planned > request.borrowed * self.page_size:
+            self.transfers.save(request, last)
         self._forget(request)
 
     def _release_states(self, request: Request, length: int) -> None:
@@ -445,11 +356,9 @@ class Memory:
         assert total == self.pool.total - 1, f"free + tree + private = {total}, not {self.pool.total - 1}"
         used = [request.slot for request in holders]
         assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
-        for g in range(len(self.windows)):
-            self._check_window(g, holders)
-        if self.tier is not None:
-            places = [place for transfer in self.transfers.values() for place in transfer.places]
-            self.tier.check_owners([], places)
+        for g, pool in enumerate(self.windows):
+            _check_window(pool, g, holders)
+        self.transfers.check()
         if self.states is not None:
             owned = [request.unit for request in holders]
             owned += [request.mark[1] for request in holders if request.mark is not None]
@@ -457,29 +366,40 @@ class Memory:
         for request in holders:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
-            self._check_path(request)
+            _check_path(request)
 
-    def _check_window(self, g: int, holders: list[Request]) -> None:
-        pool, held, private = self.windows[g], list[int](), list[int]()
-        for request in holders:
-            pages, behind = request.windows[g], request.behind[g]
-            assert len(pages) == len(request.pages), "windows and pages disagree"
-            assert not any(pages[:behind]), "a page behind the window is held"
-            assert all(pages[behind:]), "a page of the window is missing"
-            held += pages[behind : request.shared]
-            private += pages[max(behind, request.shared) :]
-        pool.check_holds(held)
-        assert len(set(private)) == len(private), "a private page of a window has two owners"
-        assert len(pool) + pool.cached + len(private) == pool.total - 1, "pages of a window lost or doubled"
 
-    def _check_path(self, request: Request) -> None:
-        node, path = request.node, []
-        while node is not None and node is not self.cache.root:
-            assert node.locks > 0, "a page in use could be evicted"
-            path.append(node.pages)
-            node = node.parent
-        shared = [page for run in reversed(path) for page in run]
-        assert shared == request.pages[: request.shared], "the locked path is not the request's prefix"
+def _places(pool: StatePool, request: Request, start: int, page_size: int) -> list[int]:
+    """Where a prompt leaves checkpoints: at its last page, where others have gone on differently, and every so many tokens."""
+    known = len(request.data) // TOKEN_BYTES
+    end = min(request.planned, known)
+    places = set(range((start // pool.every + 1) * pool.every, end + 1, pool.every))
+    places |= {request.branch, (known - 1) // page_size * page_size}
+    return sorted(length for length in places if start < length <= end)
+
+
+def _check_window(pool: WindowPool, g: int, holders: list[Request]) -> None:
+    held, private = list[int](), list[int]()
+    for request in holders:
+        pages, behind = request.windows[g], request.behind[g]
+        assert len(pages) == len(request.pages), "windows and pages disagree"
+        assert not any(pages[:behind]), "a page behind the window is held"
+        assert all(pages[behind:]), "a page of the window is missing"
+        held += pages[behind : request.shared]
+        private += pages[max(behind, request.shared) :]
+    pool.check_holds(held)
+    assert len(set(private)) == len(private), "a private page of a window has two owners"
+    assert len(pool) + pool.cached + len(private) == pool.total - 1, "pages of a window lost or doubled"
+
+
+def _check_path(request: Request) -> None:
+    node, path = request.node, []
+    while node is not None and node.parent is not None:
+        assert node.locks > 0, "a page in use could be evicted"
+        path.append(node.pages)
+        node = node.parent
+    shared = [page for run in reversed(path) for page in run]
+    assert shared == request.pages[: request.shared], "the locked path is not the request's prefix"
 
 
 class SlotsOnly(Memory):
