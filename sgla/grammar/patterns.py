@@ -111,6 +111,7 @@ SPACE: Ranges = (
     *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
 BREAKS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+ZERO: Ranges = ((0, 0),)
 EVERY = others(())
 SHORT = {"d": DIGIT, "w": WORD, "s": SPACE}
 SHORT |= {name.upper(): others(ranges) for name, ranges in SHORT.items()}
@@ -430,6 +431,29 @@ def _read(pattern: str) -> Node:
     return Seq(tuple(items))
 
 
+def _quotable(node: Node) -> Node:
+    """Without U+0000 where a class has that and lacks the quotation mark or the backslash: the matcher would
+    take the escapes of these two for it, too."""
+    match node:
+        case Chars():
+            held = others(node.ranges) if node.negated else node.ranges
+            zero, *both = (any(low <= code <= high for low, high in held) for code in (0x00, 0x22, 0x5C))
+            if not zero or all(both):
+                return node
+            if node.negated:
+                return Chars(merged(node.ranges + ZERO), node.properties, True)
+            return Chars(others(merged(others(node.ranges) + ZERO)), node.properties)
+        case Seq():
+            return Seq(tuple(map(_quotable, node.items)))
+        case Alt():
+            return Alt(tuple(map(_quotable, node.ways)))
+        case Repeat():
+            return Repeat(_quotable(node.item), node.least, node.most)
+        case Flags():
+            return Flags(node.given, _quotable(node.item))
+    return node
+
+
 def _bounded(node: Node, sign: str, beyond: Node) -> Node:
     """``node`` with ``beyond`` on the side of this anchor, which is no part of the result."""
     if not _edges(node, sign):
@@ -486,10 +510,11 @@ def _anchored(node: Node) -> Node:
 
 
 @functools.lru_cache(4096)
-def portable(pattern: str) -> str:
+def portable(pattern: str, quoted: bool = False) -> str:
     """The same for the matcher and for Python (``re.search``; there ``$`` is also
-    before a line feed at the end). Raises PatternError."""
-    node = _read(pattern)
+    before a line feed at the end). ``quoted``: for JSON strings, without some texts that hold U+0000.
+    Raises PatternError."""
+    node = _quotable(_read(pattern)) if quoted else _read(pattern)
     text = _text(node) if _plain(node) else f"^(?:{_text(_anchored(node))})$"
     if len(text) > SIZE:
         raise PatternError("it is too long when written out")

@@ -106,7 +106,7 @@ def ported(schema: Any, whole: Any) -> Any:
 def read(pattern: str, whole: Any, keyword: str) -> str:
     """For the matcher. Raises GrammarError."""
     try:
-        return portable(pattern)
+        return portable(pattern, quoted=True)
     except PatternError as error:
         place = where(whole, keyword, value=pattern) or where(whole, keyword)
         told = f"JSON Schema keyword '{keyword}'" + (f" (at {place})" if place else "")

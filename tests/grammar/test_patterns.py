@@ -55,6 +55,13 @@ def test_characters(pattern: str, yes: str, no: str) -> None:
             assert accepted({"type": "string", "pattern": pattern}, output) is fits, text
 
 
+@pytest.mark.parametrize("pattern", [r"^[^\\]*$", r'^[^"]*$', r'^[^"\\]{1,3}$', "^[^\\\\:x]+$", r"^[\0-!]*$"])
+def test_escapes_stand_for_their_characters_alone(pattern: str) -> None:
+    for text in ("a", '"', "\\", 'a"', "a\\", "!"):
+        schema = {"type": "string", "pattern": pattern}
+        assert accepted(schema, json.dumps(text)) is found(pattern, text), text
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
