@@ -1,8 +1,8 @@
 """Wheels with compiled CPU kernels: ``SGLA_WHEEL_KERNELS=avx2,avx512 python -m build --wheel``.
 
-The variable names instruction-set levels (sgla/kernels/build.py). The wheel then is for this platform, and its users need no
-compiler. Without the variable the wheel is pure Python, and kernels are compiled at the first start. Links lead to the repository
-whose workflow builds the release.
+The variable names instruction-set levels (sgla/kernels/build.py). The wheel then is for this platform, and
+its users need no compiler. Without the variable the wheel is pure Python, and kernels are compiled at the
+first start. Links lead to the repository whose workflow builds the release.
 """
 
 import os

@@ -18,18 +18,20 @@ LONGEST = 1 << 20  # tokens of a request, its answer included
 
 
 def int32(values: Sequence[int]) -> bytes:
-    """A column of integers: six times as fast as an ``array`` made of a list. Raises struct.error for what is no int32."""
+    """A column of integers: six times as fast as an ``array`` made of a list.
+    Raises struct.error for what is no int32."""
     return struct.pack(f"<{len(values)}i", *values)
 
 
 class Grammar(msgspec.Struct, kw_only=True, frozen=True):
     """What an output must look like. ``kind`` says what ``text`` is:
 
-    ``json_schema`` a JSON Schema; ``json_object`` nothing; ``regex`` a regular expression for the whole output; ``choice``
-    a JSON list of strings; ``ebnf`` GBNF (``root ::= ...``) or Lark (``start: ...``); ``structural_tag`` the JSON object of
-    that ``type``. ``after``: the output is free until one of these texts has been generated; with ``opener``, only if the
-    prompt ends with that, or the output begins with it. ``whitespace``: a regular expression for the space between JSON
-    tokens ("" for none), ``compact`` or ``free``; ``additional``: objects may have properties that their schema does not declare; None: as the
+    ``json_schema`` a JSON Schema; ``json_object`` nothing; ``regex`` a regular expression for the whole
+    output; ``choice`` a JSON list of strings; ``ebnf`` GBNF (``root ::= ...``) or Lark (``start: ...``);
+    ``structural_tag`` the JSON object of that ``type``. ``after``: the output is free until one of these
+    texts has been generated; with ``opener``, only if the prompt ends with that, or the output begins with
+    it. ``whitespace``: a regular expression for the space between JSON tokens ("" for none), ``compact`` or
+    ``free``; ``additional``: objects may have properties that their schema does not declare; None: as the
     server is set. ``param`` is the request field that errors name.
     """
 
@@ -54,14 +56,15 @@ STRUCTURED_OUTPUTS = {
 
 
 def whitespace_of(disabled: bool | None, pattern: str | None) -> str | None:
-    """``Grammar.whitespace`` from ``disable_any_whitespace`` and ``whitespace_pattern`` of structured_outputs."""
+    """``Grammar.whitespace`` from ``disable_any_whitespace`` and
+    ``whitespace_pattern`` of structured_outputs."""
     return "" if disabled else pattern or (None if disabled is None else "free")
 
 
 class Thinking(msgspec.Struct, kw_only=True, frozen=True):
-    """At most ``tokens`` of an output are reasoning: what stands between the tags ``open`` and ``close``, each one token of
-    the model. With ``open`` "" the output begins inside of it. ``wish``: a model whose tags are no tokens is not limited,
-    instead of refused. ``param`` is the request field that errors name.
+    """At most ``tokens`` of an output are reasoning: what stands between the tags ``open`` and ``close``,
+    each one token of the model. With ``open`` "" the output begins inside of it. ``wish``: a model whose tags
+    are no tokens is not limited, instead of refused. ``param`` is the request field that errors name.
     """
 
     tokens: int
@@ -72,8 +75,9 @@ class Thinking(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Repetition(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """An output ends, with finish ``repetition``, when its last tokens are ``min_count`` copies of a pattern of
-    ``min_pattern_size`` to ``max_pattern_size`` tokens; ``max_pattern_size`` 0: never. Names and meaning are vLLM's.
+    """An output ends, with finish ``repetition``, when its last tokens are ``min_count`` copies of a pattern
+    of ``min_pattern_size`` to ``max_pattern_size`` tokens; ``max_pattern_size`` 0: never. Names and meaning
+    are vLLM's.
     """
 
     max_pattern_size: int = 0
@@ -82,7 +86,8 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
 
 class Processor(msgspec.Struct, array_like=True, frozen=True):
-    """A logit processor that the server has (``sampling/processors.py``), and the keyword arguments to make it with."""
+    """A logit processor that the server has (``sampling/processors.py``),
+    and the keyword arguments to make it with."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -91,15 +96,15 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
-    ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request repeatable
-    whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
+    ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request
+    repeatable whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
     ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
-    ``prompt_logprobs`` the same for prompt tokens (-1: the whole vocabulary); ``logprob_token_ids``: tokens whose logprobs come in addition, wherever
-    there are any. ``max_tokens=None`` means: up to the context length.
-    ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see ``text.regex``.
-    ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed. ``allowed_token_ids``: the only
-    tokens an output may have, those that end it included. ``hidden_states``: the answer has the model's last hidden state of every
-    token that was computed.
+    ``prompt_logprobs`` the same for prompt tokens (-1: the whole vocabulary); ``logprob_token_ids``: tokens
+    whose logprobs come in addition, wherever there are any. ``max_tokens=None`` means: up to the context
+    length. ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see
+    ``text.regex``. ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed.
+    ``allowed_token_ids``: the only tokens an output may have, those that end it included. ``hidden_states``:
+    the answer has the model's last hidden state of every token that was computed.
     """
 
     temperature: float = 1.0
@@ -136,8 +141,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
 class Job(msgspec.Struct, kw_only=True):
     """Ingress -> tokenize. Exactly one of ``text``, ``messages``, ``token_ids`` is set.
 
-    ``pool``: the request is for a vector instead of tokens, see ``RowSampling.pool``; then ``pair`` is the second text of a
-    pair, and a longer input is cut to its first ``truncate`` tokens, special tokens included (-1: to the model's limit).
+    ``pool``: the request is for a vector instead of tokens, see ``RowSampling.pool``; then ``pair`` is the
+    second text of a pair, and a longer input is cut to its first ``truncate`` tokens, special tokens included
+    (-1: to the model's limit).
     """
 
     rid: str
@@ -186,7 +192,8 @@ class Submit(msgspec.Struct, kw_only=True):
     segment: int = 0  # NewRow.segment
     baggage: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
     repetition: Repetition | None = None
-    # Where the prompt has tokens that stand for something else, such as an image: the first of them, and a digest of what it is.
+    # Where the prompt has tokens that stand for something else, such as an image:
+    # the first of them, and a digest of what it is.
     media: list[tuple[int, bytes]] = []
     holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
 
@@ -196,7 +203,8 @@ GRAMMAR, PAGES = "grammar", "pages"
 
 
 class Ready(msgspec.Struct, kw_only=True):
-    """Tokenize -> schedule: one of a child's ``holds`` is there. ``sampling`` and ``baggage``: those of its Submit, if this has changed them."""
+    """Tokenize -> schedule: one of a child's ``holds`` is there.
+    ``sampling`` and ``baggage``: those of its Submit, if this has changed them."""
 
     rid: str
     reason: str
@@ -219,7 +227,8 @@ class Cancel(msgspec.Struct):
 
 
 class ThinkLimit(msgspec.Struct, array_like=True, frozen=True):
-    """``Thinking`` in token ids. ``opened``: the output begins inside of reasoning; ``open`` -1: nothing opens it."""
+    """``Thinking`` in token ids.
+    ``opened``: the output begins inside of reasoning; ``open`` -1: nothing opens it."""
 
     tokens: int
     open: int
@@ -227,7 +236,8 @@ class ThinkLimit(msgspec.Struct, array_like=True, frozen=True):
     opened: bool
 
 
-# Most of what one request may ask of the sampler, whose tables on a GPU have a place for so much of every slot.
+# Most of what one request may ask of the sampler,
+# whose tables on a GPU have a place for so much of every slot.
 MAX_GRAMMAR = 1 << 18  # characters of a grammar, as given and as compiled: a plan to the workers carries it
 MAX_BIASES = 4096  # tokens of logit_bias
 MAX_WORD_TOKENS = 2048  # of bad_words together, each word with and without a space before it
@@ -257,8 +267,9 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of
     grammar_after: tuple[str, ...] = ()  # Grammar.after
     grammar_opener: str = ""  # Grammar.opener; "" also where the prompt ends with it
-    # None: the row produces tokens. Else it produces one vector when its prompt is computed: [] what the model's head makes
-    # of the hidden states; ids: log-probabilities of these tokens as the next one (of a model that generates).
+    # None: the row produces tokens. Else it produces one vector when its prompt is computed: [] what the
+    # model's head makes of the hidden states; ids: log-probabilities of these tokens as the next one (of a
+    # model that generates).
     pool: list[int] | None = None
     processors: list[Processor] = []
     hidden: bool = (
@@ -269,9 +280,9 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     """A request takes (or, after preemption, takes again) a slot. Resets every per-slot state.
 
-    ``tokens`` int32[known]: the prompt, then the outputs committed before a preemption.
-    ``pages`` int32[*], one for each cache group: pages it holds now, in order, the shared prefix first; 0 where it holds none. Of a group
-    of states its one unit.
+    ``tokens`` int32[known]: the prompt, then the outputs committed before a preemption. ``pages`` int32[*],
+    one for each cache group: pages it holds now, in order, the shared prefix first; 0 where it holds none. Of
+    a group of states its one unit.
     """
 
     slot: int
@@ -289,8 +300,9 @@ POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches t
 
 
 class Copy(msgspec.Struct, array_like=True, frozen=True):
-    """Copy pages of the first cache group from one place to another: ``device`` or ``host``. It begins when the steps before this plan's are
-    done, and runs beside later ones: nobody writes to ``sources`` nor reads ``targets`` before a ``Moved`` tells that it has ended."""
+    """Copy pages of the first cache group from one place to another: ``device`` or ``host``. It begins when
+    the steps before this plan's are done, and runs beside later ones: nobody writes to ``sources`` nor reads
+    ``targets`` before a ``Moved`` tells that it has ended."""
 
     transfer: int
     source: str
@@ -300,7 +312,8 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
-    """Workers -> schedule, at any time: a ``Copy`` has ended. If it has failed, what its targets hold means nothing."""
+    """Workers -> schedule, at any time: a ``Copy`` has ended.
+    If it has failed, what its targets hold means nothing."""
 
     transfer: int
     ok: bool
@@ -309,16 +322,18 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     """Schedule -> workers: one forward step, or no rows and only ``copies``. Row order is the batch order.
 
-    Row ``r`` computes tokens ``[starts[r], starts[r] + q_lens[r])`` of slot ``slots[r]``; input ids come from the
-    worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a decode row
-    needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages of every cache group for
-    ``page_slots[i]``.
+    Row ``r`` computes tokens ``[starts[r], starts[r] + q_lens[r])`` of slot ``slots[r]``; input ids come from
+    the worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a
+    decode row needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages of every
+    cache group for ``page_slots[i]``.
 
-    A row goes on with the state in its slot's unit, with that of ``state_reads`` if it is named there, or without any from token 0 on, and leaves
-    its last one in the slot's unit. On the way it leaves ``checkpoints``. All rows read before any writes.
+    A row goes on with the state in its slot's unit, with that of ``state_reads`` if it is named there, or
+    without any from token 0 on, and leaves its last one in the slot's unit. On the way it leaves
+    ``checkpoints``. All rows read before any writes.
 
-    A row with ``drafts[r] >= 0`` begins where its slot has got to, which is at most ``starts[r]``, and computes its pending token and at
-    most so many more, which the worker guesses. It samples a successor of each and keeps those up to the first wrong guess.
+    A row with ``drafts[r] >= 0`` begins where its slot has got to, which is at most ``starts[r]``, and
+    computes its pending token and at most so many more, which the worker guesses. It samples a successor of
+    each and keeps those up to the first wrong guess.
     """
 
     step: int
@@ -336,15 +351,16 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     checkpoints: bytes = (
         b""  # int32[*, 3]: a slot, and a unit for the state behind so many tokens, which its row computes
     )
-    # int32[*], none or one for each cache group of pages: pages to zero before the step. They may hold NaN, which masks do not hide everywhere.
+    # int32[*], none or one for each cache group of pages: pages to zero before the step.
+    # They may hold NaN, which masks do not hide everywhere.
     zeroed: list[bytes] = []
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
     """Logprobs of ``n`` consecutive tokens of row ``row``; ``prompt`` tells which kind.
 
-    ``top``: the k - asked most probable alternatives, then RowSampling.logprob_ids, as many as ``asked``.
-    For prompt blocks, entry ``i`` is the logprob of prompt token ``start + i`` (token 0 has none, so start >= 1).
+    ``top``: the k - asked most probable alternatives, then RowSampling.logprob_ids, as many as ``asked``. For
+    prompt blocks, entry ``i`` is the logprob of prompt token ``start + i`` (token 0 has none, so start >= 1).
     """
 
     row: int
@@ -359,8 +375,8 @@ class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):
-    """A row of a step that cannot go on; its token, block or vector means nothing. ``fault``: the model is to blame, whose
-    logits or vectors are no numbers, and not what the request asks for."""
+    """A row of a step that cannot go on; its token, block or vector means nothing. ``fault``: the model is to
+    blame, whose logits or vectors are no numbers, and not what the request asks for."""
 
     row: int
     why: str
@@ -368,9 +384,10 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, kw_only=True):
-    """Worker rank 0 -> schedule. ``tokens`` int32[*]: of the S SAMPLE rows in row order, ``counts[i]`` new ones of the i-th: those that it
-    guessed right and the next one, or the next one and those that a grammar forces behind it; none if the token it was planned to
-    sample has come already. KV is there of all but the last one, or the forced ones and the one before these. The token table has all."""
+    """Worker rank 0 -> schedule. ``tokens`` int32[*]: of the S SAMPLE rows in row order, ``counts[i]`` new
+    ones of the i-th: those that it guessed right and the next one, or the next one and those that a grammar
+    forces behind it; none if the token it was planned to sample has come already. KV is there of all but the
+    last one, or the forced ones and the one before these. The token table has all."""
 
     step: int
     tokens: bytes
@@ -381,13 +398,15 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     error: str | None = None  # the step failed; the worker ends, and the executor tells of its death
     failed: list[Failed] = []
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
-    # float32[q_len, width]: the hidden states behind the last norm, of each row of a request with ``hidden``, in row order
+    # float32[q_len, width]:
+    # the hidden states behind the last norm, of each row of a request with ``hidden``, in row order
     hidden: list[bytes] = []
     guessed: bytes = b""  # int32[S]: how many tokens each row guessed; b"": none guessed any
 
 
 class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A sequence of tokens and their logprobs, in a tenth of the memory of tuples. ``columns``: int32[k], then float32[k]."""
+    """A sequence of tokens and their logprobs, in a tenth of the memory of tuples.
+    ``columns``: int32[k], then float32[k]."""
 
     columns: bytes
 
@@ -419,7 +438,8 @@ class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
 
 
 class Delta(msgspec.Struct, kw_only=True, gc=False):
-    """What one step (or a refusal) brought for one child. ``finish``: None | stop | length | repetition | abort | error."""
+    """What one step (or a refusal) brought for one child.
+    ``finish``: None | stop | length | repetition | abort | error."""
 
     rid: str
     tokens: list[int] = []
@@ -452,7 +472,8 @@ class Usage(msgspec.Struct, gc=False):
 class Event(msgspec.Struct, kw_only=True, gc=False):
     """Detokenize -> the request's sink. ``text`` and ``tokens`` are increments; ``usage`` is cumulative.
 
-    A sink that is busy may merge consecutive events of one choice (``merge``). ``finish``: stop | length | repetition | abort.
+    A sink that is busy may merge consecutive events of one choice (``merge``).
+    ``finish``: stop | length | repetition | abort.
     """
 
     rid: str  # the parent's
@@ -484,7 +505,8 @@ class Event(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Rejected(msgspec.Struct, kw_only=True):
-    """Anyone -> the request's sink: the whole request ends with a typed error (see errors.py for the codes)."""
+    """Anyone -> the request's sink:
+    the whole request ends with a typed error (see errors.py for the codes)."""
 
     rid: str
     status: int
@@ -498,7 +520,8 @@ class Rejected(msgspec.Struct, kw_only=True):
 class Control(msgspec.Struct, kw_only=True):
     """Executor control command, out of the step path; answered.
 
-    ``verb``: memory | profile_start | profile_stop | vocabulary | grammar (the last two: see ``grammar/matcher.py``).
+    ``verb``: memory | profile_start | profile_stop | vocabulary | grammar
+    (the last two: see ``grammar/matcher.py``).
     """
 
     verb: str
@@ -519,11 +542,12 @@ class Dense(msgspec.Struct, kw_only=True):
 
 
 class Pooling(msgspec.Struct, kw_only=True):
-    """How a model that answers with vectors makes them (``model/pooling.py`` reads it from the model's files).
+    """How a model that answers with vectors makes them
+    (``model/pooling.py`` reads it from the model's files).
 
-    The worker pools the hidden states by ``kind``, applies ``dense`` and, with task ``classify``, the classification head,
-    and returns float32[size]; ``normalize`` and ``activation`` are applied to that in the main process, because a request
-    may ask for another treatment.
+    The worker pools the hidden states by ``kind``, applies ``dense`` and, with task ``classify``, the
+    classification head, and returns float32[size]; ``normalize`` and ``activation`` are applied to that in
+    the main process, because a request may ask for another treatment.
     """
 
     task: str  # embed | classify
@@ -543,8 +567,9 @@ class Pooling(msgspec.Struct, kw_only=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly behind a window go back to
-    the pool while the request runs. Or, with ``every``, states: layers that make one value of all tokens."""
+    """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly
+    behind a window go back to the pool while the request runs. Or, with ``every``, states: layers that make
+    one value of all tokens."""
 
     pages: int  # including the dummy page 0; or states, including the dummy state 0
     window: int = 0  # tokens that a token reads, itself included; 0: all
@@ -553,8 +578,9 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, kw_only=True, frozen=True):
-    """A row of the table of what steps with decode rows cost: a prompt's token costs less in a step of at most ``tokens`` tokens and ``prompts``
-    prompts, which have at most ``longest`` tokens, than in one of the next row."""
+    """A row of the table of what steps with decode rows cost: a prompt's token costs less in a step of at
+    most ``tokens`` tokens and ``prompts`` prompts, which have at most ``longest`` tokens, than in one of the
+    next row."""
 
     tokens: int
     prompts: int = LONGEST
@@ -565,7 +591,8 @@ class StepCost(msgspec.Struct, kw_only=True, frozen=True):
 class Facts(msgspec.Struct, kw_only=True):
     """Executor -> main process once the model is loaded: what the scheduler's limits are made from.
 
-    The first of ``groups`` keeps all tokens, even where no layer needs that: the prefix tree is made of its pages. One with states is the last.
+    The first of ``groups`` keeps all tokens, even where no layer needs that:
+    the prefix tree is made of its pages. One with states is the last.
     """
 
     groups: list[CacheGroup]
@@ -591,8 +618,8 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """Executor -> main process during start-up. ``done``/``total`` are bytes (download), files (compile) or values (load);
-    total 0 = unknown."""
+    """Executor -> main process during start-up. ``done``/``total`` are bytes (download), files (compile) or
+    values (load); total 0 = unknown."""
 
     phase: str  # download | spawn | compile | load | warmup
     message: str = ""

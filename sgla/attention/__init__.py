@@ -13,7 +13,10 @@ from sgla.kernels.device import this_device
 __all__ = ["TILE", "Attention", "DeviceBatch", "ExtendRows", "Shape", "choose"]
 
 NARROW = "it reads no 8-bit KV cache"
-NO_DECODE = "its decode is planned on the host for each step, and decode steps are graphs that read lengths on the device"
+NO_DECODE = (
+    "its decode is planned on the host for each step, and decode steps "
+    "are graphs that read lengths on the device"
+)
 
 
 class Asked(NamedTuple):
@@ -45,8 +48,8 @@ def choose(
     decode: str | None = None,
     prefill: str | None = None,
 ) -> tuple[Attention, list[str]]:
-    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why. ``device``: this
-    process's if None; ``decode`` and ``prefill``: another name for one of them.
+    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why.
+    ``device``: this process's if None; ``decode`` and ``prefill``: another name for one of them.
 
     Raises ConfigError with the reason if one of the names cannot run this model.
     """
@@ -75,7 +78,8 @@ def _deterministic(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> 
         why = why or f"{named.name} attention depends on the batch"
     if why is not None:
         raise ConfigError(
-            f"--deterministic cannot be honoured: {why}; use --{named.setting.replace('_', '-')} auto, or leave it out",
+            f"--deterministic cannot be honoured: {why}; use "
+            f"--{named.setting.replace('_', '-')} auto, or leave it out",
             param="deterministic",
         )
     return Attention(

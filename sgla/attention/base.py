@@ -1,5 +1,5 @@
-"""What an attention backend is: one kernel for decode rows, one for rows with several query tokens, and a batch that says
-which rows are which."""
+"""What an attention backend is: one kernel for decode rows, one for rows with several query tokens, and a
+batch that says which rows are which."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Shape(NamedTuple):
 
 
 class ExtendRows(NamedTuple):
-    """The rows with several query tokens, on the host: lengths int32[R], and the page table they index by ``slots``. It is best
-    if rows with a history come before those without."""
+    """The rows with several query tokens, on the host: lengths int32[R], and the page table they index by
+    ``slots``. It is best if rows with a history come before those without."""
 
     slots: Int32s
     q_lens: Int32s
@@ -49,7 +49,8 @@ class ExtendRows(NamedTuple):
 
 
 class DevicePrefixes(NamedTuple):
-    """What decode rows share, on the GPU: see ``cascade.Prefixes``; ``valid`` int32[1] of the ``items`` are there."""
+    """What decode rows share, on the GPU: see ``cascade.Prefixes``;
+    ``valid`` int32[1] of the ``items`` are there."""
 
     valid: Tensor
     items: Tensor
@@ -60,10 +61,11 @@ class DevicePrefixes(NamedTuple):
 
 @dataclass(slots=True)
 class DeviceBatch(ForwardBatch):
-    """Rows ``[0, decode_rows)`` have one token each, the others are in ``extend``. All tensors are on the GPU.
+    """Rows ``[0, decode_rows)`` have one token each, the others are in
+    ``extend``. All tensors are on the GPU.
 
-    ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see ``kernels/cuda``), for window
-    0 without those that ``prefixes`` cover.
+    ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see
+    ``kernels/cuda``), for window 0 without those that ``prefixes`` cover.
     """
 
     decode_rows: int = 0
@@ -79,8 +81,8 @@ class Decode(Protocol):
     def forward(
         self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
     ) -> Tensor:
-        """q ``[T, Hq * hd]``, at least that of ``decode_rows`` -> the same shape, of which only those rows are written.
-        Capturable: lengths, pages and ``cum`` are read on the device."""
+        """q ``[T, Hq * hd]``, at least that of ``decode_rows`` -> the same shape, of which only those rows
+        are written. Capturable: lengths, pages and ``cum`` are read on the device."""
 
 
 class Extend(Protocol):
@@ -103,7 +105,8 @@ class Extend(Protocol):
 
 
 class Prompts(Protocol):
-    """``Extend`` whose plan lies on the device, so that it can be captured: tiles of at most ``tile`` tokens (``cut``)."""
+    """``Extend`` whose plan lies on the device, so that it can be captured:
+    tiles of at most ``tile`` tokens (``cut``)."""
 
     tile: int
 
@@ -122,8 +125,8 @@ class Prompts(Protocol):
 
 
 def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) -> Int32s:
-    """int32[n, 4]: slot, token in q (``first`` is that of the first row), its position, and how many tokens. The longest
-    histories come first, for an even finish."""
+    """int32[n, 4]: slot, token in q (``first`` is that of the first row), its position, and how many tokens.
+    The longest histories come first, for an even finish."""
     counts = -(-q_lens // tile)
     row = np.repeat(np.arange(len(counts)), counts)
     offset = (np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)) * tile
@@ -144,8 +147,8 @@ def beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class Attention:
-    """A backend: its parts may come from different libraries (a hybrid). ``captures``: steps can be graphs, where ``prompts``
-    stands for ``extend``."""
+    """A backend: its parts may come from different libraries (a hybrid). ``captures``: steps can be graphs,
+    where ``prompts`` stands for ``extend``."""
 
     decode: Decode
     extend: Extend
@@ -154,7 +157,8 @@ class Attention:
 
     @property
     def in_place(self) -> bool:
-        """Whether ``extend`` wants q in the projection's output ``[T, (Hq + 2 Hkv) * hd]``, with k and v beside it."""
+        """Whether ``extend`` wants q in the projection's output ``[T, (Hq + 2 Hkv) * hd]``,
+        with k and v beside it."""
         return getattr(self.extend, "ragged", False)
 
     @property

@@ -1,8 +1,10 @@
-"""Which tokens decode rows share, and how to attend to them once for all: planned on the host when the set of rows changes.
+"""Which tokens decode rows share, and how to attend to them once for all:
+planned on the host when the set of rows changes.
 
-Rows whose page tables begin alike form a tree. A node of it is worth a segment of its own if reading its tokens once and
-joining the results costs less than reading them for every row; else its tokens fall to the nodes below, and at last to the
-rows. So a system prompt under several documents becomes two levels, or one, whichever is cheaper.
+Rows whose page tables begin alike form a tree. A node of it is worth a segment of its own if reading its
+tokens once and joining the results costs less than reading them for every row; else its tokens fall to the
+nodes below, and at last to the rows. So a system prompt under several documents becomes two levels, or one,
+whichever is cheaper.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from sgla.kernels.triton.cascade import ITEM, tile_rows
 
 Int32s = NDArray[np.int32]
 
-# Measured on an H200. What rows share comes from the L2 cache all but once, so a plain step reads it fast, too.
+# Measured on an H200.
+# What rows share comes from the L2 cache all but once, so a plain step reads it fast, too.
 READ, JOIN = 9.0e6, 3.0e6  # bytes a microsecond, of KV and of partial results
 MULTIPLY = 2.7e8  # FLOP a microsecond
 FIXED = 20.0  # microseconds a layer, for the kernels that a plain step does not need
@@ -32,8 +35,9 @@ CHUNK = 256  # tokens of an item, at least
 
 
 class Prefixes(NamedTuple):
-    """What rows share, on the host. ``items`` and ``first``: see ``kernels/triton/cascade.py``. ``skip`` int32[R]: tokens of
-    each row that the items cover; ``order`` int32[R]: the rows, those that share lie together."""
+    """What rows share, on the host. ``items`` and ``first``: see ``kernels/triton/cascade.py``. ``skip``
+    int32[R]: tokens of each row that the items cover; ``order`` int32[R]: the rows, those that share lie
+    together."""
 
     items: Int32s
     order: Int32s
@@ -70,8 +74,9 @@ class Cascade:
     def plan(
         self, slots: Int32s, starts: Int32s, page_table: Int32s, admissions: int, batch: int
     ) -> Prefixes | None:
-        """None if sharing does not pay. ``starts``: positions of the tokens to compute. ``admissions`` changes when a slot
-        gets another request; else pages are only appended, and the plan stays as it is. ``batch``: rows with padding."""
+        """None if sharing does not pay. ``starts``: positions of the tokens to compute. ``admissions``
+        changes when a slot gets another request; else pages are only appended, and the plan stays as it is.
+        ``batch``: rows with padding."""
         key = (slots.tobytes(), admissions, batch)
         if key != self._known:
             tile = tile_rows(batch, self._shape.group, self._shape.head_dim)
@@ -107,7 +112,8 @@ class Cascade:
     def _items(
         self, segments: list[_Segment], slots: Int32s, order: Int32s, tile_rows: int
     ) -> tuple[Int32s, Int32s]:
-        """Cut segments into tiles of rows and chunks of tokens, about as many as there are multiprocessors."""
+        """Cut segments into tiles of rows and chunks of tokens,
+        about as many as there are multiprocessors."""
         tiles = [-(-s.rows // tile_rows) for s in segments]
         work = sum(t * (s.end - s.begin) for t, s in zip(tiles, segments)) * self._shape.kv_heads
         chunk = max(CHUNK, work // self._processors)
@@ -194,7 +200,8 @@ def most_items(rows: int) -> int:
 
 
 def pack(prefixes: Prefixes | None, rows: int, items: int = 0) -> Int32s:
-    """One array for ``unpack``, of ``rows`` rows, the last of which may be padding, with room for ``items``."""
+    """One array for ``unpack``, of ``rows`` rows,
+    the last of which may be padding, with room for ``items``."""
     items = max(items, len(prefixes.items) if prefixes is not None else 0)
     flat = np.zeros(1 + items * ITEM + 3 * rows + 1, np.int32)
     if prefixes is not None:

@@ -1,7 +1,7 @@
 """flashinfer's prefill, planned on the host once a step.
 
-For rows that have no prefix in the pages the kernel reads k and v as the projection left them, which is faster than gathering
-pages.
+For rows that have no prefix in the pages the kernel reads k and v as the projection left them, which is
+faster than gathering pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Attention whose results for a token are the same bits in every batch: see ``kernels/triton/invariant.py``."""
+"""Attention whose results for a token are the same bits in every batch:
+see ``kernels/triton/invariant.py``."""
 
 from __future__ import annotations
 

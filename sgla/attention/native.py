@@ -1,4 +1,5 @@
-"""Our CUDA kernels: lengths and pages are read on the device and work is cut evenly, so a graph replays them as they are."""
+"""Our CUDA kernels:
+lengths and pages are read on the device and work is cut evenly, so a graph replays them as they are."""
 
 from __future__ import annotations
 

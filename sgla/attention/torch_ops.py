@@ -1,4 +1,5 @@
-"""The oracle: attention in torch operations, in float32. Needs lengths on the host, so it cannot be captured."""
+"""The oracle: attention in torch operations, in float32.
+Needs lengths on the host, so it cannot be captured."""
 
 from __future__ import annotations
 

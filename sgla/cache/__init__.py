@@ -1,1 +1,2 @@
-"""Paged KV bookkeeping: pools of pages and the radix tree of cached prefixes. Pages are ints; no tensor enters here."""
+"""Paged KV bookkeeping: pools of pages and the radix tree of cached prefixes.
+Pages are ints; no tensor enters here."""

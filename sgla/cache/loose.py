@@ -11,8 +11,9 @@ from sgla.cache.pages import PagePool
 class LoosePool(PagePool):
     """A unit is free, owned by one request, or in the prefix tree, held there by so many requests.
 
-    The tree may lose any unit that nobody holds. It knows its units by tickets, numbers that are given out once: that of a unit it has
-    lost is void, and the unit need not know where it stood. Unit 0 and ticket 0 stand for none.
+    The tree may lose any unit that nobody holds. It knows its units by tickets, numbers that are given out
+    once: that of a unit it has lost is void, and the unit need not know where it stood. Unit 0 and ticket 0
+    stand for none.
     """
 
     __slots__ = ("_given", "_holds", "_idle", "_page", "_ticket")
@@ -44,7 +45,8 @@ class LoosePool(PagePool):
         return self._page[ticket]
 
     def give(self, pages: Iterable[int], held: bool) -> list[int]:
-        """The tree takes over ``pages``, units of a request, which goes on to hold them if they are ``held``. Returns their tickets."""
+        """The tree takes over ``pages``, units of a request, which goes on to hold them if they are ``held``.
+        Returns their tickets."""
         tickets = []
         for page in pages:
             if page:
@@ -84,7 +86,8 @@ class LoosePool(PagePool):
             self.forget((ticket,))
 
     def forget(self, tickets: Iterable[int]) -> list[int]:
-        """The tree forgets these units, which nobody holds. Returns those that it still had, which are free now."""
+        """The tree forgets these units, which nobody holds.
+        Returns those that it still had, which are free now."""
         pages = [self._page[ticket] for ticket in tickets if ticket in self._page]
         for page in pages:
             del self._idle[page]
@@ -114,8 +117,8 @@ class LoosePool(PagePool):
         assert all(self._ticket[page] == ticket for ticket, page in self._page.items()), "tickets disagree"
 
     def check_owners(self, owned: Sequence[int], held: Sequence[int]) -> None:
-        """``owned``: units of requests; ``held``: those of the tree that somebody holds, which it may have lost meanwhile. Raises
-        AssertionError."""
+        """``owned``: units of requests; ``held``: those of the tree that somebody holds, which it may have
+        lost meanwhile. Raises AssertionError."""
         self.check_holds(held)
         assert len(set(owned)) == len(owned), "a unit has two owners"
         private = {*owned, *(unit for unit in held if not self._ticket[unit])}

@@ -1,12 +1,13 @@
 """Radix tree over token ids: which KV pages hold the prefix of a prompt.
 
-Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a run of whole pages. Token ids come as
-``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one ``memcmp``. Where a page depends on more than
-the tokens up to its end, on an image for example, its *mark* is part of that key, and no run goes on across it.
+Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a run of whole pages. Token ids
+come as ``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one
+``memcmp``. Where a page depends on more than the tokens up to its end, on an image for example, its *mark* is
+part of that key, and no run goes on across it.
 
-The tree's own pages are those of the first cache group, which keeps whole histories. Beside each stands one of every group
-with a window, as long as it is there (``cache/window.py``), and behind the last one of a node a state, if there is one
-(``cache/states.py``).
+The tree's own pages are those of the first cache group, which keeps whole histories. Beside each stands one
+of every group with a window, as long as it is there (``cache/window.py``), and behind the last one of a node
+a state, if there is one (``cache/states.py``).
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ NO_MARKS: Marks = MappingProxyType({})
 
 
 class Node:
-    """A run of pages below ``parent``. ``key``: token bytes of the run; ``edge``: its key in ``parent.children``.
+    """A run of pages below ``parent``.
+    ``key``: token bytes of the run; ``edge``: its key in ``parent.children``.
 
-    ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the *lower* half, so
-    a request's reference goes on meaning the same prefix, and its state the same tokens. ``windows``: tickets for as many pages of each group with
-    a window. ``state``: ticket of the checkpoint behind it. ``pending``: the transfer that brings its pages, which keeps it locked; 0: they are there.
+    ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the
+    *lower* half, so a request's reference goes on meaning the same prefix, and its state the same tokens.
+    ``windows``: tickets for as many pages of each group with a window. ``state``: ticket of the checkpoint
+    behind it. ``pending``: the transfer that brings its pages, which keeps it locked; 0: they are there.
     """
 
     __slots__ = (
@@ -73,10 +76,11 @@ class Node:
 
 
 class Match(NamedTuple):
-    """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end. ``windows``: as many
-    pages of each group with a window, 0 where none is read from there on. ``state``: the unit of its checkpoint; 0: none. ``reach``: so many
-    tokens would match if only the first group counted. ``soon``: more would match with a checkpoint that the plan being made writes. ``pending``: a
-    transfer brings more; 0: none does."""
+    """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end.
+    ``windows``: as many pages of each group with a window, 0 where none is read from there on. ``state``: the
+    unit of its checkpoint; 0: none. ``reach``: so many tokens would match if only the first group counted.
+    ``soon``: more would match with a checkpoint that the plan being made writes. ``pending``: a transfer
+    brings more; 0: none does."""
 
     node: Node
     pages: list[int]
@@ -130,7 +134,8 @@ class RadixCache:
     # --- reading
 
     def match(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> Match:
-        """The longest cached prefix of ``tokens[:limit]``. Splits a node where the match ends. Takes no lock."""
+        """The longest cached prefix of ``tokens[:limit]``.
+        Splits a node where the match ends. Takes no lock."""
         return self.extend(self.root, namespace, tokens, 0, limit, marks)
 
     def extend(
@@ -169,15 +174,17 @@ class RadixCache:
         return path[::-1]
 
     def _in_window(self, g: int, path: list[Node], length: int, count: int) -> list[int]:
-        """The last ``count`` pages of ``length`` tokens, which ``path`` has; 0 for those that no later token reads."""
+        """The last ``count`` pages of ``length`` tokens, which ``path`` has;
+        0 for those that no later token reads."""
         pool = self._windows[g]
         tickets = [ticket for part in path for ticket in part.windows[g]]
         unread = min(max(pool.first(length) - (length // self.page_size - count), 0), count)
         return [0] * unread + [pool.page(ticket) for ticket in tickets[unread:]]
 
     def _served(self, node: Node, length: int, start: int) -> tuple[int, bool]:
-        """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its pages and which has a state, or
-        ``start`` tokens. And whether there will be a longer one when the plan being made is."""
+        """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its
+        pages and which has a state, or ``start`` tokens. And whether there will be a longer one when the plan
+        being made is."""
         served, soon = -1, False
         while served != length:
             served = length
@@ -189,8 +196,8 @@ class RadixCache:
         return max(start, length), soon
 
     def _stated(self, pool: StatePool, node: Node, length: int) -> tuple[int, int]:
-        """The longest prefix of ``length`` tokens with a checkpoint, and a longer one for which it is written in the plan being made,
-        or 0. ``node`` may end behind ``length``."""
+        """The longest prefix of ``length`` tokens with a checkpoint, and a longer one for which it is written
+        in the plan being made, or 0. ``node`` may end behind ``length``."""
         end = self._depth(node) + len(node.pages)
         fresh = 0
         while node.parent is not None:
@@ -240,7 +247,8 @@ class RadixCache:
     def _walk(
         self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks
     ) -> tuple[Node, int, Node | None, int]:
-        """Last node matched whole, byte position after it, and the child matched in part with its matched pages."""
+        """Last node matched whole, byte position after it,
+        and the child matched in part with its matched pages."""
         width = self._width
         at = start * TOKEN_BYTES
         end = limit // self.page_size * width
@@ -284,7 +292,8 @@ class RadixCache:
         self._offer(leaf)
 
     def find(self, namespace: str, tokens: bytes, length: int, marks: Marks = NO_MARKS) -> Node | None:
-        """The node that ends with ``tokens[:length]``, which are whole pages, by a split if need be; None: the tree lacks some of them."""
+        """The node that ends with ``tokens[:length]``, which are whole pages, by a split if need be;
+        None: the tree lacks some of them."""
         node, at, child, part = self._walk(self.root, namespace, tokens, 0, length, marks)
         if at + part * self._width < length * TOKEN_BYTES:
             return None
@@ -293,8 +302,8 @@ class RadixCache:
     # --- holding
 
     def lock(self, node: Node, above: Node | None = None) -> None:
-        """Keep ``node`` and its ancestors. ``above``: an ancestor this caller has locked already; only what is below it
-        is locked now, and its one ``unlock`` moves to ``node``."""
+        """Keep ``node`` and its ancestors. ``above``: an ancestor this caller has locked already; only what
+        is below it is locked now, and its one ``unlock`` moves to ``node``."""
         stop = above or self.root
         while node is not stop:
             if not node.locks:
@@ -327,8 +336,9 @@ class RadixCache:
         held: bool = False,
         marks: Marks = NO_MARKS,
     ) -> Node | None:
-        """The tree takes over ``pages``, which hold ``tokens`` right below ``node``, and those of ``windows``, 0 where there is none; the
-        caller goes on to hold these if they are ``held``. ``marks`` are counted from ``node`` on. Returns their last node.
+        """The tree takes over ``pages``, which hold ``tokens`` right below ``node``, and those of
+        ``windows``, 0 where there is none; the caller goes on to hold these if they are ``held``. ``marks``
+        are counted from ``node`` on. Returns their last node.
 
         ``None``: the tree has the first page already; the caller keeps them all.
         """
@@ -372,8 +382,8 @@ class RadixCache:
         windows: Sequence[Sequence[int]] = (),
         marks: Marks = NO_MARKS,
     ) -> tuple[Sequence[int], list[list[int]]]:
-        """The tree takes over those of ``pages`` whose tokens it lacks below ``node``, and of ``windows`` those that it lacks; returns the
-        others. ``marks`` are counted from ``node`` on."""
+        """The tree takes over those of ``pages`` whose tokens it lacks below ``node``, and of ``windows``
+        those that it lacks; returns the others. ``marks`` are counted from ``node`` on."""
         top = node
         node, at, child, part = self._walk(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES, marks)
         if child is not None:
@@ -391,7 +401,8 @@ class RadixCache:
         return pages[:have], left
 
     def _refill(self, g: int, path: list[Node], given: Sequence[int]) -> list[int]:
-        """Put pages of one window where ``path`` has lost its own; returns those that it has not. 0 stands for none."""
+        """Put pages of one window where ``path`` has lost its own; returns those that it has not.
+        0 stands for none."""
         pool, left, at = self._windows[g], [], 0
         for node in path:
             for i, ticket in enumerate(node.windows[g]):
@@ -428,8 +439,8 @@ class RadixCache:
             part.pending = transfer
 
     def arrive(self, node: Node, ok: bool) -> None:
-        """The transfer that ``node`` and some above it wait for is done, and unlocks them. Or it has failed: then they are removed with all
-        below, which nobody can have reached."""
+        """The transfer that ``node`` and some above it wait for is done, and unlocks them. Or it has failed:
+        then they are removed with all below, which nobody can have reached."""
         self.unlock(node)
         top, pending = node, node.pending
         while node.pending == pending:
@@ -467,7 +478,8 @@ class RadixCache:
     # --- eviction
 
     def evict(self, n: int) -> int:
-        """Free ``n`` pages, or all that are evictable; returns how many. Pages leave from the end of a leaf's run."""
+        """Free ``n`` pages, or all that are evictable; returns how many.
+        Pages leave from the end of a leaf's run."""
         freed = 0
         while freed < n and self._heap:
             key, _, node = heappop(self._heap)
@@ -493,8 +505,8 @@ class RadixCache:
         return freed
 
     def discard(self, node: Node) -> tuple[list[int], list[list[int]]]:
-        """Forget ``node`` and what is above it, up to where another request holds it or another run begins. Returns their pages, and
-        those of windows; all are in the pools."""
+        """Forget ``node`` and what is above it, up to where another request holds it or another run begins.
+        Returns their pages, and those of windows; all are in the pools."""
         pages: list[int] = []
         windows: list[list[int]] = [[] for _ in self._windows]
         while self._is_leaf(node):

@@ -1,4 +1,5 @@
-"""States of layers that keep no tokens, but one value made of all of them (linear attention, state space models)."""
+"""States of layers that keep no tokens,
+but one value made of all of them (linear attention, state space models)."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from sgla.cache.loose import LoosePool
 
 
 class StatePool(LoosePool):
-    """Each unit holds one state. A running request owns the one that its rows go on with. The tree has *checkpoints*: a state behind the
-    last token of a node, which is of no use at any other place.
+    """Each unit holds one state. A running request owns the one that its rows go on with. The tree has
+    *checkpoints*: a state behind the last token of a node, which is of no use at any other place.
 
-    ``every``: a text leaves a checkpoint every so many tokens. All rows of a step run at the same time. So what one of them reads or writes
-    is *pinned* until the plan is made, and a checkpoint that one of them writes is *fresh*: no other row of the step can begin with it.
+    ``every``: a text leaves a checkpoint every so many tokens. All rows of a step run at the same time. So
+    what one of them reads or writes is *pinned* until the plan is made, and a checkpoint that one of them
+    writes is *fresh*: no other row of the step can begin with it.
     """
 
     __slots__ = ("_fresh", "_pins", "every")
@@ -29,7 +31,8 @@ class StatePool(LoosePool):
         return len(self) + self.evictable
 
     def take(self) -> int:
-        """A unit, which the caller owns, for which the tree loses the checkpoint longest unused if need be; 0: there is none."""
+        """A unit, which the caller owns, for which the tree loses the checkpoint longest unused if need be;
+        0: there is none."""
         if not len(self):
             if not self.evictable:
                 return 0
@@ -41,7 +44,8 @@ class StatePool(LoosePool):
         return ticket in self._page and self._page[ticket] not in self._fresh
 
     def write(self, unit: int) -> int:
-        """The plan being made has a row write a checkpoint of the tree to ``unit``, which the caller owned. Returns its ticket."""
+        """The plan being made has a row write a checkpoint of the tree to ``unit``, which the caller owned.
+        Returns its ticket."""
         [ticket] = self.give((unit,), held=True)
         self._pins.append(unit)
         self._fresh.add(unit)

@@ -10,8 +10,9 @@ from sgla.cache.radix import NO_MARKS, Marks
 
 
 class HostTier(LoosePool):
-    """Pages of host memory, each under a key that says all tokens up to its end. One that a copy goes to is *coming* and held; one that a copy
-    comes from is held. Those that nobody holds are lost when others need their places, the one longest unused first."""
+    """Pages of host memory, each under a key that says all tokens up to its end. One that a copy goes to is
+    *coming* and held; one that a copy comes from is held. Those that nobody holds are lost when others need
+    their places, the one longest unused first."""
 
     __slots__ = ("_coming", "_tickets")
 
@@ -68,7 +69,8 @@ class HostTier(LoosePool):
 
 
 def chain(namespace: str, tokens: bytes, width: int, marks: Marks = NO_MARKS) -> list[bytes]:
-    """A key for each whole page of ``width`` bytes: a 128-bit hash of the namespace, and of all tokens and marks up to its end."""
+    """A key for each whole page of ``width`` bytes:
+    a 128-bit hash of the namespace, and of all tokens and marks up to its end."""
     keys, key = [], blake2b(namespace.encode(), digest_size=16).digest()
     for i, at in enumerate(range(0, len(tokens) - width + 1, width)):
         key = blake2b(key + tokens[at : at + width] + marks.get(i, b""), digest_size=16).digest()

@@ -6,8 +6,8 @@ from sgla.cache.loose import LoosePool
 
 
 class WindowPool(LoosePool):
-    """Pages of ``page_size`` tokens for layers in which a token reads itself and the ``window - 1`` tokens before it. A prefix is served
-    where the pages of its last tokens are left."""
+    """Pages of ``page_size`` tokens for layers in which a token reads itself and the ``window - 1`` tokens
+    before it. A prefix is served where the pages of its last tokens are left."""
 
     __slots__ = ("page_size", "window")
 

@@ -17,7 +17,8 @@ from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
 
 MESSAGE = 64 << 20  # bytes; larger sums are NCCL's
 
-# Multicast gains nothing here, and a process that dies while it uses it can leave the switch between the GPUs in disorder.
+# Multicast gains nothing here,
+# and a process that dies while it uses it can leave the switch between the GPUs in disorder.
 _NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -31,11 +32,11 @@ class Joined(NamedTuple):
 
 
 def join_gpus(rank: int, size: int, store: Path, timeout: float = 300.0, message: int = MESSAGE) -> Joined:
-    """Take GPU number ``rank``, meet the other ranks through the file ``store`` (see ``shard.join``), and stay until the
-    process ends.
+    """Take GPU number ``rank``, meet the other ranks through the file ``store`` (see ``shard.join``), and
+    stay until the process ends.
 
-    ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes up to which
-    sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
+    ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes
+    up to which sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
     """
     count = torch.cuda.device_count()
     if not count:

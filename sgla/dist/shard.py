@@ -1,4 +1,5 @@
-"""One rank of a tensor-parallel group. ``Shard()`` is the only rank of a group of one, where collectives do nothing."""
+"""One rank of a tensor-parallel group.
+``Shard()`` is the only rank of a group of one, where collectives do nothing."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """``rank`` of ``size``. All ranks must call the same collectives in the same order, with the same shapes."""
+    """``rank`` of ``size``.
+    All ranks must call the same collectives in the same order, with the same shapes."""
 
     rank: int = 0
     size: int = 1
     exchange: Exchange | None = None
 
     def range(self, count: int, unit: int = 1) -> range:
-        """This rank's part of ``count`` things: contiguous, balanced, in multiples of ``unit`` if that divides them.
+        """This rank's part of ``count`` things:
+        contiguous, balanced, in multiples of ``unit`` if that divides them.
 
         Parts may differ by one unit: 3 KV heads over 2 ranks are 1 and 2.
         """
@@ -55,7 +58,8 @@ class Shard:
             dist.all_reduce(x)
 
     def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor | None:
-        """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result), or None if x is too large for that."""
+        """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result),
+        or None if x is too large for that."""
         if self.exchange is None or not self.exchange.takes(x):
             return None
         return self.exchange.sum(x, norm)
@@ -68,7 +72,8 @@ class Shard:
             dist.all_reduce(keys, dist.ReduceOp.MAX)
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
-        """Join the ranks' columns: x ``[S, w]``, w this rank's ``range(W)``, into out ``[S, W]`` of every rank."""
+        """Join the ranks' columns:
+        x ``[S, w]``, w this rank's ``range(W)``, into out ``[S, W]`` of every rank."""
         if self.size == 1:
             out.copy_(x)
             return
@@ -91,13 +96,14 @@ class Shard:
 def join(rank: int, size: int, store: Path, timeout: float = 300.0) -> Iterator[Shard]:
     """Meet the other ranks on this host over gloo and leave at the end.
 
-    ``store`` is a path that does not exist yet, the same for all ranks and never used before: they find each other
-    through that file, so no port has to be agreed on. ``timeout`` in seconds holds for each collective.
+    ``store`` is a path that does not exist yet, the same for all ranks and never used before: they find each
+    other through that file, so no port has to be agreed on. ``timeout`` in seconds holds for each collective.
     """
     if size == 1:
         yield Shard()
         return
-    # All ranks are on this host; without this gloo wants to resolve the host's name, which containers often cannot.
+    # All ranks are on this host;
+    # without this gloo wants to resolve the host's name, which containers often cannot.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     file = dist.FileStore(str(store), size)
     dist.init_process_group(

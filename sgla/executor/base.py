@@ -17,7 +17,8 @@ STACKS = signal.SIGUSR1  # has a worker print the stacks of its threads
 class Executor(Protocol):
     """Runs step plans in the order of ``submit`` and gives one result each, in the same order.
 
-    All methods are called from one thread, the loop's; callbacks come there too. Once ``on_death`` was called no result comes.
+    All methods are called from one thread, the loop's; callbacks come there too.
+    Once ``on_death`` was called no result comes.
     """
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
@@ -33,7 +34,8 @@ class Executor(Protocol):
         ...
 
     def drain(self) -> list[StepResult]:
-        """The results that wait; clears the descriptor. A step that failed gives none: ``on_death`` tells it."""
+        """The results that wait; clears the descriptor.
+        A step that failed gives none: ``on_death`` tells it."""
         ...
 
     async def control(self, command: Control) -> dict[str, Any]:
@@ -49,7 +51,8 @@ class Executor(Protocol):
         ...
 
     async def inquire(self) -> str:
-        """For people: what state the workers are in, though they do not answer. Their stacks go to the log by themselves."""
+        """For people: what state the workers are in, though they do not answer.
+        Their stacks go to the log by themselves."""
         ...
 
     def kill(self) -> None:
@@ -58,7 +61,8 @@ class Executor(Protocol):
 
 
 class Results:
-    """Step results on their way to the loop: any thread puts, the loop drains when ``fd`` (an eventfd) is readable."""
+    """Step results on their way to the loop:
+    any thread puts, the loop drains when ``fd`` (an eventfd) is readable."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

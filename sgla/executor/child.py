@@ -1,7 +1,8 @@
 """The first code of a worker process: tie it to the main process, make the rings, load, serve.
 
-``python -c "from sgla.executor.child import main; main()" PIPE PARENT SPAWNED RANK RUNNER``: descriptor of the pipe,
-pid of the main process, its monotonic time at the start, the rank, and the runner as ``module:class``.
+``python -c "from sgla.executor.child import main; main()" PIPE PARENT SPAWNED RANK RUNNER``: descriptor of
+the pipe, pid of the main process, its monotonic time at the start, the rank, and the runner as
+``module:class``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An executor without a model: the next token is a hash of the seed and all tokens before it.
 
-So a request's output depends on its prompt alone, and any mistake in batching, chunking, sharing or release shows as another
-text. ``FakeModel`` is the pure part; it keeps the tables of a worker and checks every plan against them.
+So a request's output depends on its prompt alone, and any mistake in batching, chunking, sharing or release
+shows as another text. ``FakeModel`` is the pure part; it keeps the tables of a worker and checks every plan
+against them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def ints(column: bytes) -> array[int]:
 
 
 class FakeSlot:
-    """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``, the stand-in for the KV at ``p`` and for the state behind it."""
+    """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``,
+    the stand-in for the KV at ``p`` and for the state behind it."""
 
     __slots__ = ("chain", "computed", "index", "limit", "pages", "prompt_len", "sampling", "tokens", "unit")
 
@@ -80,8 +82,8 @@ class FakeSlot:
 
 
 class FakeRow(NamedTuple):
-    """Computes the tokens ``start:end`` of a slot. ``run``: of a row with drafts, what it brings; ``wrong``: so many guesses behind ``end``
-    were wrong, and what they left in the pages is nobody's."""
+    """Computes the tokens ``start:end`` of a slot. ``run``: of a row with drafts, what it brings; ``wrong``:
+    so many guesses behind ``end`` were wrong, and what they left in the pages is nobody's."""
 
     slot: FakeSlot
     start: int
@@ -92,9 +94,10 @@ class FakeRow(NamedTuple):
 
 
 class FakeModel:
-    """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar forced them
-    behind the one it has sampled. How many drafts of a row are right depends on its tokens alone, too. ``verify``: keep a page store and check it: each row must find exactly its own prefix in
-    the pages it was given, and no page may be written by two rows of a step.
+    """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar
+    forced them behind the one it has sampled. How many drafts of a row are right depends on its tokens alone,
+    too. ``verify``: keep a page store and check it: each row must find exactly its own prefix in the pages it
+    was given, and no page may be written by two rows of a step.
 
     ``cost(tokens, pairs)``: seconds that a step reports, ``pairs`` being the (query, key) pairs of attention.
     """
@@ -323,7 +326,8 @@ class FakeModel:
                 assert found == expected, f"page {page} holds another prefix"
 
     def _advance(self, plan: StepPlan, rows: list[FakeRow]) -> None:
-        """Each row goes on with the state it is told to begin with. All read before any writes, and no two write to one unit."""
+        """Each row goes on with the state it is told to begin with.
+        All read before any writes, and no two write to one unit."""
         told = ints(plan.state_reads)
         begins = dict(zip(told[::2], told[1::2]))
         assert begins.keys() <= {row.slot.index for row in rows}, "a state for no row"
@@ -420,7 +424,8 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
 
 
 class FakeExecutor:
-    """``FakeModel`` behind the Executor interface, in this process: a step is done when ``submit`` returns."""
+    """``FakeModel`` behind the Executor interface, in this process:
+    a step is done when ``submit`` returns."""
 
     def __init__(self, facts: Facts, seed: int = 0, verify: bool = True) -> None:
         self.facts = facts
@@ -485,11 +490,11 @@ class FakeFlight(msgspec.Struct):
 
 
 class FakeRunner:
-    """The runner of a fake worker process (``executor.procs``). Measures everything but the model, over the real process
-    boundary.
+    """The runner of a fake worker process (``executor.procs``). Measures everything but the model, over the
+    real process boundary.
 
-    It stands for a device: steps queue up, and each lasts ``fake_step_ms`` from its launch, or from the end of the one
-    before if that is later. The gap before a step is the time in which the device had none.
+    It stands for a device: steps queue up, and each lasts ``fake_step_ms`` from its launch, or from the end
+    of the one before if that is later. The gap before a step is the time in which the device had none.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""The worker's runner on a thread of this process: for debugging and for machines where a second process is unwelcome."""
+"""The worker's runner on a thread of this process:
+for debugging and for machines where a second process is unwelcome."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Workers as processes, one a rank.
 
-A worker is a fresh interpreter that imports nothing of the main process's ``__main__``. Between the two: a socket pair
-for set-up and control commands, whose end of file also tells of a death; a ring of plans to every rank and a ring of
-results from rank 0; and a pipe from the worker's stdout and stderr, shown to the user and kept as its last words.
-The main process imports no torch.
+A worker is a fresh interpreter that imports nothing of the main process's ``__main__``. Between the two: a
+socket pair for set-up and control commands, whose end of file also tells of a death; a ring of plans to every
+rank and a ring of results from rank 0; and a pipe from the worker's stdout and stderr, shown to the user and
+kept as its last words. The main process imports no torch.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Rank:
         )
 
     def state(self) -> str:
-        """What the kernel says of the process, which is asked for its stacks. A stopped one has none to give."""
+        """What the kernel says of the process, which is asked for its stacks.
+        A stopped one has none to give."""
         pid = self.process.pid
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -139,7 +140,8 @@ _early: dict[tuple[int, str], Rank] = {}
 
 
 def spawn_early(config: Config) -> None:
-    """Start the workers before there is a loop or an executor: they import torch while the server imports the rest of itself.
+    """Start the workers before there is a loop or an executor:
+    they import torch while the server imports the rest of itself.
 
     ``config.device`` is settled. The next ``ProcsExecutor`` for such workers takes them over.
     """
@@ -149,7 +151,8 @@ def spawn_early(config: Config) -> None:
 
 
 class ProcsExecutor:
-    """See ``executor.base.Executor``. ``runner`` names the class that does the work (tests have their own)."""
+    """See ``executor.base.Executor``.
+    ``runner`` names the class that does the work (tests have their own)."""
 
     def __init__(
         self, config: Config, source: ModelSource | None = None, *, runner: str | None = None
@@ -168,7 +171,8 @@ class ProcsExecutor:
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
 
     def spawn(self) -> None:
-        """Start the processes. ``start`` does it if need be; earlier, they import torch while the model is looked up."""
+        """Start the processes.
+        ``start`` does it if need be; earlier, they import torch while the model is looked up."""
         if self._ranks:
             return
         self._loop = asyncio.get_running_loop()
@@ -193,7 +197,8 @@ class ProcsExecutor:
         self.spawn()
         assert self._ready is not None
         try:
-            # The description of a model can be larger than the pipe, which the worker reads when torch is imported.
+            # The description of a model can be larger than the pipe,
+            # which the worker reads when torch is imported.
             await asyncio.to_thread(self._send_setup)
             return await self._ready
         except BaseException:
@@ -253,7 +258,8 @@ class ProcsExecutor:
             self._obituary = self._loop.create_task(self._lost(rank, failed))
 
     async def _lost(self, rank: Rank, failed: str) -> None:
-        """Find out why, end the others, tell. Where one rank is killed, the step of the others fails: the killed one is the cause."""
+        """Find out why, end the others, tell.
+        Where one rank is killed, the step of the others fails: the killed one is the cause."""
         assert self._ready is not None
         if not await rank.ended(1.0):
             rank.process.kill()
@@ -308,8 +314,8 @@ class ProcsExecutor:
         return results
 
     async def control(self, command: Control) -> dict[str, Any]:
-        """``{"ranks": [reply of each rank]}``. Raises the ranks' SglaError, or WorkerDied. The caller limits how many are unanswered:
-        ``send`` would wait for a worker that does not read once the pipe is full."""
+        """``{"ranks": [reply of each rank]}``. Raises the ranks' SglaError, or WorkerDied. The caller limits
+        how many are unanswered: ``send`` would wait for a worker that does not read once the pipe is full."""
         if self._gone:
             raise WorkerDied("the workers are gone")
         futures = []
@@ -331,7 +337,8 @@ class ProcsExecutor:
         self._on_death = callback
 
     async def close(self) -> None:
-        """Closing the pipe asks a worker to leave after its step; one that is loading, or takes too long, is killed."""
+        """Closing the pipe asks a worker to leave after its step;
+        one that is loading, or takes too long, is killed."""
         self._gone = True
         if self._obituary is not None:
             await self._obituary

@@ -1,14 +1,15 @@
 """A single-producer, single-consumer ring of byte records in shared memory, woken by an eventfd.
 
-The memory is a ``torch.multiprocessing`` shared tensor made by the worker and handed over as a file descriptor, so it
-has no name and nothing is left behind by a SIGKILL. The main process maps the descriptor and needs no torch for it.
+The memory is a ``torch.multiprocessing`` shared tensor made by the worker and handed over as a file
+descriptor, so it has no name and nothing is left behind by a SIGKILL. The main process maps the descriptor
+and needs no torch for it.
 
-Layout: word 0 is ``head`` (bytes ever produced), word 1 is ``origin`` (what ``head`` was when a record began at the start
-of the ring), word 8, in a cache line of its own, is ``tail`` (bytes ever consumed); records start at byte 128: a uint32
-length, the bytes, padding to 8. A record may wrap around the end. When the ring is empty and far from its start, the
-producer goes back to the start: a ring that is sized for the largest record then touches only as much memory as its
-records need. It does so by setting ``origin``, which the consumer reads only while a record waits; so this takes no room
-of the ring.
+Layout: word 0 is ``head`` (bytes ever produced), word 1 is ``origin`` (what ``head`` was when a record began
+at the start of the ring), word 8, in a cache line of its own, is ``tail`` (bytes ever consumed); records
+start at byte 128: a uint32 length, the bytes, padding to 8. A record may wrap around the end. When the ring
+is empty and far from its start, the producer goes back to the start: a ring that is sized for the largest
+record then touches only as much memory as its records need. It does so by setting ``origin``, which the
+consumer reads only while a record waits; so this takes no room of the ring.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class RingFull(RuntimeError):
 class Ring:
     """One end of the ring. ``push`` belongs to one process and thread, ``pop`` and ``clear`` to one other.
 
-    ``memory``: writable buffer of ``DATA + capacity`` bytes, ``capacity`` a multiple of 8. ``event``: an eventfd, set by
-    every ``push``; the consumer polls ``fileno()`` and calls ``clear`` *before* it pops.
+    ``memory``: writable buffer of ``DATA + capacity`` bytes, ``capacity`` a multiple of 8. ``event``: an
+    eventfd, set by every ``push``; the consumer polls ``fileno()`` and calls ``clear`` *before* it pops.
     """
 
     def __init__(self, memory: memoryview, event: int, *, shared_fd: int = -1, owner: Any = None) -> None:
@@ -43,13 +44,15 @@ class Ring:
         self._owner = owner
         self._words = memory[:DATA].cast("Q")
         self._data = memory[DATA:]
-        # Releasing and taking a lock orders the loads and stores around it on machines with a weak memory model.
+        # Releasing and taking a lock orders the loads and stores around it
+        # on machines with a weak memory model.
         self._fence = threading.Lock()
         self._fence.acquire()
 
     @classmethod
     def create(cls, capacity: int) -> Ring:
-        """A new ring in torch shared memory; ``shared_fd`` and ``fileno()`` are what the other side attaches to."""
+        """A new ring in torch shared memory;
+        ``shared_fd`` and ``fileno()`` are what the other side attaches to."""
         import torch
 
         tensor = torch.zeros(DATA + capacity, dtype=torch.uint8)

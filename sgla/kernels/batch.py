@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """R rows with T tokens in all, S of which need logits. Tensors are int32; on CPU they may share numpy memory.
+    """R rows with T tokens in all, S of which need logits.
+    Tensors are int32; on CPU they may share numpy memory.
 
-    Row ``r`` owns tokens ``q_start[r]:q_start[r + 1]``, the last tokens of its ``kv_len[r]``; its pages in cache group ``g`` are
-    ``page_table[g, slots[r]]``. Token ``t`` stands at ``positions[t]`` and its KV goes to place ``out_loc[g, t]``
-    (= page * page_size + offset). On a GPU there is one group, and these two are without that dimension.
+    Row ``r`` owns tokens ``q_start[r]:q_start[r + 1]``, the last tokens of its ``kv_len[r]``; its pages in
+    cache group ``g`` are ``page_table[g, slots[r]]``. Token ``t`` stands at ``positions[t]`` and its KV goes
+    to place ``out_loc[g, t]`` (= page * page_size + offset). On a GPU there is one group, and these two are
+    without that dimension.
     """
 
     rows: int

@@ -1,9 +1,9 @@
 """Builds and finds the native CPU kernels (csrc/cpu) for an instruction-set level.
 
-A released wheel brings them compiled (setup.py). Elsewhere the first use compiles them with g++ into the cache folder, and later
-uses load the file found there. In both places the folder's name is a hash of the sources and flags, so an upgrade never meets
-an old library. Without a compiler everything still works through torch. To prepare a cache for other machines:
-``python -m sgla.kernels.build --isa x86-64-v3,x86-64-v4``.
+A released wheel brings them compiled (setup.py). Elsewhere the first use compiles them with g++ into the
+cache folder, and later uses load the file found there. In both places the folder's name is a hash of the
+sources and flags, so an upgrade never meets an old library. Without a compiler everything still works through
+torch. To prepare a cache for other machines: ``python -m sgla.kernels.build --isa x86-64-v3,x86-64-v4``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SCRATCH, DAY = "tmp", 86400  # how scratch folders' names begin; seconds
 
 
 class Level(NamedTuple):
-    """An instruction-set level: compiler flags, and the CPU flags (as in /proc/cpuinfo) it needs and must not have."""
+    """An instruction-set level:
+    compiler flags, and the CPU flags (as in /proc/cpuinfo) it needs and must not have."""
 
     name: str
     machine: list[str]
@@ -55,7 +56,8 @@ LEVELS = [  # best first
         [*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
         frozenset(_AVX512) | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
     ),
-    # Full rate on AMD's CPUs. On Intel's with AMX half the rate of AVX512_VNNI: that is next best where tiles are not granted.
+    # Full rate on AMD's CPUs.
+    # On Intel's with AMX half the rate of AVX512_VNNI: that is next best where tiles are not granted.
     Level(
         "avx512_bf16",
         [*_VNNI, "-mavx512bf16"],
@@ -119,13 +121,15 @@ def supported() -> list[Level]:
 
 
 def source_folder(device: str) -> Path:
-    """Where the sources for ``cpu`` or ``cuda`` are: beside this file in a wheel, in the top folder of a checkout."""
+    """Where the sources for ``cpu`` or ``cuda`` are:
+    beside this file in a wheel, in the top folder of a checkout."""
     inside = Path(__file__).parent / "csrc"
     return (inside if inside.is_dir() else Path(__file__).parents[2] / "csrc") / device
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME``, ``~/.cache``, or for a user without a home a temporary folder of that user's own."""
+    """``$XDG_CACHE_HOME``, ``~/.cache``,
+    or for a user without a home a temporary folder of that user's own."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given)
     try:
@@ -155,7 +159,8 @@ def library_path(target: Level) -> Path:
 
 
 def build(target: Level, path: Path | None = None, on_file: OnFile = lambda done, of: None) -> Path:
-    """Compile one level unless it is there; ``path``: into this file. Several processes may ask at once: one builds, the others wait."""
+    """Compile one level unless it is there; ``path``: into this file.
+    Several processes may ask at once: one builds, the others wait."""
     path = path or library_path(target)
     if path.exists():
         return path
@@ -168,8 +173,9 @@ def build(target: Level, path: Path | None = None, on_file: OnFile = lambda done
 
 
 def make_once(path: Path, make: Callable[[Path], Path]) -> None:
-    """Have ``make`` write the file in a scratch folder, unless it is there. Several processes and threads may ask at once: one makes
-    it, the others wait. Where files cannot be locked, as in some homes on a network, each makes it."""
+    """Have ``make`` write the file in a scratch folder, unless it is there. Several processes and threads may
+    ask at once: one makes it, the others wait. Where files cannot be locked, as in some homes on a network,
+    each makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         with suppress(OSError):

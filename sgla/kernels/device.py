@@ -12,7 +12,8 @@ _this: list[Device] = []  # once it is known
 
 
 def this_device() -> Device:
-    """What kernels are chosen by and launched on: torch's current GPU, or the CPU if torch has none. Asked of torch once."""
+    """What kernels are chosen by and launched on: torch's current GPU, or the CPU if torch has none.
+    Asked of torch once."""
     if not _this:
         _this.append(describe())
     return _this[0]
@@ -24,7 +25,8 @@ def use(device: Device) -> None:
 
 
 def describe(index: int | None = None) -> Device:
-    """Torch's GPU of this number, or its current one; the CPU if torch has none. ROCm numbers its GPUs too, and calls one (9, 4)."""
+    """Torch's GPU of this number, or its current one; the CPU if torch has none.
+    ROCm numbers its GPUs too, and calls one (9, 4)."""
     if not torch.cuda.is_available():
         return Device("cpu", platform.processor() or platform.machine())
     found = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)

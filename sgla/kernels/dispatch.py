@@ -4,8 +4,9 @@
     def relu_squared(x: Tensor) -> Tensor:
         return torch.relu(x).square()
 
-A dispatcher belongs to a model, and is active for the calls inside of ``using``. It runs its own function for an op, if it has
-one (a *lowering*), and else the body, whose ops come to it again. Without a dispatcher the bodies compute.
+A dispatcher belongs to a model, and is active for the calls inside of ``using``. It runs its own function for
+an op, if it has one (a *lowering*), and else the body, whose ops come to it again. Without a dispatcher the
+bodies compute.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _active: ContextVar[Dispatcher | None] = ContextVar("dispatcher", default=None)
 
 
 class Op(Generic[P, R]):
-    """``body`` computes in torch, on any device. ``like``: the name of the argument that has the shape and type of the result, for a
-    body that looks at values on the host, which a recorded one cannot."""
+    """``body`` computes in torch, on any device. ``like``: the name of the argument that has the shape and
+    type of the result, for a body that looks at values on the host, which a recorded one cannot."""
 
     def __init__(self, body: Callable[P, R], like: str = "") -> None:
         update_wrapper(self, body)
@@ -50,8 +51,8 @@ def op(body: Any = None, *, like: str = "") -> Any:
 
 
 class Lowerings(dict[Op[..., Any], Callable[..., Any]]):
-    """The functions of one kind of dispatcher: op -> ``fn(dispatcher, *args of the op)``, which returns NotImplemented for what the
-    body must do."""
+    """The functions of one kind of dispatcher: op -> ``fn(dispatcher, *args of the op)``, which returns
+    NotImplemented for what the body must do."""
 
     def of(self, op: Op[..., Any]) -> Callable[[F], F]:
         """Decorates the function that takes the place of ``op``."""

@@ -119,7 +119,8 @@ def _fuse_residual(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
 def _addend(
     node: Node, uses: dict[Buffer, int], made: dict[Buffer, Node], order: dict[Buffer, int]
 ) -> tuple[Node | None, Buffer | None]:
-    """The linear whose output ``node`` adds to something that exists before that linear, and that something."""
+    """The linear whose output ``node`` adds to something that exists before that linear,
+    and that something."""
     if node.op not in (Opcode.ADD, Opcode.ADD_RMS_NORM):
         return None, None
     first, second = node.inputs
@@ -178,7 +179,8 @@ def _use_bf16(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
 
 
 def place(nodes: list[Node], outputs: list[Buffer], rows: dict[bool, int]) -> int:
-    """Give every buffer its offset, large ones first into the lowest gap; returns the arena's size in bytes."""
+    """Give every buffer its offset, large ones first into the lowest gap;
+    returns the arena's size in bytes."""
     born: dict[Buffer, int] = {}
     dies: dict[Buffer, int] = {}
     for time, node in enumerate(nodes):

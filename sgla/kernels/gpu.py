@@ -5,10 +5,10 @@
 
     add into the residual -> RMSNorm -> linear -> gate activation
 
-become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects that only
-these operations look into; the residual stream is then updated in place. With more rows a linear layer does the activation
-behind it, or adds into the residual and leaves an RMSNorm to the next one, all but its scale (``LazyScale``); for long prompts
-that of q, k and v prepares the heads and stores to the pages.
+become the prologues and epilogues of two kernels instead of four. The held-back values are ``Lazy`` objects
+that only these operations look into; the residual stream is then updated in place. With more rows a linear
+layer does the activation behind it, or adds into the residual and leaves an RMSNorm to the next one, all but
+its scale (``LazyScale``); for long prompts that of q, k and v prepares the heads and stores to the pages.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class LazyLinear(Lazy):
 
     @property
     def fusable(self) -> bool:
-        """Whether our kernel beats a separate norm and cuBLAS: beyond 8 rows only where the weight is small."""
+        """Whether our kernel beats a separate norm and cuBLAS:
+        beyond 8 rows only where the weight is small."""
         rows = self.x.x.shape[0] if isinstance(self.x, LazyNorm) else self.x.shape[0]
         return rows <= 8 or not isinstance(self.x, LazyNorm) or self.weight.numel() <= WIDE
 
@@ -267,10 +268,11 @@ LOWERINGS = Lowerings()
 
 
 class GpuOps:
-    """The ops of one model, computing at once (or, fused, a little later). An op without a function here runs its body.
+    """The ops of one model, computing at once (or, fused, a little later).
+    An op without a function here runs its body.
 
-    ``deterministic``: nothing is fused, and a token's results do not depend on the others. ``e4m3``: linear layers have such weights;
-    ``mixtures``: layers have mixtures of experts."""
+    ``deterministic``: nothing is fused, and a token's results do not depend on the others. ``e4m3``: linear
+    layers have such weights; ``mixtures``: layers have mixtures of experts."""
 
     def __init__(
         self, attend: Attend, deterministic: bool = False, e4m3: bool = False, mixtures: bool = False
@@ -286,8 +288,9 @@ class GpuOps:
         return op.body(*args, **kwargs) if made is NotImplemented else made
 
     def sizes(self, most: int) -> list[int]:
-        """Numbers of tokens up to ``most`` with which the linear layers that were called take every kernel that they take with
-        more than ``batch_gemm.MAX_ROWS``. Those come and go with how well tiles fill the GPU."""
+        """Numbers of tokens up to ``most`` with which the linear layers that were called take every kernel
+        that they take with more than ``batch_gemm.MAX_ROWS``. Those come and go with how well tiles fill the
+        GPU."""
         first: dict[tuple[Any, ...], int] = {}
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for n, k in self._shapes:
@@ -300,8 +303,8 @@ class GpuOps:
 
     @contextmanager
     def fused(self, tokens: int, decode: FusedDecode | None = None) -> Iterator[None]:
-        """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows, and this kernel
-        takes q, k and v from the projection."""
+        """Fuse if a forward pass of ``tokens`` tokens gains from it. ``decode``: all rows are decode rows,
+        and this kernel takes q, k and v from the projection."""
         able = this_device().wgmma and not self._deterministic
         self._tokens, self._decode = tokens if able else None, decode
         try:
@@ -331,7 +334,8 @@ class GpuOps:
     def float32_output(
         self, out: Tensor | None = None, draw: batch_gemm.Draw | None = None
     ) -> Iterator[Output]:
-        """Linear layers give float32, as logits should be, if possible in ``out``. If possible they do ``draw`` too."""
+        """Linear layers give float32, as logits should be, if possible in ``out``.
+        If possible they do ``draw`` too."""
         self._output = Output(out, draw)
         try:
             with using(self):

@@ -1,4 +1,5 @@
-"""Tensors that are computed when somebody looks at them, so that an op that comes after may do the work on its way."""
+"""Tensors that are computed when somebody looks at them,
+so that an op that comes after may do the work on its way."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``ops.moe`` on an NVIDIA GPU: which kernels a number of tokens takes, and the sum over the experts held back until it is
-known whether it goes into the residual stream."""
+"""``ops.moe`` on an NVIDIA GPU: which kernels a number of tokens takes, and the sum over the experts held
+back until it is known whether it goes into the residual stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Grouped(Lazy):
 
 @dataclass(slots=True, eq=False)
 class AddNorm(Lazy):
-    """``x`` that an add into the residual and an RMSNorm are to follow: a mixture's router does both on the way."""
+    """``x`` that an add into the residual and an RMSNorm are to follow:
+    a mixture's router does both on the way."""
 
     x: Tensor
     norm: Norm
@@ -89,8 +90,8 @@ def run(
     rounded: fp8.Rounded | None = None,
     residual: Tensor | None = None,
 ) -> Few | Grouped:
-    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3. ``rounded``: x in e4m3, if it
-    is there. ``residual``: x is added into it in place, before the norm."""
+    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3.
+    ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
     tokens, d = x.shape
     pairs = tokens * top_k

@@ -1,4 +1,5 @@
-"""The C interface of the native CPU kernels: structures (mirrors of csrc/cpu/program.h), library, thread team."""
+"""The C interface of the native CPU kernels:
+structures (mirrors of csrc/cpu/program.h), library, thread team."""
 
 from __future__ import annotations
 

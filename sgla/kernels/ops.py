@@ -1,5 +1,6 @@
-"""The ops a model is made of, beside plain torch operations. Each body here is the oracle in torch, on any device and dtype; what else
-may compute an op is in ``kernels/record.py`` (CPU programs) and ``kernels/gpu.py``.
+"""The ops a model is made of, beside plain torch operations. Each body here is the oracle in torch, on any
+device and dtype; what else may compute an op is in ``kernels/record.py`` (CPU programs) and
+``kernels/gpu.py``.
 
 Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
 """
@@ -26,8 +27,9 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(slots=True)
 class KVLayer:
-    """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is contiguous.
-    Pages of float8_e4m3fn, on GPUs alone, are meant to be multiplied by the scales. ``group``: whose pages of a row they are."""
+    """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is
+    contiguous. Pages of float8_e4m3fn, on GPUs alone, are meant to be multiplied by the scales. ``group``:
+    whose pages of a row they are."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
     v: Tensor  # [pages, page_size, Hkv, hd]
@@ -37,7 +39,8 @@ class KVLayer:
 
 
 class Norm(NamedTuple):
-    """What ``add_rms_norm`` does with an x: h = residual + x, whose RMSNorm with ``weight`` float32[d] is wanted."""
+    """What ``add_rms_norm`` does with an x:
+    h = residual + x, whose RMSNorm with ``weight`` float32[d] is wanted."""
 
     residual: Tensor
     weight: Tensor
@@ -53,7 +56,8 @@ class Ranks(Protocol):
 
 @op
 def embedding(ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
-    """``weight[ids] * scale``: ids int32[T], weight [V, d] -> [T, d]; float32 if the weight is a ``Weight``."""
+    """``weight[ids] * scale``: ids int32[T], weight [V, d] -> [T, d];
+    float32 if the weight is a ``Weight``."""
     x = weight[ids.long()] if isinstance(weight, Tensor) else weight.take(ids)
     return x if scale == 1.0 else x * scale
 
@@ -82,8 +86,8 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias``: x [T, k], w [n, k], bias [n] -> [T, n].
 
-    Native kernels may round x, for weights that are not float32: to bfloat16 if the weight is, or to 14 bits under a scale
-    for each row and 64 channels (csrc/cpu/fixed.h).
+    Native kernels may round x, for weights that are not float32: to bfloat16 if the weight is, or to 14 bits
+    under a scale for each row and 64 channels (csrc/cpu/fixed.h).
     """
     return F.linear(x, w.dequant(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -101,8 +105,9 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Prepare q, k, v for attention: qkv [T, (Hq + 2 Hkv) * hd] -> q [T, Hq * hd]; k and v go to the pages.
 
-    ``q_norm``/``k_norm`` [hd] are optional per-head RMSNorm weights. The first ``rot`` dims of each head are rotated the
-    NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin). ``out_loc`` int32[G, T], or of one group.
+    ``q_norm``/``k_norm`` [hd] are optional per-head RMSNorm weights. The first ``rot`` dims of each head are
+    rotated the NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin).
+    ``out_loc`` int32[G, T], or of one group.
     """
     page_size, kv_heads, dim = kv.k.shape[1:]
     heads = qkv.view(qkv.shape[0], -1, dim)
@@ -148,8 +153,8 @@ def attention(
 ) -> Tensor:
     """Causal attention over the pages: q [T, Hq * hd] -> [T, Hq * hd].
 
-    ``window > 0``: a token sees itself and the ``window - 1`` tokens before it. ``softcap > 0``: scores become
-    ``softcap * tanh(score / softcap)``.
+    ``window > 0``: a token sees itself and the ``window - 1`` tokens before it. ``softcap > 0``: scores
+    become ``softcap * tanh(score / softcap)``.
     """
     out = torch.empty_like(q)
     starts = batch.q_start[: batch.rows].long()
@@ -234,7 +239,8 @@ def moe(
     normalize: bool,
     activation: Activation,
 ) -> Tensor:
-    """``sum of p_e * down_e(act_mul(gate_up_e(x)))`` over each token's ``top_k`` experts e: x [T, d] -> [T, d].
+    """``sum of p_e * down_e(act_mul(gate_up_e(x)))`` over each token's ``top_k`` experts e: x [T,
+    d] -> [T, d].
 
     router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other.
     """
@@ -260,7 +266,8 @@ def mix(
 
 @op
 def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
-    """Attention in both directions; every row is a whole sequence: qkv [T, 3 * heads * hd] -> [T, heads * hd].
+    """Attention in both directions; every row is a whole sequence:
+    qkv [T, 3 * heads * hd] -> [T, heads * hd].
 
     Rows of equal length that lie together need neither padding nor a mask.
     """
@@ -314,14 +321,16 @@ def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
 
 @op
 def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
-    """Call ``fn(x)``, which changes x in place, and return x: the way out of a program (an all-reduce over gloo)."""
+    """Call ``fn(x)``, which changes x in place, and return x:
+    the way out of a program (an all-reduce over gloo)."""
     fn(x)
     return x
 
 
 @op
 def call(fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
-    """Call ``fn(x, out)``, which fills a new ``out`` [T, width], and return it: ``inplace`` for an all-gather of columns."""
+    """Call ``fn(x, out)``, which fills a new ``out`` [T, width], and return it:
+    ``inplace`` for an all-gather of columns."""
     out = x.new_empty(x.shape[0], width)
     fn(x, out)
     return out

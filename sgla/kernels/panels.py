@@ -43,8 +43,9 @@ _PER_DWORD = {"f32": 1, "bf16": 2}  # elements of the plain tensor; others: 4 by
 class Panels:
     """One linear's weight ``[n, k]``; the plain tensors are as in ``quant.Weight``.
 
-    ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8 and int4 in groups of 32 led by 32 scales and 32 minima in
-    float16, q8_0, q5_0 and q4_0 by scales alone, ``fixed`` in groups of 64 led by 32 scales in bfloat16.
+    ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8 and int4 in groups of 32 led by 32 scales
+    and 32 minima in float16, q8_0, q5_0 and q4_0 by scales alone, ``fixed`` in groups of 64 led by 32 scales
+    in bfloat16.
     """
 
     kind: Format

@@ -4,13 +4,15 @@
                              Limits(step_tokens, max_rows), threads)
     logits = program.run(batch)         # view of the program's memory, [S, V], valid until the next run
 
-While ``record`` calls the function, the ops of ``kernels/ops.py`` compute nothing: each appends an instruction and
-returns a symbolic tensor on the meta device whose row count stands for T (tokens) or S (sampled rows). Torch operations on such
-tensors are noted too. Neighbouring instructions are then fused, buffers get places in one arena by their live ranges, and torch
-operations, ``ops.inplace`` and ``ops.call`` split the program into native segments with a Python call between them.
+While ``record`` calls the function, the ops of ``kernels/ops.py`` compute nothing: each appends an
+instruction and returns a symbolic tensor on the meta device whose row count stands for T (tokens) or S
+(sampled rows). Torch operations on such tensors are noted too. Neighbouring instructions are then fused,
+buffers get places in one arena by their live ranges, and torch operations, ``ops.inplace`` and ``ops.call``
+split the program into native segments with a Python call between them.
 
-``record`` moves the weights it meets into the kernels' own order (``Weight.to_panels``). Raises BuildError where there are
-no native kernels, and NotRecorded where the function does what no program can: then run the model eagerly.
+``record`` moves the weights it meets into the kernels' own order (``Weight.to_panels``). Raises BuildError
+where there are no native kernels, and NotRecorded where the function does what no program can: then run the
+model eagerly.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class _Call:
 
 
 class Routine:
-    """A body, ready to run: float32 rows ``[n, k]`` -> a view of ``[n, m]``, valid until the next routine runs."""
+    """A body, ready to run:
+    float32 rows ``[n, k]`` -> a view of ``[n, m]``, valid until the next routine runs."""
 
     def __init__(self, program: Program, body: Body, rows: dict[bool, int]) -> None:
         self._program, self._body = program, body
@@ -103,7 +106,8 @@ class Program:
     def record(
         cls, fn: Callable[[ForwardBatch], Tensor], limits: Limits, threads: int = 1, isa: str | None = None
     ) -> Program:
-        """Record ``fn(batch) -> tensor``, the output of an op. ``isa`` forces an instruction-set level (tests)."""
+        """Record ``fn(batch) -> tensor``, the output of an op.
+        ``isa`` forces an instruction-set level (tests)."""
         lib = library(isa)
         recorder = Recorder(lib.isa)
         batch = recorder.batch()
@@ -113,8 +117,8 @@ class Program:
         return cls(nodes, outputs, limits, threads, lib, recorder.running)
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded, and so are the
-        tokens of ``batch.draws`` where the output is rows of logits."""
+        """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded,
+        and so are the tokens of ``batch.draws`` where the output is rows of logits."""
         step = self._fill(batch)
         self._running.batch = batch
         if self._draw is not None:

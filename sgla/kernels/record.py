@@ -1,4 +1,5 @@
-"""The recorder: ops as instructions of the native kernels, and all else on symbolic tensors as torch operations between them."""
+"""The recorder: ops as instructions of the native kernels,
+and all else on symbolic tensors as torch operations between them."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class Value:
 
 
 class Recorder:
-    """Collects nodes. ``isa``: level of the kernels. An op without a function here is the ops and torch operations of its body."""
+    """Collects nodes. ``isa``: level of the kernels.
+    An op without a function here is the ops and torch operations of its body."""
 
     def __init__(self, isa: str = "") -> None:
         self._isa = isa

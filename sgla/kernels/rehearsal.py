@@ -1,5 +1,5 @@
-"""Compile kernels side by side, before they are needed: who walks through a computation in ``rehearsing`` launches nothing, but asks for
-every kernel on the way, of CUDA and of Triton."""
+"""Compile kernels side by side, before they are needed: who walks through a computation in ``rehearsing``
+launches nothing, but asks for every kernel on the way, of CUDA and of Triton."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _asked: ContextVar[list[Loads] | None] = ContextVar("asked", default=None)
 
 @cache
 def compilers() -> ThreadPoolExecutor:
-    """Threads for NVRTC, which runs without Python's lock. A container may have far fewer cores than it sees."""
+    """Threads for NVRTC, which runs without Python's lock.
+    A container may have far fewer cores than it sees."""
     return ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))), "compile")
 
 
@@ -37,8 +38,8 @@ def rehearsed(kernel: Loads) -> bool:
 
 @contextmanager
 def rehearsing() -> Iterator[None]:
-    """In this thread kernels are not launched but asked for. At the end all of them can be. Torch's own operations do run, so
-    they must not meet indices that a kernel was to write."""
+    """In this thread kernels are not launched but asked for. At the end all of them can be. Torch's own
+    operations do run, so they must not meet indices that a kernel was to write."""
     from sgla.kernels.triton.asking import asking  # where there is no Triton, there is no rehearsal
 
     asked: list[Loads] = []

@@ -1,8 +1,9 @@
 """Torch operations of a recorded forward: calls on symbolic tensors, replayed in every step on real ones.
 
-A ``Symbol`` is a tensor on the meta device whose sizes may be stand-ins for what differs from step to step: T tokens, S sampled
-rows, R rows. Calls on symbols that follow each other are one ``Region``. Not every forward can be recorded: an operation in
-place, or one that looks at values on the host (``x.tolist()``, ``if x > 0``), raises NotRecorded.
+A ``Symbol`` is a tensor on the meta device whose sizes may be stand-ins for what differs from step to step: T
+tokens, S sampled rows, R rows. Calls on symbols that follow each other are one ``Region``. Not every forward
+can be recorded: an operation in place, or one that looks at values on the host (``x.tolist()``, ``if x >
+0``), raises NotRecorded.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class BatchPart:
 
 @dataclass(slots=True)
 class TorchCall:
-    """``fn(*args)`` with Size, Result and BatchPart in place of what they stand for; ``results``: numbers of the tensors it returns."""
+    """``fn(*args)`` with Size, Result and BatchPart in place of what they stand for;
+    ``results``: numbers of the tensors it returns."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -104,7 +106,8 @@ class TorchCall:
 
 
 class Running:
-    """What regions of a program share during a step: its batch, and the values that they pass on to each other."""
+    """What regions of a program share during a step:
+    its batch, and the values that they pass on to each other."""
 
     batch: ForwardBatch
     values: dict[int, Tensor]
@@ -120,8 +123,9 @@ class Running:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Calls in their order. ``given``: numbers of the values that come as views of the program's memory; ``made``: of those that go
-    there; both with the shapes of one row. ``passed``: values that later regions read and the program's memory cannot hold."""
+    """Calls in their order. ``given``: numbers of the values that come as views of the program's memory;
+    ``made``: of those that go there; both with the shapes of one row. ``passed``: values that later regions
+    read and the program's memory cannot hold."""
 
     running: Running
     calls: list[TorchCall] = field(default_factory=list)

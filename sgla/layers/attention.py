@@ -17,12 +17,13 @@ from sgla.layers.norm import RMSNorm
 
 
 class SelfAttention:
-    """Grouped-query attention with rotary positions: ``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to the width; KV is
-    written to and read from the pages.
+    """Grouped-query attention with rotary positions: ``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to
+    the width; KV is written to and read from the pages.
 
-    ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1 together, and its rows are
-    brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation, of each ``head`` or of the whole ``width``, with the
-    weights' offset ``norm_offset``. ``window`` 0 is full attention.
+    ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
+    together, and its rows are brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation,
+    of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``. ``window`` 0 is full
+    attention.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class SelfAttention:
 
 
 def neox_order(rotated: int, head_dim: int) -> Tensor:
-    """int64 ``[head_dim]``: the dims of a head that rotates 2i and 2i + 1 together, where i and i + rotated / 2 are expected."""
+    """int64 ``[head_dim]``:
+    the dims of a head that rotates 2i and 2i + 1 together, where i and i + rotated / 2 are expected."""
     dims = torch.arange(head_dim, device="cpu")
     return torch.cat([dims[:rotated:2], dims[1:rotated:2], dims[rotated:]])

@@ -1,7 +1,7 @@
 """What layers are built with, and how they take their part of the checkpoint.
 
-A layer declares the checkpoint tensors it wants under their HF names, each with its full shape and a function that
-takes this rank's part. ``model/load.py`` streams the tensors through that table.
+A layer declares the checkpoint tensors it wants under their HF names, each with its full shape and a function
+that takes this rank's part. ``model/load.py`` streams the tensors through that table.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class SourceTensor(Protocol):
         ...
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        """Rows, or a part of their columns, in the format ``kind``; without a detour over floats where the file has that
-        format. Scales are those of whole rows."""
+        """Rows, or a part of their columns, in the format ``kind``; without a detour over floats where the
+        file has that format. Scales are those of whole rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """A SourceTensor of which ``fill`` takes every ``count``-th piece from number ``index`` on: a large one is filled by
-    several threads."""
+    """A SourceTensor of which ``fill`` takes every ``count``-th piece from number ``index`` on: a large one
+    is filled by several threads."""
 
     source: SourceTensor
     index: int
@@ -58,7 +58,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Reordered:
-    """A SourceTensor with the rows of each head, ``len(order)`` of them, in another order: place ``i`` has row ``order[i]``."""
+    """A SourceTensor with the rows of each head, ``len(order)`` of them, in another order:
+    place ``i`` has row ``order[i]``."""
 
     source: SourceTensor
     order: Tensor  # int64
@@ -93,7 +94,8 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """The declared tensor ``name`` inside another one: ``stack[expert][rows]``, or ``rows`` of a matrix or vector."""
+    """The declared tensor ``name`` inside another one:
+    ``stack[expert][rows]``, or ``rows`` of a matrix or vector."""
 
     name: str
     expert: int
@@ -104,8 +106,9 @@ class Part(NamedTuple):
 class Build:
     """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer.
 
-    ``plain`` is the format of weights that are never quantized. ``stacks`` names tensors that a checkpoint may have
-    instead of several declared ones: name -> shape and parts. ``kinds``: formats of the tensors that differ from the others.
+    ``plain`` is the format of weights that are never quantized. ``stacks`` names tensors that a checkpoint
+    may have instead of several declared ones: name -> shape and parts. ``kinds``: formats of the tensors that
+    differ from the others.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -151,8 +154,8 @@ def empty_weight(n: int, k: int, kind: Kind) -> Weight:
 
 
 def columns_of(weight: Weight, columns: range | None) -> Weight:
-    """A part of the columns, or all; 8 bits are rounded again where they are cut inside of a group. Raises ConfigError if fewer
-    cannot be cut there."""
+    """A part of the columns, or all; 8 bits are rounded again where they are cut inside of a group. Raises
+    ConfigError if fewer cannot be cut there."""
     if columns is None or len(columns) == weight.k:
         return weight
     whole = columns.start % GROUP == 0 and (columns.stop % GROUP == 0 or columns.stop == weight.k)
@@ -160,7 +163,8 @@ def columns_of(weight: Weight, columns: range | None) -> Weight:
         return pack(weight.dequant()[:, columns.start : columns.stop], weight.kind)
     if weight.kind in LEVELS and not whole:
         raise ConfigError(
-            f"{weight.kind} weights split over ranks in groups of {GROUP}; use another --tp or --quantization int8"
+            f"{weight.kind} weights split over ranks in groups of {GROUP}; "
+            "use another --tp or --quantization int8"
         )
     return weight.columns(columns.start, columns.stop)
 
@@ -173,7 +177,8 @@ def fill(
     columns: range | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on, those of each head in another ``order``."""
+    """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on,
+    those of each head in another ``order``."""
     step = max(1, CHUNK // source.shape[1])
     starts = range(rows.start, rows.stop, step)
     if isinstance(source, Share):

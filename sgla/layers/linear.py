@@ -1,5 +1,6 @@
-"""Linear layers by role. Column-parallel ones (QKV, gate_up) split their outputs over the ranks, row-parallel ones their
-inputs and add up the ranks' results, so a block needs one all-reduce after attention and one after the MLP."""
+"""Linear layers by role. Column-parallel ones (QKV, gate_up) split their outputs over the ranks, row-parallel
+ones their inputs and add up the ranks' results, so a block needs one all-reduce after attention and one after
+the MLP."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from sgla.quant import GROUP
 
 
 class MergedColumnLinear:
-    """Several projections of the same input as one matrix; ``parts``: name, full output size, this rank's rows of it. ``fused``: the
-    name under which a checkpoint may hold them all, one below the other. ``orders``: of the rows of each head, for the first parts."""
+    """Several projections of the same input as one matrix; ``parts``: name, full output size, this rank's
+    rows of it. ``fused``: the name under which a checkpoint may hold them all, one below the other.
+    ``orders``: of the rows of each head, for the first parts."""
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class MergedColumnLinear:
 
 
 class QKVLinear(MergedColumnLinear):
-    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + 2 Hkv) * hd]``. ``order``: of the rows of each head of q and k."""
+    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + 2 Hkv) * hd]``.
+    ``order``: of the rows of each head of q and k."""
 
     def __init__(
         self,
@@ -92,7 +95,8 @@ class GateUpLinear(MergedColumnLinear):
 
 
 class RowLinear:
-    """``[T, k of this rank] -> [T, n]``, summed over the ranks. ``columns`` are this rank's of the ``k`` inputs."""
+    """``[T, k of this rank] -> [T, n]``, summed over the ranks.
+    ``columns`` are this rank's of the ``k`` inputs."""
 
     def __init__(self, build: Build, name: str, n: int, k: int, columns: range, bias: bool = False) -> None:
         self.shard = build.shard
@@ -111,7 +115,8 @@ class RowLinear:
 def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:
     """This rank's query heads and the KV heads they read.
 
-    With fewer KV heads than ranks each one is held by several ranks. Raises ConfigError if the heads do not divide.
+    With fewer KV heads than ranks each one is held by several ranks.
+    Raises ConfigError if the heads do not divide.
     """
     group = heads // kv_heads
     if kv_heads >= shard.size:

@@ -33,7 +33,8 @@ class GatedMLP:
 
 
 class PlainMLP:
-    """``down(act(up(x)))``: ``[T, d] -> [T, d]``. ``names``: of up and down in a checkpoint. ``activation``: as ``ops.activate`` has it."""
+    """``down(act(up(x)))``: ``[T, d] -> [T, d]``. ``names``: of up and down in a checkpoint.
+    ``activation``: as ``ops.activate`` has it."""
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ from sgla.quant import GROUP, Weight
 
 
 class ExpertNames(NamedTuple):
-    """Names in a checkpoint: ``{module}.gate.weight`` is the router, ``{module}.experts.0.{gate}.weight`` and so on the
-    experts. ``stacked`` is the module's name beside stacked experts: transformers 5 keeps them so in memory, and writes
-    them if told not to convert back."""
+    """Names in a checkpoint: ``{module}.gate.weight`` is the router, ``{module}.experts.0.{gate}.weight`` and
+    so on the experts. ``stacked`` is the module's name beside stacked experts: transformers 5 keeps them so
+    in memory, and writes them if told not to convert back."""
 
     module: str
     gate: str
@@ -26,11 +26,12 @@ class ExpertNames(NamedTuple):
 
 
 class MoE:
-    """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over the ``top_k`` experts e of each token: ``[T, d] -> [T, d]``.
+    """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over the ``top_k`` experts e of each token:
+    ``[T, d] -> [T, d]``.
 
-    The probabilities p are the softmax of the router's logits in float32, with ``normalize`` scaled to the sum 1. The
-    experts lie behind each other: ``gate_up [E * 2 f, d]`` (each expert's gate rows, then its up rows) and
-    ``down [E * d, f]``. Ranks split every expert's f.
+    The probabilities p are the softmax of the router's logits in float32, with ``normalize`` scaled to the
+    sum 1. The experts lie behind each other: ``gate_up [E * 2 f, d]`` (each expert's gate rows, then its up
+    rows) and ``down [E * d, f]``. Ranks split every expert's f.
     """
 
     def __init__(

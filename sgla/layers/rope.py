@@ -1,4 +1,5 @@
-"""Rotary position embedding as a table of cosines and sines, computed as HF computes it (float32 frequencies)."""
+"""Rotary position embedding as a table of cosines and sines,
+computed as HF computes it (float32 frequencies)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch import Tensor
 def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], positions: int) -> Tensor:
     """float32 ``[positions, dim]``: cosines | sines of each position's angles, times the attention factor.
 
-    ``kind``: default | linear | dynamic | llama3 | yarn | factors. Up to the trained length dynamic is the default one,
-    and the context ends there. ``factors`` divides each frequency by its own number (GGUF's ``rope_freqs``).
+    ``kind``: default | linear | dynamic | llama3 | yarn | factors. Up to the trained length dynamic is the
+    default one, and the context ends there. ``factors`` divides each frequency by its own number (GGUF's
+    ``rope_freqs``).
     """
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
     magnitude = 1.0

@@ -1,5 +1,5 @@
-"""Embedding and output layer. Every rank holds the whole embedding (a row look-up reads next to nothing, and a split
-one would cost an all-reduce a step); the output layer is split over the vocabulary."""
+"""Embedding and output layer. Every rank holds the whole embedding (a row look-up reads next to nothing, and
+a split one would cost an all-reduce a step); the output layer is split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class VocabEmbedding:
 class LMHead:
     """Hidden states ``[S, d]`` -> logits float32 ``[S, vocab]`` on every rank.
 
-    ``tied`` is the embedding whose rows it uses instead of its own. The logits are multiplied by ``scale``, then ``softcap > 0`` bounds
-    them by tanh.
+    ``tied`` is the embedding whose rows it uses instead of its own. The logits are multiplied by ``scale``,
+    then ``softcap > 0`` bounds them by tanh.
     """
 
     def __init__(

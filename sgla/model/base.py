@@ -37,8 +37,8 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
-        """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all. The KV of all is written to
-        ``kv``, one entry a layer."""
+        """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all. The
+        KV of all is written to ``kv``, one entry a layer."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, d]`` -> float32 ``[S, vocab]``, the same on every rank."""
@@ -54,8 +54,8 @@ class CausalLM(ABC):
 
 
 class Block(Protocol):
-    """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm are one op. The last
-    layer goes on with ``rows`` alone once every token has left its KV."""
+    """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm
+    are one op. The last layer goes on with ``rows`` alone once every token has left its KV."""
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
@@ -63,7 +63,8 @@ class Block(Protocol):
 
 
 class Decoder(CausalLM):
-    """Embedding, blocks, norm, output layer. A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
+    """Embedding, blocks, norm, output layer.
+    A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
 
     plain_names: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")  # of MLPs without a gate
 

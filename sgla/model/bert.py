@@ -1,7 +1,7 @@
 """BERT (arXiv 1810.04805), RoBERTa (1907.11692), XLM-RoBERTa (1911.02116) and DistilBERT (1910.01108).
 
-One post-norm encoder: attention in both directions, absolute positions, token types. The families differ by names, by the
-first position and by the classification head (``heads.py``).
+One post-norm encoder: attention in both directions, absolute positions, token types. The families differ by
+names, by the first position and by the classification head (``heads.py``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Layer:
 
 
 class Encoder:
-    """A step: ``place``, then ``forward`` or a program recorded of it. A batch's KV places and pages are not looked at."""
+    """A step: ``place``, then ``forward`` or a program recorded of it.
+    A batch's KV places and pages are not looked at."""
 
     def __init__(self, spec: EncoderSpec, build: Build) -> None:
         self.spec = spec

@@ -1,4 +1,5 @@
-"""Command R (HF ``CohereForCausalLM``) and Command A (arXiv 2504.00698): attention and MLP read the same norm, side by side."""
+"""Command R (HF ``CohereForCausalLM``) and Command A (arXiv 2504.00698):
+attention and MLP read the same norm, side by side."""
 
 from __future__ import annotations
 

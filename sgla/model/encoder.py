@@ -1,4 +1,5 @@
-"""The shape of a bidirectional encoder, read from HF's ``config.json``, and the names of its tensors. Loads no torch."""
+"""The shape of a bidirectional encoder, read from HF's ``config.json``,
+and the names of its tensors. Loads no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-# DistilBERT's names for what its configuration and tensors have in common with BERT's; it may have the first three by both.
+# DistilBERT's names for what its configuration and tensors have in common with BERT's;
+# it may have the first three by both.
 DISTILBERT_KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -47,8 +49,8 @@ IGNORED = ("cls.", "lm_head.", "vocab_", "embeddings.token_type_ids")
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """``positions``: rows of the table of positions, of which the first ``offset`` are never used. ``types``: rows of the
-    table of token types; 0: there is none."""
+    """``positions``: rows of the table of positions, of which the first ``offset`` are never used. ``types``:
+    rows of the table of token types; 0: there is none."""
 
     architecture: str
     family: str
@@ -95,7 +97,8 @@ class EncoderSpec:
         return replace(_read(Reader(name, values), family), notes=noted(name, config, unknown))
 
     def rename(self, name: str) -> str:
-        """From a checkpoint's name to the one the model declares: BERT's, without the prefix of models with a head."""
+        """From a checkpoint's name to the one the model declares:
+        BERT's, without the prefix of models with a head."""
         name = re.sub(r"^(distilbert|bert|roberta)\.", "", name)
         if self.family == "DistilBert":
             for theirs, ours in DISTILBERT_NAMES.items():

@@ -1,9 +1,11 @@
-"""The keys of ``config.json`` that each family has, what HF's classes fill in for them, and what becomes of all the others.
+"""The keys of ``config.json`` that each family has,
+what HF's classes fill in for them, and what becomes of all the others.
 
-The rule: a model computes what HF's class computes with this file, and a key that asks for something else is refused by name. The
-keys that HF's class reads are honoured. Those that it ignores are not: they are passed over if no forward pass reads them
-(``HARMLESS``: training, sampling, where the file comes from) or if their value describes what the class does anyway, refused if a
-word of their name is one that configurations use for mathematics, and noted otherwise. Loads no torch.
+The rule: a model computes what HF's class computes with this file, and a key that asks for something else is
+refused by name. The keys that HF's class reads are honoured. Those that it ignores are not: they are passed
+over if no forward pass reads them (``HARMLESS``: training, sampling, where the file comes from) or if their
+value describes what the class does anyway, refused if a word of their name is one that configurations use for
+mathematics, and noted otherwise. Loads no torch.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from sgla.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it fills in. ``fixed``: keys it
-    does not read, or reads in vain, each with the value that describes what the class does. ``same``: keys it does not read, each
-    with the one that says the same.
+    """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it
+    fills in. ``fixed``: keys it does not read, or reads in vain, each with the value that describes what the
+    class does. ``same``: keys it does not read, each with the one that says the same.
 
-    ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures that make vectors of it.
-    The others are values of ``ModelSpec`` that no key says."""
+    ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures
+    that make vectors of it. The others are values of ``ModelSpec`` that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -548,8 +550,8 @@ _SHOWN = 60  # characters of a value in an error
 
 
 def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> list[str]:
-    """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises ConfigError for those that ask
-    for something else than HF's class computes."""
+    """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises
+    ConfigError for those that ask for something else than HF's class computes."""
     if (found := config.get("model_type")) is not None and found not in family.types:
         raise ConfigError(
             f"config.json: model_type {shown(found)} is not that of {architecture}, which is "
@@ -574,16 +576,17 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
             other = family.same[key]
             if value is not None and value != (meant := {**family.defaults, **config}[other]):
                 raise ConfigError(
-                    f"config.json: {key} is {shown(value)} and {other} {shown(meant)}; transformers reads the latter alone for "
-                    f"{architecture}: remove {key} for the same numbers as there",
+                    f"config.json: {key} is {shown(value)} and {other} {shown(meant)}; transformers reads "
+                    f"the latter alone for {architecture}: remove {key} for the same numbers as there",
                     param="model",
                 )
         elif _MATHEMATICS.isdisjoint(re.findall(r"[a-z]+", name.lower())):
             unknown.append(key)
         elif not _off(name, value):
             raise ConfigError(
-                f"config.json: {shown(key)} ({shown(value)}) may change what the model computes, and {architecture} has "
-                "no such key, here or in transformers; remove it if the weights were trained without it",
+                f"config.json: {shown(key)} ({shown(value)}) may change what the model computes, and "
+                f"{architecture} has no such key, here or in transformers; remove it if the weights were "
+                "trained without it",
                 param="model",
             )
     return unknown
@@ -606,7 +609,8 @@ def shown(value: Any) -> str:
 
 
 class Reader:
-    """Typed values of a configuration over the defaults of its family. Every error names the key and what it may be."""
+    """Typed values of a configuration over the defaults of its family.
+    Every error names the key and what it may be."""
 
     def __init__(self, architecture: str, values: Mapping[str, Any]) -> None:
         self.architecture, self.values = architecture, values
@@ -651,7 +655,8 @@ class Reader:
 
     def error(self, key: str, wanted: str) -> ConfigError:
         return ConfigError(
-            f"config.json of {self.architecture}: {key} is {shown(self.values.get(key))}; it must be {wanted}",
+            f"config.json of {self.architecture}: {key} is "
+            f"{shown(self.values.get(key))}; it must be {wanted}",
             param="model",
         )
 

@@ -1,9 +1,9 @@
 """Checkpoints whose linear weights are e4m3 numbers with scales beside them.
 
 ``X.weight_scale``: one for the tensor, or one for each output channel (compressed-tensors, FBGEMM, ModelOpt).
-``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its name (DeepSeek-V3,
-arXiv 2412.19437; Qwen3-FP8). Scales of activations and of a KV cache are not used: the former are made for each token, the
-latter are measured at start.
+``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its
+name (DeepSeek-V3, arXiv 2412.19437; Qwen3-FP8). Scales of activations and of a KV cache are not used: the
+former are made for each token, the latter are measured at start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _UNUSED = re.compile(r".*\.(input|output|activation|q|k|v|kv)_scale$")
 
 @dataclass(frozen=True)
 class Scaled:
-    """``numbers`` ``[n, k]`` times ``scale``: of shape [], [1], [n], [n, 1], or one value a block of rows and columns."""
+    """``numbers`` ``[n, k]`` times ``scale``:
+    of shape [], [1], [n], [n, 1], or one value a block of rows and columns."""
 
     numbers: SourceTensor
     scale: SourceTensor
@@ -48,7 +49,8 @@ class Scaled:
         return numbers.float() * columns.to(numbers.device)
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        """As it is, if whole rows have one scale; blocks of a row are brought to one, which rounds once more."""
+        """As it is, if whole rows have one scale;
+        blocks of a row are brought to one, which rounds once more."""
         if kind != "fp8" or self.block[1] < self.shape[1]:
             return columns_of(pack(self.dense(rows), kind), columns)
         scale = self._scale(rows)[:, 0].contiguous()
@@ -58,7 +60,8 @@ class Scaled:
 def join_scales(
     tensors: Iterator[tuple[str, SourceTensor]], block: tuple[int, int], e4m3: set[str]
 ) -> Iterator[tuple[str, SourceTensor]]:
-    """Tensors with their scales. ``block``: that of ``weight_scale_inv``; ``e4m3``: names of the tensors of that type.
+    """Tensors with their scales.
+    ``block``: that of ``weight_scale_inv``; ``e4m3``: names of the tensors of that type.
 
     Raises WeightError naming e4m3 tensors without a scale and scales of a wrong shape.
     """

@@ -1,4 +1,5 @@
-"""Gemma 2 (arXiv 2408.00118) and Gemma 3, text (arXiv 2503.19786), and GLM 4 of 2025: norms around each sub-block."""
+"""Gemma 2 (arXiv 2408.00118) and Gemma 3, text (arXiv 2503.19786), and GLM 4 of 2025:
+norms around each sub-block."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class Block:
 
 
 class Gemma3(Decoder):
-    """Norm weights are stored as w and used as 1 + w; embeddings are scaled by sqrt(d). Gemma 3's local layers have their own rotary
-    base. Of a multimodal checkpoint the language model alone is used."""
+    """Norm weights are stored as w and used as 1 + w; embeddings are scaled by sqrt(d). Gemma 3's local
+    layers have their own rotary base. Of a multimodal checkpoint the language model alone is used."""
 
     norms: ClassVar[tuple[str, str, str, str]] = (
         "input_layernorm",

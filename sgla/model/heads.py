@@ -1,4 +1,5 @@
-"""From hidden states to the vector of a prompt: pooling, the dense layers of sentence-transformers, classification heads."""
+"""From hidden states to the vector of a prompt:
+pooling, the dense layers of sentence-transformers, classification heads."""
 
 from __future__ import annotations
 

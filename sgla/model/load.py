@@ -1,4 +1,5 @@
-"""From a ModelSource to a Model with weights: tensors stream one at a time into the places the layers declared."""
+"""From a ModelSource to a Model with weights:
+tensors stream one at a time into the places the layers declared."""
 
 from __future__ import annotations
 
@@ -56,10 +57,11 @@ def load_model(
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
-    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8 | gguf (as the file is); with
-    int4 the embedding and the output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU.
-    ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights. ``on_model`` gets the model before
-    its weights come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
+    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8 |
+    gguf (as the file is); with int4 the embedding and the output layer are int8 (and ``wide_matrices``), with
+    fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU. ``context_len`` bounds positions
+    (default: the model's own). ``seed`` makes dummy weights. ``on_model`` gets the model before its weights
+    come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
     if spec.tied and has_own_head(source):
@@ -87,8 +89,8 @@ def load_model(
 
 
 def has_own_head(source: ModelSource) -> bool:
-    """Whether the files hold an output layer that is not the embedding, which counts for more than ``tie_word_embeddings``,
-    as in transformers. Raises WeightError."""
+    """Whether the files hold an output layer that is not the embedding, which counts for more than
+    ``tie_word_embeddings``, as in transformers. Raises WeightError."""
     if source.kind != "safetensors":
         return False
     tables = {"lm_head.weight", EMBEDDING}
@@ -118,8 +120,8 @@ def load_weights(
     on_progress: OnProgress | None = None,
     seed: int = 0,
 ) -> None:
-    """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared one; ``ignored``
-    are prefixes of renamed ones. Raises WeightError."""
+    """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared
+    one; ``ignored`` are prefixes of renamed ones. Raises WeightError."""
     tensors = ((rename(name), tensor) for name, tensor in _stream(source, build, seed))
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
 
@@ -159,7 +161,8 @@ _HOLDS: dict[Kind, set[Kind]] = {
 
 
 def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: Kind, ranks: int) -> dict[str, Kind]:
-    """The formats of the matrices of a GGUF file; those that are multiplied as one have the smallest that is enough for all."""
+    """The formats of the matrices of a GGUF file;
+    those that are multiplied as one have the smallest that is enough for all."""
     if source.gguf_path is None:
         raise ConfigError("--quantization gguf is for GGUF files; leave it out", param="quantization")
     kinds = {tensor.name: cast(Kind, tensor.kept or plain) for tensor in source.gguf().tensors()}
@@ -184,7 +187,8 @@ def _fill(
     ignored: tuple[str, ...],
     on_progress: OnProgress,
 ) -> None:
-    """Fill every slot from the tensors, a few at a time in threads; then complain about all that did not fit."""
+    """Fill every slot from the tensors, a few at a time in threads;
+    then complain about all that did not fit."""
     jobs: dict[str, SourceTensor] = {}
     unexpected: list[str] = []
     twice: list[str] = []
@@ -378,8 +382,8 @@ class _Packed:
         return torch.from_numpy(self.tensor.numpy(rows))
 
     def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        """Types in groups of 32 have the same constants as ours, so where these are wide enough for their quants they are
-        taken over as they are."""
+        """Types in groups of 32 have the same constants as ours, so where these are wide enough for their
+        quants they are taken over as they are."""
         bits, room = self.tensor.bits, LEVELS.get(kind, 0).bit_length()
         if bits is None or bits > room or (kind in HALF and not self.tensor.symmetric):
             return columns_of(pack(self.dense(rows), kind), columns)
@@ -393,8 +397,8 @@ class _Packed:
 
 @lru_cache(1)
 def _noise(seed: int, device: torch.device) -> Tensor:
-    """A pool of POOL normal values, the same on every device, and its beginnings again, so that any CHUNK of them is one
-    slice. The odd length keeps rows of a matrix from repeating."""
+    """A pool of POOL normal values, the same on every device, and its beginnings again, so that any CHUNK of
+    them is one slice. The odd length keeps rows of a matrix from repeating."""
     noise = torch.randn(POOL, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
     return noise.repeat(-(-CHUNK // POOL) + 1)
 
@@ -403,7 +407,8 @@ def _noise(seed: int, device: torch.device) -> Tensor:
 class _Dummy:
     """Random values that depend on name, seed and place alone: every split over ranks sees the same model.
 
-    Norm weights and biases are 0 or 1; matrices have the standard deviation 1/sqrt(k), which keeps activations bounded.
+    Norm weights and biases are 0 or 1;
+    matrices have the standard deviation 1/sqrt(k), which keeps activations bounded.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""OLMo 2 (arXiv 2501.00656) and EXAONE 4 (arXiv 2507.11407): each sub-block reads the residual stream as it is, and its output is
-normalized."""
+"""OLMo 2 (arXiv 2501.00656) and EXAONE 4 (arXiv 2507.11407): each sub-block reads the residual stream as it
+is, and its output is normalized."""
 
 from __future__ import annotations
 

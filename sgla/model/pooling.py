@@ -1,8 +1,9 @@
-"""Whether a model answers with vectors instead of text, and how: from its config.json and the sentence-transformers files.
+"""Whether a model answers with vectors instead of text, and how:
+from its config.json and the sentence-transformers files.
 
-Loads no torch. The files: ``modules.json`` lists the modules behind the transformer; ``1_Pooling/config.json`` says how
-hidden states become one, ``2_Dense/config.json`` describes a linear layer, ``2_Normalize`` has none;
-``sentence_bert_config.json`` has the longest input (``max_seq_length``).
+Loads no torch. The files: ``modules.json`` lists the modules behind the transformer;
+``1_Pooling/config.json`` says how hidden states become one, ``2_Dense/config.json`` describes a linear layer,
+``2_Normalize`` has none; ``sentence_bert_config.json`` has the longest input (``max_seq_length``).
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _task(architecture: str, folder: Path) -> str:
 
 
 def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Pooling:
-    """Without a list of modules: the mean as sentence-transformers takes it, or a decoder's last token, of length 1 as
-    OpenAI's embeddings are."""
+    """Without a list of modules: the mean as sentence-transformers takes it, or a decoder's last token, of
+    length 1 as OpenAI's embeddings are."""
     encoder = is_encoder(architecture)
     modules = _modules(folder)
     kind = "mean" if encoder else "last"
@@ -102,8 +103,8 @@ def _embedder(architecture: str, config: dict[str, Any], folder: Path) -> Poolin
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """Name and folder of each entry of modules.json, which must be Transformer, Pooling, Dense (any number), Normalize in this
-    order; empty if there is no such file. Raises ConfigError."""
+    """Name and folder of each entry of modules.json, which must be Transformer, Pooling, Dense (any number),
+    Normalize in this order; empty if there is no such file. Raises ConfigError."""
     path = folder / "modules.json"
     entries = read_json(path) if path.is_file() else []
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -122,7 +123,8 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     plain = ["Transformer", "Pooling", *["Dense"] * names.count("Dense")]
     if len(entries) > MAX_MODULES or names not in ([], plain, [*plain, "Normalize"]):
         raise ConfigError(
-            f"{path}: modules must be Transformer, Pooling, Dense (up to {MAX_MODULES - 3}), Normalize, in this order",
+            f"{path}: modules must be Transformer, Pooling, Dense (up to "
+            f"{MAX_MODULES - 3}), Normalize, in this order",
             param="model",
         )
     return found
@@ -134,15 +136,16 @@ def _check_text(folder: Path) -> None:
     lower = _object(folder / "tokenizer_config.json").get("do_lower_case")
     if settings.get("do_lower_case") and not lower:
         raise ConfigError(
-            f"{folder / 'sentence_bert_config.json'}: do_lower_case is not supported; a tokenizer that does it is",
+            f"{folder / 'sentence_bert_config.json'}: do_lower_case is not "
+            "supported; a tokenizer that does it is",
             param="model",
         )
     model = _object(folder / "config_sentence_transformers.json")
     name, prompts = model.get("default_prompt_name"), model.get("prompts")
     if name is not None and not (isinstance(prompts, dict) and prompts.get(name) == ""):
         raise ConfigError(
-            f"{folder / 'config_sentence_transformers.json'}: default_prompt_name {shown(name)} is not supported; set it to "
-            "null and let clients send the prompt",
+            f"{folder / 'config_sentence_transformers.json'}: default_prompt_name {shown(name)} is not "
+            "supported; set it to null and let clients send the prompt",
             param="model",
         )
 
@@ -166,7 +169,8 @@ def _classifier(architecture: str, config: dict[str, Any], folder: Path) -> Pool
 
 
 def _kind(config: dict[str, Any], path: Path, width: int) -> str:
-    """Of ``1_Pooling/config.json``: flags in older files, a name or a list of them in newer ones. ``width``: of the model."""
+    """Of ``1_Pooling/config.json``: flags in older files, a name or a list of them in newer ones.
+    ``width``: of the model."""
     for key, fits in (
         ("word_embedding_dimension", width),
         ("embedding_dimension", width),
@@ -214,7 +218,8 @@ def _dense(config: dict[str, Any], path: Path, width: int) -> Dense:
 
 
 def _activation(config: dict[str, Any], count: int) -> str:
-    """What makes scores of the logits: what the file names for cross-encoders, else by the kind of problem."""
+    """What makes scores of the logits:
+    what the file names for cross-encoders, else by the kind of problem."""
     settings = config.get("sentence_transformers")
     named = settings.get("activation_fn") if isinstance(settings, dict) else None
     named = named or config.get("sbert_ce_default_activation_function")
@@ -222,7 +227,8 @@ def _activation(config: dict[str, Any], count: int) -> str:
         score = SCORES.get(str(named).rpartition(".")[2])
         if score is None:
             raise ConfigError(
-                f"config.json: activation {shown(named)} of the scores is not supported; {', '.join(SCORES)} are",
+                f"config.json: activation {shown(named)} of the scores is "
+                f"not supported; {', '.join(SCORES)} are",
                 param="model",
             )
         return score
@@ -235,8 +241,8 @@ def _activation(config: dict[str, Any], count: int) -> str:
 def _dimensions(
     architecture: str, config: dict[str, Any], folder: Path, modules: bool, size: int
 ) -> list[int] | None:
-    """Lengths that embeddings may be cut to (Matryoshka, arXiv 2205.13147). Qwen3-Embedding is trained for any, which its
-    files do not say. ``size``: the whole length."""
+    """Lengths that embeddings may be cut to (Matryoshka, arXiv 2205.13147). Qwen3-Embedding is trained for
+    any, which its files do not say. ``size``: the whole length."""
     if config.get("matryoshka_dimensions"):
         allowed = Reader(architecture, config).integers("matryoshka_dimensions", MAX_LABELS)
         return sorted(length for length in allowed if 0 < length <= size)

@@ -1,4 +1,5 @@
-"""Which class runs which architecture, as the table of families says. The classes need torch, so they are imported when asked for."""
+"""Which class runs which architecture, as the table of families says.
+The classes need torch, so they are imported when asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
-# Names in config.json: of what makes text, of families of encoders, and of decoders that have other heads too.
+# Names in config.json:
+# of what makes text, of families of encoders, and of decoders that have other heads too.
 _GENERATING: dict[str, Family] = {}
 _ENCODERS = tuple(name for name, family in FAMILIES.items() if not family.model)
 _POOLED_DECODERS = tuple(name for name, family in FAMILIES.items() if family.pooled)
@@ -47,8 +49,8 @@ def is_encoder(name: str) -> bool:
 
 
 def body_of(name: str) -> str | None:
-    """What makes the hidden states of an architecture that pools them: an encoder's family, or the decoder's own
-    architecture; None if there is nothing."""
+    """What makes the hidden states of an architecture that pools them: an encoder's family, or the decoder's
+    own architecture; None if there is nothing."""
     if is_encoder(name):
         return next(family for family in _ENCODERS if name.removeprefix(family) in _ENCODER_SUFFIXES)
     for suffix in _DECODER_SUFFIXES:

@@ -51,9 +51,10 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
 
 
 def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:
-    """What an int4 model keeps in int8, where rounding does most harm for its bytes (docs/performance-cpu.md): q, k and v of
-    all layers, then down, gate and up of the first and the last eighth and of every third between, as long as they add no more than
-    ``WIDER`` to the weights. ``exact``: whether the file has a tensor in 4 bits, which int4 keeps as it is."""
+    """What an int4 model keeps in int8, where rounding does most harm for its bytes
+    (docs/performance-cpu.md): q, k and v of all layers, then down, gate and up of the first and the last
+    eighth and of every third between, as long as they add no more than ``WIDER`` to the weights. ``exact``:
+    whether the file has a tensor in 4 bits, which int4 keeps as it is."""
     eighth = spec.layers // 8
     ends = [i for i in range(spec.layers) if i < eighth or i >= spec.layers - eighth]
     some = ends + [i for i in range(eighth, spec.layers - eighth) if (i - eighth) % 3 == 2]

@@ -22,7 +22,8 @@ _ACTIVATIONS: dict[str, Activation] = _GATES | {
     "relu": "relu",
     "relu2": "relu2",
 }  # without a gate
-# Kinds of rope scaling: the numbers they cannot do without, and those they may have. ``factors`` comes from GGUF files.
+# Kinds of rope scaling: the numbers they cannot do without, and those they may have.
+# ``factors`` comes from GGUF files.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -51,7 +52,8 @@ VOCAB, EXPERTS, POSITIONS = 1 << 24, 1 << 14, 1 << 31
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding: ``theta`` base, ``dim`` rotated dims of each head, ``kind`` and numbers of the scaling."""
+    """Rotary embedding:
+    ``theta`` base, ``dim`` rotated dims of each head, ``kind`` and numbers of the scaling."""
 
     theta: float
     dim: int
@@ -63,8 +65,8 @@ class RopeSpec:
 class MoESpec:
     """Mixture of experts: each token goes to ``top_k`` of ``experts`` MLPs of width ``intermediate``.
 
-    ``normalize``: the chosen experts' probabilities are scaled to the sum 1. ``layers``: those that are mixtures; the
-    others have one MLP of the model's ``intermediate``.
+    ``normalize``: the chosen experts' probabilities are scaled to the sum 1. ``layers``: those that are
+    mixtures; the others have one MLP of the model's ``intermediate``.
     """
 
     experts: int
@@ -120,8 +122,8 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """From the content of ``config.json``, transformers 4 or 5 style. Raises ConfigError for an architecture that is not
-        supported and for what cannot be honoured, naming the key."""
+        """From the content of ``config.json``, transformers 4 or 5 style. Raises ConfigError for an
+        architecture that is not supported and for what cannot be honoured, naming the key."""
         architecture = architecture_of(config)
         check_architecture(architecture)
         quantization = checkpoint_quantization(config)
@@ -137,7 +139,8 @@ class ModelSpec:
 
 
 def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> tuple[str, ...]:
-    """What to say of a file that is served: of its ``unknown`` keys, and of what it names that is not used."""
+    """What to say of a file that is served:
+    of its ``unknown`` keys, and of what it names that is not used."""
     found = []
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
@@ -145,18 +148,18 @@ def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> t
         found.append(f"config.json: keys that neither transformers nor sgla reads: {names}{more}")
     if config.get("auto_map"):
         found.append(
-            "config.json: auto_map names code that comes with the checkpoint; it is never run, and the model computes what "
-            f"transformers' own {architecture} does"
+            "config.json: auto_map names code that comes with the checkpoint; it is never run, and the "
+            f"model computes what transformers' own {architecture} does"
         )
     if chunk := _dual_chunk(Reader(architecture, config)):
         found.append(
-            f"config.json: dual_chunk_attention_config changes attention beyond {chunk} tokens, which is not supported, so "
-            "the context ends there"
+            f"config.json: dual_chunk_attention_config changes attention beyond {chunk} tokens, which is "
+            "not supported, so the context ends there"
         )
     if _static_scales(_quantization(config)):
         found.append(
-            "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a CPU activations are not "
-            "rounded"
+            "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
+            "CPU activations are not rounded"
         )
     return tuple(found)
 
@@ -182,8 +185,8 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     kv_heads = c.integer("num_key_value_heads", HEADS) if c.given("num_key_value_heads") else heads
     if heads % kv_heads:
         raise ConfigError(
-            f"config.json: {heads} attention heads (num_attention_heads) do not divide among {kv_heads} KV heads "
-            "(num_key_value_heads)",
+            f"config.json: {heads} attention heads (num_attention_heads) do not divide among {kv_heads} KV "
+            "heads (num_key_value_heads)",
             param="model",
         )
     head_dim = c.integer("head_dim", HEAD_DIM) if c.given("head_dim") else hidden // heads
@@ -255,7 +258,8 @@ def _out_bias(c: Reader, family: Family, bias: bool) -> bool:
 
 
 def _unrotated(c: Reader, family: Family, windows: tuple[int, ...]) -> frozenset[int]:
-    """SmolLM3 names the layers that rotate, or every how many there is one that does not; others do not rotate where they see all."""
+    """SmolLM3 names the layers that rotate, or every how many there is one that does not;
+    others do not rotate where they see all."""
     layers = range(len(windows))
     if family.rotates == "listed":
         flags = c.integers("no_rope_layers", LAYERS)
@@ -271,7 +275,8 @@ def _unrotated(c: Reader, family: Family, windows: tuple[int, ...]) -> frozenset
 
 
 def _dual_chunk(c: Reader) -> int:
-    """How many tokens Qwen's dual chunk attention (arXiv 2402.17463) reads as full attention does; 0: it is not wanted."""
+    """How many tokens Qwen's dual chunk attention (arXiv 2402.17463) reads as full attention does;
+    0: it is not wanted."""
     name = "dual_chunk_attention_config"
     table = c.table(name)
     if not table:
@@ -293,7 +298,8 @@ def _activation(c: Reader, family: Family) -> Activation:
     known = _GATES if family.gated else _ACTIVATIONS
     if not isinstance(found, str) or found not in known:
         raise ConfigError(
-            f"config.json: {key} {shown(found)} is not supported for {c.architecture}; {', '.join(known)} are",
+            f"config.json: {key} {shown(found)} is not supported for "
+            f"{c.architecture}; {', '.join(known)} are",
             param="model",
         )
     return known[found]
@@ -309,8 +315,8 @@ def _dtype(c: Reader) -> str:
 
 
 def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
-    """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Raises ConfigError for every other
-    format, naming its method."""
+    """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Raises
+    ConfigError for every other format, naming its method."""
     c = _quantization(config)
     if not c or is_gguf(config):
         return None
@@ -331,8 +337,9 @@ def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
     raise ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; fp8, fbgemm_fp8, compressed-tensors with float-quantized and modelopt with FP8 are. Take "
-        "the model's unquantized checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
+        + " is not supported; fp8, fbgemm_fp8, compressed-tensors with float-quantized and modelopt with "
+        "FP8 are. Take the model's unquantized checkpoint, with --quantization int8 or int4 if need be, "
+        "or a GGUF file",
         param="model",
     )
 
@@ -402,7 +409,8 @@ def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:
-    """Mixtral is a mixture in every layer; Qwen in every ``decoder_sparse_step``-th but the ``mlp_only_layers``."""
+    """Mixtral is a mixture in every layer;
+    Qwen in every ``decoder_sparse_step``-th but the ``mlp_only_layers``."""
     if "num_experts_per_tok" not in family.defaults:
         return None
     mixtral = "norm_topk_prob" not in family.defaults
@@ -429,8 +437,9 @@ def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:
 
 
 def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
-    """Gemma slides in layers of ``layer_types``, or all but every ``sliding_window_pattern``-th; Qwen only when
-    ``use_sliding_window`` is set, from layer ``max_window_layers`` on. The mixtures have one window for all layers."""
+    """Gemma slides in layers of ``layer_types``, or all but every ``sliding_window_pattern``-th; Qwen only
+    when ``use_sliding_window`` is set, from layer ``max_window_layers`` on. The mixtures have one window for
+    all layers."""
     known = family.defaults
     if "sliding_window" not in known or ("use_sliding_window" in known and not c.flag("use_sliding_window")):
         window = 0
@@ -465,7 +474,8 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(
-                f"config.json: layer_types has {shown(kind)}; full_attention and sliding_attention are supported",
+                f"config.json: layer_types has {shown(kind)}; "
+                "full_attention and sliding_attention are supported",
                 param="model",
             )
     if "sliding_attention" in kinds and not window:
@@ -477,29 +487,31 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
 
 
 def _ropes(c: Reader, head_dim: int, positions: int, partial: bool) -> tuple[RopeSpec, RopeSpec]:
-    """Global and local rotary embedding: ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
+    """Global and local rotary embedding:
+    ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
     old, new = c.table("rope_scaling"), c.table("rope_parameters")
     if "rope_local_base_freq" not in c.values:
         rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions, partial)
         return rope, rope
     if stray := new.keys() - {"full_attention", "sliding_attention"}:
         raise ConfigError(
-            f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}; full_attention and sliding_attention "
-            "are supported",
+            f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}; full_attention and "
+            "sliding_attention are supported",
             param="model",
         )
     if old.get("type", "default") != "default" and "rope_type" not in old:
         raise ConfigError(
-            f"config.json: rope_scaling.type {shown(old['type'])} is ignored by transformers for {c.architecture}; name the "
-            "kind in rope_scaling.rope_type, or remove rope_scaling for the same numbers as there",
+            f"config.json: rope_scaling.type {shown(old['type'])} is ignored by transformers for "
+            f"{c.architecture}; name the kind in rope_scaling.rope_type, or remove rope_scaling for the "
+            "same numbers as there",
             param="model",
         )
     parts = Reader(c.architecture, new)
     full, local = parts.table("full_attention") | old, parts.table("sliding_attention")
     if not (full.get("truncate", True) and local.get("truncate", True)):
         raise ConfigError(
-            f"config.json: truncate false is ignored by transformers for {c.architecture}; remove it for the same numbers "
-            "as there",
+            f"config.json: truncate false is ignored by transformers for {c.architecture}; remove it for "
+            "the same numbers as there",
             param="model",
         )
     return (
@@ -524,8 +536,8 @@ def _rope(
     for key, value in table.items():
         if key not in (*needed, *optional, *_ROPE_COMMON, *(("truncate",) if kind == "yarn" else ())):
             raise ConfigError(
-                f"config.json: rope scaling {kind!r} has no {shown(key)} ({shown(value)}); remove it if the weights were "
-                "trained without it",
+                f"config.json: rope scaling {kind!r} has no {shown(key)} ({shown(value)}); remove it if the "
+                "weights were trained without it",
                 param="model",
             )
     rotated = _rotated(table, c, head_dim, partial)
@@ -564,7 +576,8 @@ def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> 
     dims = int(head_dim * Reader(c.architecture, {key: share}).number(key, 1.0))
     if dims % 2 or not dims:
         raise ConfigError(
-            f"config.json: {key} {shown(share)} rotates {dims} of the {head_dim} dims of a head; an even number is supported",
+            f"config.json: {key} {shown(share)} rotates {dims} of the {head_dim} "
+            "dims of a head; an even number is supported",
             param="model",
         )
     return dims

@@ -1,5 +1,5 @@
-"""What a model keeps of the tokens it has seen: of each layer, in cache groups, and how a budget of memory is shared out between these.
-Loads no torch."""
+"""What a model keeps of the tokens it has seen: of each layer, in cache groups, and how a budget of memory is
+shared out between these. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sgla.model.spec import ModelSpec
 
 
 class LayerState(NamedTuple):
-    """What a layer keeps, on one rank, of every token that a later one may read: k and v of ``kv_heads * head_dim`` values."""
+    """What a layer keeps, on one rank, of every token that a later one may read:
+    k and v of ``kv_heads * head_dim`` values."""
 
     window: int  # tokens that a token reads, itself included; 0: all
     kv_heads: int
@@ -19,8 +20,8 @@ class LayerState(NamedTuple):
 
 
 class KVGroup(NamedTuple):
-    """Layers that keep the same tokens share page numbers. ``layers``: indices; ``values``: k and v that they keep of a token
-    together; ``window`` 0: they keep all tokens."""
+    """Layers that keep the same tokens share page numbers. ``layers``: indices; ``values``: k and v that they
+    keep of a token together; ``window`` 0: they keep all tokens."""
 
     window: int
     layers: tuple[int, ...]
@@ -35,8 +36,8 @@ class Demand(NamedTuple):
 
 
 def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
-    """Of each layer, on ``rank`` or on the one that has most. The KV heads are split as ``Shard.range`` does; with fewer of them than
-    ranks each rank has one."""
+    """Of each layer, on ``rank`` or on the one that has most. The KV heads are split as ``Shard.range`` does;
+    with fewer of them than ranks each rank has one."""
     heads = spec.kv_heads
     if heads < ranks:
         own = 1
@@ -48,7 +49,8 @@ def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[Layer
 
 
 def kv_groups(state: Sequence[LayerState], context_len: int) -> list[KVGroup]:
-    """The groups of a model, that of whole histories first. If no layer needs whole histories, all keep them."""
+    """The groups of a model, that of whole histories first.
+    If no layer needs whole histories, all keep them."""
     windows = [layer.window if layer.window < context_len else 0 for layer in state]
     if 0 not in windows:
         windows = [0] * len(windows)
@@ -61,10 +63,11 @@ def kv_groups(state: Sequence[LayerState], context_len: int) -> list[KVGroup]:
 
 
 class Pool(NamedTuple):
-    """How a budget is shared out between cache groups. Pages of a window are never more than those of whole histories, nor than are
-    of use: for every row what it reads, as much again for prefixes in the tree, and a step's tokens. Where that is too much, they are
-    three quarters of what they would be if all groups had the same number: then short requests, which fill no window,
-    lose a quarter of their places, and long ones win what the windows give up."""
+    """How a budget is shared out between cache groups. Pages of a window are never more than those of whole
+    histories, nor than are of use: for every row what it reads, as much again for prefixes in the tree, and a
+    step's tokens. Where that is too much, they are three quarters of what they would be if all groups had the
+    same number: then short requests, which fill no window, lose a quarter of their places, and long ones win
+    what the windows give up."""
 
     groups: Sequence[KVGroup]
     page_size: int

@@ -27,7 +27,8 @@ class Upload(threading.local):
         self._turn = 0
 
     def __call__(self, file: int, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """The tensor whose bytes begin at ``at`` of the descriptor ``file``. Raises ValueError if they end too early."""
+        """The tensor whose bytes begin at ``at`` of the descriptor ``file``.
+        Raises ValueError if they end too early."""
         turn = self._turn = (self._turn + 1) % BUFFERS
         size = prod(shape) * dtype.itemsize
         self._copied[turn].synchronize()

@@ -1,9 +1,10 @@
 """Weights of linear layers in the formats the kernels read.
 
-``f32`` and ``bf16`` are plain. ``int8`` and ``int4``: groups of 32 along k, ``w = q * scale + minimum`` with q in 0..255 or 0..15 and
-both constants float16; int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``q8_0``,
-``q5_0`` and ``q4_0`` are GGUF's types of that name, ``w = (q - half of the range) * scale``. ``fp8``: e4m3 (arXiv 2209.05433), one float32 scale
-per output channel.
+``f32`` and ``bf16`` are plain. ``int8`` and ``int4``: groups of 32 along k, ``w = q * scale + minimum`` with
+q in 0..255 or 0..15 and both constants float16; int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and
+Q4_1 without loss, int8 these, Q5_0, Q5_1 and Q8_0. ``q8_0``, ``q5_0`` and ``q4_0`` are GGUF's types of that
+name, ``w = (q - half of the range) * scale``. ``fp8``: e4m3 (arXiv 2209.05433), one float32 scale per output
+channel.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ TOGETHER = 1 << 13  # groups that are fitted at a time: they stay in a core's ca
 class Weight:
     """One linear's weight ``[n, k]``.
 
-    ``data`` is float32, bfloat16 or e4m3 ``[n, k]``; of groups uint8 ``[n, groups * GROUP_BYTES]``, for int4 and q4_0 the
-    even k in the low nibble, for q5_0 see ``cut_fifth``. ``scale`` float16[n, groups] or float32[n] (fp8); ``minimum`` float16[n, groups]
-    (int8, int4).
+    ``data`` is float32, bfloat16 or e4m3 ``[n, k]``; of groups uint8 ``[n, groups * GROUP_BYTES]``, for int4
+    and q4_0 the even k in the low nibble, for q5_0 see ``cut_fifth``. ``scale`` float16[n, groups] or
+    float32[n] (fp8); ``minimum`` float16[n, groups] (int8, int4).
     """
 
     kind: Kind
@@ -43,7 +44,8 @@ class Weight:
 
     @classmethod
     def of_groups(cls, kind: Kind, q: Tensor, scale: Tensor, minimum: Tensor | None) -> Weight:
-        """From quants ``[n, k]``, 0 at the least, and float16 constants ``[n, ceil(k / 32)]``; ``minimum`` is for int8 and int4."""
+        """From quants ``[n, k]``, 0 at the least, and float16 constants ``[n, ceil(k / 32)]``;
+        ``minimum`` is for int8 and int4."""
         n, k = q.shape
         q = F.pad(q.to(torch.uint8), (0, -k % GROUP))
         if kind == "q5_0":
@@ -92,7 +94,8 @@ class Weight:
         return Weight(self.kind, len(rows), self.k, data, scale, minimum)
 
     def rows(self, start: int, stop: int) -> Weight:
-        """Output channels ``start:stop``; the whole weight is itself, so that tied layers share their panels."""
+        """Output channels ``start:stop``;
+        the whole weight is itself, so that tied layers share their panels."""
         if (start, stop) == (0, self.n):
             return self
         data, scale, minimum = (None if t is None else t[start:stop] for t in self._parts())
@@ -157,14 +160,15 @@ def pack(weight: Tensor, kind: Kind) -> Weight:
 
 
 def _up(scale: Tensor) -> Tensor:
-    """Rounded up where float16 has few bits left or none, or the top of a group of tiny weights would be cut off."""
+    """Rounded up where float16 has few bits left or none,
+    or the top of a group of tiny weights would be cut off."""
     return torch.where(scale < 2.0**-14, (scale * 2.0**24).ceil() * 2.0**-24, scale)
 
 
 def _fit(x: Tensor, scale: Tensor, low: Tensor) -> None:
-    """Move int4's constants, float16 ``[groups]``, to those with the smallest squared error of ``x``, float32 ``[32, groups]``: for each
-    number of ``STEPS`` the straight line that fits best to the quants of these steps, or the given one. (After llama.cpp's
-    make_qkx2_quants.)"""
+    """Move int4's constants, float16 ``[groups]``, to those with the smallest squared error of ``x``, float32
+    ``[32, groups]``: for each number of ``STEPS`` the straight line that fits best to the quants of these
+    steps, or the given one. (After llama.cpp's make_qkx2_quants.)"""
     bottom, mean = x.amin(0), x.mean(0)
     span = (x.amax(0) - bottom).clamp_min_(1e-30)
 

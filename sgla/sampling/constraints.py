@@ -1,5 +1,5 @@
-"""Grammars of rows that a device samples. The device is a step ahead: tokens are taken in when a step's result is read, and the
-masks of the next step are made while its forward pass runs."""
+"""Grammars of rows that a device samples. The device is a step ahead: tokens are taken in when a step's
+result is read, and the masks of the next step are made while its forward pass runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ JUMP_ROWS = 8  # rows of the largest steps after which forced tokens are told at
 
 
 class Masks(NamedTuple):
-    """``words`` int32[n, ceil(V / 32)], see ``grammar/matcher.py: Words``; ``rows`` int32[n]: the logits they belong to; ``ends``
-    int32[n]: see ``Constraint.ends``, None where no row does."""
+    """``words`` int32[n, ceil(V / 32)], see ``grammar/matcher.py: Words``; ``rows`` int32[n]: the logits they
+    belong to; ``ends`` int32[n]: see ``Constraint.ends``, None where no row does."""
 
     rows: Tensor
     words: Tensor
@@ -32,8 +32,8 @@ class Masks(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """``failed``: (i, why) of the i-th of the rows given; ``forced``: what comes behind the i-th; ``known``: those whose token is
-    not new."""
+    """``failed``: (i, why) of the i-th of the rows given; ``forced``: what comes behind the i-th; ``known``:
+    those whose token is not new."""
 
     failed: list[tuple[int, str]]
     forced: dict[int, Int32s]
@@ -45,8 +45,8 @@ def mask_threads() -> int:
 
 
 class Constraints:
-    """``tokens`` int32[slots + 1, context + 1] is the token table on the host; here it holds the tokens of rows with a grammar
-    alone. ``jumps`` as in ``Sampler``."""
+    """``tokens`` int32[slots + 1, context + 1] is the token table on the host; here it holds the tokens of
+    rows with a grammar alone. ``jumps`` as in ``Sampler``."""
 
     def __init__(self, tokens: Int32s, vocab_size: int, matchers: Matchers, jumps: bool, pin: bool) -> None:
         slots = len(tokens)
@@ -80,8 +80,8 @@ class Constraints:
     def masks(
         self, slots: Int32s, positions: Int32s, device: torch.device
     ) -> tuple[Masks | None, list[tuple[int, str]]]:
-        """Of the rows that sample ``positions`` of ``slots``, whose earlier tokens have all been taken; and the rows that
-        cannot go on. The step before the last one must be done: its masks are overwritten."""
+        """Of the rows that sample ``positions`` of ``slots``, whose earlier tokens have all been taken; and
+        the rows that cannot go on. The step before the last one must be done: its masks are overwritten."""
         words: Words = self._words.numpy().view(np.uint32)
         rows: list[int] = []
         wanted: list[tuple[int, LLMatcher, int]] = []
@@ -129,8 +129,8 @@ class Constraints:
         return Masks(*(x[:count].to(device, non_blocking=True) for x in parts)), failed
 
     def take(self, slots: Int32s, positions: Int32s, tokens: Int32s) -> Taken:
-        """``tokens`` have been sampled for ``positions`` of ``slots``; negative ones are none. What is forced behind them is in the
-        host's token table, and the next samples planned of these rows will be that."""
+        """``tokens`` have been sampled for ``positions`` of ``slots``; negative ones are none. What is forced
+        behind them is in the host's token table, and the next samples planned of these rows will be that."""
         failed: list[tuple[int, str]] = []
         runs: dict[int, list[int]] = {}
         few = self._jumps and len(slots) <= JUMP_ROWS

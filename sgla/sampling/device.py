@@ -1,5 +1,6 @@
-"""Sampling on the GPU. A row that only needs a temperature is drawn by kernels inside the step's graph; this module holds
-the tables they read, and everything more: thresholds, logprobs, and the rules that ``device_rules.py`` has for all rows at once."""
+"""Sampling on the GPU. A row that only needs a temperature is drawn by kernels inside the step's graph; this
+module holds the tables they read, and everything more: thresholds, logprobs, and the rules that
+``device_rules.py`` has for all rows at once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ THRESHOLD, SCORED, RULED, GRAMMAR = (1 << i for i in range(4))  # what a row wan
 
 
 class Scored(NamedTuple):
-    """Logprobs of n tokens on their way to the host: see ``Scores``. ``named``: ids and values that come behind the top."""
+    """Logprobs of n tokens on their way to the host: see ``Scores``.
+    ``named``: ids and values that come behind the top."""
 
     row: int
     prompt: bool
@@ -55,9 +57,9 @@ class Named(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Rows of a step that get a token. ``logits`` float32[S, this rank's part of V], ``slots`` and ``positions`` int32[S] are on
-    the GPU, as are their places, the first of ``out`` int32[at least S]; ``on_host``: slots and positions again; ``rows``: the
-    numbers that logprobs carry."""
+    """Rows of a step that get a token. ``logits`` float32[S, this rank's part of V], ``slots`` and
+    ``positions`` int32[S] are on the GPU, as are their places, the first of ``out`` int32[at least S];
+    ``on_host``: slots and positions again; ``rows``: the numbers that logprobs carry."""
 
     logits: Tensor
     slots: Tensor
@@ -68,10 +70,11 @@ class Pending(NamedTuple):
 
 
 class DeviceSampler:
-    """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU. The last slot is the padding rows'.
+    """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU.
+    The last slot is the padding rows'.
 
-    Ranks cannot disagree: each draws from its part of the vocabulary, or rank 0 alone from all of it, and all take the
-    best of the candidates that every rank has seen."""
+    Ranks cannot disagree: each draws from its part of the vocabulary, or rank 0 alone from all of it, and all
+    take the best of the candidates that every rank has seen."""
 
     def __init__(self, tokens: Tensor, vocab_size: int, shard: Shard | None = None) -> None:
         slots, device = tokens.shape[0], tokens.device
@@ -88,7 +91,8 @@ class DeviceSampler:
         self._named: dict[int, Named] = {}
 
     def admit(self, new: NewRow) -> None:
-        """The host's part, and the rules; the other tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
+        """The host's part, and the rules;
+        the other tables on the GPU are filled by ``kernels/triton/step.py: admit``."""
         s = new.sampling
         ruled = self._rules.admit(new.slot, new.prompt_len, s)
         wants = {
@@ -129,7 +133,8 @@ class DeviceSampler:
         out: Tensor,
         landing: sampling.Landing | None = None,
     ) -> None:
-        """Tokens of rows ``logits``, float32[S, this rank's part of V], into ``out`` and the token table. Capturable."""
+        """Tokens of rows ``logits``, float32[S, this rank's part of V],
+        into ``out`` and the token table. Capturable."""
         self._draw(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
     def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> Draw:
@@ -170,7 +175,8 @@ class DeviceSampler:
         sampling.follow(keys, slots, positions, self._tokens, out, self._shard.max)
 
     def sample(self, pending: Pending, masks: Masks | None = None) -> list[Scored]:
-        """``draw`` with everything requests may ask for; ``masks`` are those of grammars. The logits are changed."""
+        """``draw`` with everything requests may ask for; ``masks`` are those of grammars.
+        The logits are changed."""
         logits, slots, positions, out, rows, (host_slots, host_positions) = pending
         if self._shard.size > 1:
             logits = self._gather(logits)
@@ -199,7 +205,8 @@ class DeviceSampler:
         )
 
     def _score(self, raw: Tensor, chosen: Tensor, wanted: list[tuple[int, int, int]]) -> list[Scored]:
-        """Logprobs of the tokens ``chosen`` int32[n] by logits ``raw`` float32[n, V]; ``wanted``: row, slot and position of each."""
+        """Logprobs of the tokens ``chosen`` int32[n] by logits ``raw`` float32[n, V];
+        ``wanted``: row, slot and position of each."""
         asked = [self._rows[slot] for _, slot, _ in wanted]
         top = score(raw, chosen, max(s.logprobs for s in asked))
         values, ranks, top_ids, top_values = map(to_host, top)
@@ -226,8 +233,8 @@ class DeviceSampler:
 def score(
     logits: Tensor, targets: Tensor, k: int, asked: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n]; ``asked`` int64[*]: other
-    ids."""
+    """``(values, ranks, top_ids, top_values)`` as in ``Scores``: logits float32[n, V], targets int[n];
+    ``asked`` int64[*]: other ids."""
     norm = log_sum_exp(logits)
     own = logits.gather(1, targets.long()[:, None])
     ranks = 1 + (logits > own).sum(-1, dtype=torch.int32)

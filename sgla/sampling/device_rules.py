@@ -1,5 +1,5 @@
-"""The rules of ``rules.py`` on a GPU. What a request asks for goes there once, when it takes its slot, as one record; a step launches
-kernels that read the records of its rows, whatever they hold."""
+"""The rules of ``rules.py`` on a GPU. What a request asks for goes there once, when it takes its slot, as one
+record; a step launches kernels that read the records of its rows, whatever they hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sgla.kernels.triton import rules, sampling
 from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, RowSampling
 
 Int32s = NDArray[np.int32]
-# Numbers of the largest record. A word of one token is an entry, two numbers; a longer one has less than two for each token.
+# Numbers of the largest record.
+# A word of one token is an entry, two numbers; a longer one has less than two for each token.
 WIDTH = rules.HEAD.value + 1 + 2 * (MAX_BIASES + MAX_STOP_IDS + MAX_WORD_TOKENS)
 AT_ONCE = 64  # rows whose tokens are counted at a time
 PENALIZED, BIASED, WORDS, ALLOWED, THINKING = (1 << i for i in range(5))  # what a row wants
@@ -69,8 +70,9 @@ class DeviceRules:
         return biases | early
 
     def apply(self, logits: Tensor, slots: Tensor, positions: Tensor, on_host: tuple[Int32s, Int32s]) -> None:
-        """Change ``logits`` float32[S, V] of the tokens that will stand at ``positions`` of ``slots``, int32[S] there and
-        ``on_host``; in the order of ``rules.py``: biases, penalties, bad words, allowed tokens, limits of reasoning."""
+        """Change ``logits`` float32[S, V] of the tokens that will stand at ``positions`` of ``slots``,
+        int32[S] there and ``on_host``; in the order of ``rules.py``: biases, penalties, bad words, allowed
+        tokens, limits of reasoning."""
         host_slots, host_positions = on_host
         wants = self._wants[host_slots]
         where = slots, positions, self._records

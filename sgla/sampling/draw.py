@@ -1,19 +1,20 @@
 """One random token from one row of logits: the definition, and its oracle. Every device draws this token.
 
-The distribution: softmax of ``logits / temperature`` over the tokens whose logit is at least a threshold. The threshold leaves
-the ``top_k`` most probable tokens, of these, renormalised, the fewest that hold ``top_p``, and of these the tokens with at least
-``min_p`` times the largest probability. Tokens as probable as the last one that stays, stay too. (Hugging Face's logits
-processors have the same order, and the same ties in top-k.)
+The distribution: softmax of ``logits / temperature`` over the tokens whose logit is at least a threshold. The
+threshold leaves the ``top_k`` most probable tokens, of these, renormalised, the fewest that hold ``top_p``,
+and of these the tokens with at least ``min_p`` times the largest probability. Tokens as probable as the last
+one that stays, stay too. (Hugging Face's logits processors have the same order, and the same ties in top-k.)
 
-The draw: Gumbel-max. The token with the largest ``logit / temperature - log(E)`` is taken, the lowest id among equals. E is
-exponential noise that depends on the request's seed, the position and the token's id alone, so the batch, the history of the
-process, the number of ranks and the device cannot change a draw.
+The draw: Gumbel-max. The token with the largest ``logit / temperature - log(E)`` is taken, the lowest id
+among equals. E is exponential noise that depends on the request's seed, the position and the token's id
+alone, so the batch, the history of the process, the number of ranks and the device cannot change a draw.
 
-A score is counted in bits: ``logit * (log2(e) / temperature) - log2(E)``. The factor of the logit and the uniform number that
-makes E are rounded to float32, as ``bits_of`` and ``noise`` say; a CPU computes the rest in float64. A GPU computes it in float32,
-with logarithms good to about 1e-5, finds the threshold up to 1e-5 of the temperature too low, and adds weights for top-p to
-about 2e-5 of their sum. So devices may differ where the two best scores are closer than 3e-5 bits and 1e-6 of their size, or
-where the winner is that close to the threshold. The native draw (csrc/cpu/sample.cpp) adds weights to about 1e-6.
+A score is counted in bits: ``logit * (log2(e) / temperature) - log2(E)``. The factor of the logit and the
+uniform number that makes E are rounded to float32, as ``bits_of`` and ``noise`` say; a CPU computes the rest
+in float64. A GPU computes it in float32, with logarithms good to about 1e-5, finds the threshold up to 1e-5
+of the temperature too low, and adds weights for top-p to about 2e-5 of their sum. So devices may differ where
+the two best scores are closer than 3e-5 bits and 1e-6 of their size, or where the winner is that close to the
+threshold. The native draw (csrc/cpu/sample.cpp) adds weights to about 1e-6.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Draw(Protocol):
 def draw(
     logits: Floats, distribution: Distribution, seed: int, position: int, ids: NDArray[np.intp] | None = None
 ) -> int:
-    """Index in ``logits`` float32[n] of the token at ``position``; -1 if the largest logit is not finite, or one is NaN. ``ids``
-    int[n], rising: the tokens, where they are not the whole vocabulary."""
+    """Index in ``logits`` float32[n] of the token at ``position``; -1 if the largest logit is not finite, or
+    one is NaN. ``ids`` int[n], rising: the tokens, where they are not the whole vocabulary."""
     top = float(logits.max())
     if not np.isfinite(top):
         return -1
@@ -90,9 +91,10 @@ def threshold(logits: Floats, distribution: Distribution) -> float:
 def bits_of(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
     """The 32 bits of a uniform number for each of ``tokens`` int[n]: uint32[n].
 
-    Two rounds of the finaliser of splitmix64 (Steele et al., 2014) make 64 bits of seed and position. The upper half of
-    ``position`` is free for the number of an attempt, for those who draw a position again; everybody else's is 0. Of a token
-    these bits make the upper half of a multiple, as in multiply-shift hashing (Dietzfelbinger et al., 1997).
+    Two rounds of the finaliser of splitmix64 (Steele et al., 2014) make 64 bits of seed and position. The
+    upper half of ``position`` is free for the number of an attempt, for those who draw a position again;
+    everybody else's is 0. Of a token these bits make the upper half of a multiple, as in multiply-shift
+    hashing (Dietzfelbinger et al., 1997).
     """
     row = _mix(_mix(seed) ^ position)
     low, high = np.uint64(row & 0xFFFFFFFF), np.uint32(row >> 32)

@@ -20,7 +20,8 @@ def no_token(row: int, fault: int, ruled: bool) -> Failed:
     if ruled:
         return Failed(
             row,
-            "no token is left to choose: what this request forbids is all that its grammar, its allowed tokens or the model leave",
+            "no token is left to choose: what this request forbids is all that its grammar, its allowed "
+            "tokens or the model leave",
         )
     return Failed(row, "no token is left to choose: the model gives every token the logit -inf", fault=True)
 

@@ -13,7 +13,8 @@ from sgla.sampling.draw import Floats
 
 
 class Scores(NamedTuple):
-    """Of n tokens: logprob, rank (1 + number of larger logits), the k most probable alternatives or other tokens."""
+    """Of n tokens: logprob, rank (1 + number of larger logits),
+    the k most probable alternatives or other tokens."""
 
     values: Floats  # [n]
     ranks: NDArray[np.int32]  # [n]
@@ -26,7 +27,8 @@ class Scores(NamedTuple):
         return not np.isnan(self.values).any()
 
     def block(self, row: int, prompt: bool, start: int, asked: int = 0) -> LogprobBlock:
-        """The message for row ``row`` of the step, tokens from position ``start`` on. ``asked``: see ``LogprobBlock``."""
+        """The message for row ``row`` of the step, tokens from position ``start`` on.
+        ``asked``: see ``LogprobBlock``."""
         return LogprobBlock(
             row=row,
             prompt=prompt,
@@ -43,7 +45,8 @@ class Scores(NamedTuple):
 def score(
     logits: Floats, targets: Sequence[int] | NDArray[np.int32], k: int, asked: Sequence[int] = ()
 ) -> Scores:
-    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V], and the tokens ``asked`` for. Logits with a NaN or +inf, or all
+    """Score token ``targets[i]`` under ``logits[i]``: float32[n, V], and the tokens ``asked`` for.
+    Logits with a NaN or +inf, or all
     -inf, make logprobs of NaN."""
     n, k = len(targets), min(k, logits.shape[1])
     scores = Scores(

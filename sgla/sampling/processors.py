@@ -1,8 +1,10 @@
-"""Logit processors of the operator's own: classes that ``--logits-processors`` names, which requests ask for by name.
+"""Logit processors of the operator's own:
+classes that ``--logits-processors`` names, which requests ask for by name.
 
-A class is called with the arguments that the request gives, then for each token of the output with ``(output, logits)``: int32[*], the tokens so
-far, which it must not change, and float32[V], the next token's logits, which it changes in place. An object serves one request, and may
-be made again while the request goes on, so it keeps nothing that it cannot find out from ``output``.
+A class is called with the arguments that the request gives, then for each token of the output with ``(output,
+logits)``: int32[*], the tokens so far, which it must not change, and float32[V], the next token's logits,
+which it changes in place. An object serves one request, and may be made again while the request goes on, so
+it keeps nothing that it cannot find out from ``output``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def load(paths: Iterable[str]) -> dict[str, Kind]:
 
 
 class Custom:
-    """The rule of a request with such a processor. ``tokens`` int32[context] is its row of the token table."""
+    """The rule of a request with such a processor.
+    ``tokens`` int32[context] is its row of the token table."""
 
     def __init__(self, kind: Kind, asked: Processor, tokens: NDArray[np.int32], prompt_len: int) -> None:
         self._kind = kind

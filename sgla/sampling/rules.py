@@ -1,7 +1,8 @@
-"""Changes to a request's logits before a token is chosen. A rule belongs to one request and works on one row, in place.
+"""Changes to a request's logits before a token is chosen.
+A rule belongs to one request and works on one row, in place.
 
-Rules hold no history of their own: the outputs so far are read from the token table, so they are right after a
-preemption and with steps planned ahead.
+Rules hold no history of their own: the outputs so far are read from the token table, so they are right after
+a preemption and with steps planned ahead.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from sgla.sampling.processors import Custom, Kind
 
 class Rule(Protocol):
     def apply(self, logits: Floats, position: int) -> None:
-        """Change ``logits`` float32[V] of the token that will stand at ``position``; all tokens before it are known."""
+        """Change ``logits`` float32[V] of the token that will stand at ``position``;
+        all tokens before it are known."""
         ...
 
 
 class Penalties:
-    """Repetition (Keskar et al., 2019; as Hugging Face: prompt and outputs), then OpenAI's frequency and presence
-    penalties (outputs only). ``tokens`` int32[context] is the request's row of the token table."""
+    """Repetition (Keskar et al., 2019; as Hugging Face: prompt and outputs), then OpenAI's frequency and
+    presence penalties (outputs only). ``tokens`` int32[context] is the request's row of the token table."""
 
     def __init__(self, tokens: NDArray[np.int32], prompt_len: int, sampling: RowSampling) -> None:
         self._tokens = tokens
@@ -70,8 +72,8 @@ class MinTokens:
 
 
 class BadWords:
-    """No output holds one of these sequences: the last token of one is forbidden behind the others (as vLLM: prompts do not
-    count)."""
+    """No output holds one of these sequences: the last token of one is forbidden behind the others (as vLLM:
+    prompts do not count)."""
 
     def __init__(
         self, words: list[list[int]], tokens: NDArray[np.int32], prompt_len: int, vocab_size: int
@@ -106,7 +108,8 @@ class Allowed:
 
 
 class ThinkingBudget:
-    """The end of reasoning is the only token once as many others have been generated inside of it as the budget has."""
+    """The end of reasoning is the only token once as many others have been
+    generated inside of it as the budget has."""
 
     def __init__(self, limit: ThinkLimit, tokens: NDArray[np.int32], prompt_len: int) -> None:
         self._limit = limit
@@ -137,8 +140,8 @@ def make_rules(
     vocab_size: int,
     processors: Mapping[str, Kind] = MappingProxyType({}),
 ) -> list[Rule]:
-    """The rules of one request, in the order they apply: biases before penalties, as in transformers, vLLM and llama.cpp.
-    ``processors``: those that the server has."""
+    """The rules of one request, in the order they apply: biases before penalties, as in transformers, vLLM
+    and llama.cpp. ``processors``: those that the server has."""
     rules: list[Rule] = []
     if sampling.logit_bias:
         rules.append(Bias(sampling.logit_bias, vocab_size))

@@ -11,7 +11,8 @@ Int32s = NDArray[np.int32]
 
 
 def ragged(samples: Samples, first: Int32s, counts: Int32s) -> tuple[bytes, bytes]:
-    """``StepResult.tokens`` and ``counts``: of each row ``counts[i]`` samples from ``first[i]`` on, and what is forced behind them."""
+    """``StepResult.tokens`` and ``counts``:
+    of each row ``counts[i]`` samples from ``first[i]`` on, and what is forced behind them."""
     if len(samples.tokens) == len(first) == counts.sum() and not samples.forced and not samples.known:
         return samples.tokens.tobytes(), b""
     runs = [

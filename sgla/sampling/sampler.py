@@ -49,7 +49,8 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """``tokens`` int32[slots, context + 1] is the worker's token table: read by the rules, written by ``sample``.
+    """``tokens`` int32[slots, context + 1] is the worker's token table:
+    read by the rules, written by ``sample``.
 
     ``matchers``: None on ranks that do not sample. ``jumps``: tokens that a grammar forces are told at once.
     """
@@ -102,7 +103,8 @@ class Sampler:
         return bool(self._plain[slots].all())
 
     def draws(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[Any]:
-        """``DRAW`` [at most S]: what may be drawn as soon as there are logits, of rows that need nothing else."""
+        """``DRAW`` [at most S]:
+        what may be drawn as soon as there are logits, of rows that need nothing else."""
         rows = np.flatnonzero(self._plain[slots])
         draws = self._draws[slots[rows]]
         draws["row"], draws["position"] = rows, positions[rows]
@@ -117,12 +119,13 @@ class Sampler:
         draws: NDArray[Any] | None = None,
         at: NDArray[Any] | None = None,
     ) -> Samples:
-        """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token table, followed by
-        those that its grammar then forces. A position that is known already keeps its token.
+        """Choose the token at ``positions[i]`` of ``slots[i]`` from ``logits[i]`` and put it into the token
+        table, followed by those that its grammar then forces. A position that is known already keeps its
+        token.
 
-        ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry. ``draws``: those of
-        ``self.draws``; tokens that they have already are taken from there. ``at``: which of the logits and draws the others are about,
-        if not all.
+        ``logits`` float32[S, V] is changed in place; ``rows`` are the numbers that logprob blocks carry.
+        ``draws``: those of ``self.draws``; tokens that they have already are taken from there. ``at``: which
+        of the logits and draws the others are about, if not all.
         """
         blocks: list[LogprobBlock] = []
         failed: list[Failed] = []
@@ -184,8 +187,8 @@ class Sampler:
         return token
 
     def _jump(self, slot: int, position: int, token: int) -> NDArray[np.int32]:
-        """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None where logprobs or hidden
-        states are wanted, which are those of samples, or rules may forbid them."""
+        """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None
+        where logprobs or hidden states are wanted, which are those of samples, or rules may forbid them."""
         choice = self._choices[slot]
         assert choice is not None
         if not choice.jumps or choice.constraint is None:

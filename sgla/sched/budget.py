@@ -1,8 +1,9 @@
 """How much prefill a step may carry beside decode rows.
 
-The time of a step is modelled as ``a + b * tokens + c * work`` where ``work`` counts the (query, key) pairs of attention. The
-coefficients are fitted to measured steps by least squares on relative errors, nonnegative. Samples fade, but only as new ones
-of similar size come in: a long decode phase must not make the model forget what prefill costs.
+The time of a step is modelled as ``a + b * tokens + c * work`` where ``work`` counts the (query, key) pairs
+of attention. The coefficients are fitted to measured steps by least squares on relative errors, nonnegative.
+Samples fade, but only as new ones of similar size come in: a long decode phase must not make the model forget
+what prefill costs.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class CostModel:
         return max(self.target - base, DECODE_SHARE * base)
 
     def yielding_seconds(self, decodes: int, work: int, beside: bool, depth: int) -> float:
-        """Time for prompts of requests that yield: ``beside`` others they make the step little longer, else ``depth`` steps last no longer
-        than the target, since who comes waits for them."""
+        """Time for prompts of requests that yield: ``beside`` others they make the step little longer, else
+        ``depth`` steps last no longer than the target, since who comes waits for them."""
         if self.target is None:
             return math.inf
         base = self.predict(decodes, work)
@@ -86,7 +87,8 @@ class CostModel:
         return little if beside else max(self.target / depth - base, little)
 
     def more_rows(self, rows: Sequence[int], more: Sequence[int]) -> int:
-        """How many of ``more`` decode rows, which yield, make a step of ``rows`` little longer; both are told by their lengths."""
+        """How many of ``more`` decode rows, which yield, make a step of ``rows`` little longer;
+        both are told by their lengths."""
         if self.target is None:
             return len(more)
         left = YIELDING_SHARE * self.predict(len(rows), sum(rows))
@@ -135,13 +137,15 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
 
 
 def can_wait(running: Iterable[Request], waiting: Iterable[Request], longest: int) -> bool:
-    """Whether all prompts that are not read yet are of requests that will end before one which is being decoded, whatever tokens
-    come. Then nothing is lost by reading them little by little in its steps, whose weights are read anyway.
+    """Whether all prompts that are not read yet are of requests that will end before one which is being
+    decoded, whatever tokens come. Then nothing is lost by reading them little by little in its steps, whose
+    weights are read anyway.
 
-    Not with shared prefixes: steps that read these once for all their rows pay for being many. Nor with prompts whose logprobs are
-    wanted or that have more than ``longest`` tokens: small steps read these no faster. (Stop strings are not known here. A row that
-    one of them ends makes prompts wait that should not have.)
-    Source: A. Agrawal et al., "SARATHI: Efficient LLM Inference by Piggybacking Decodes with Chunked Prefills", 2023.
+    Not with shared prefixes: steps that read these once for all their rows pay for being many. Nor with
+    prompts whose logprobs are wanted or that have more than ``longest`` tokens: small steps read these no
+    faster. (Stop strings are not known here. A row that one of them ends makes prompts wait that should not
+    have.) Source: A. Agrawal et al., "SARATHI: Efficient LLM Inference by Piggybacking Decodes with Chunked
+    Prefills", 2023.
     """
     last, unread = 0, list(waiting)  # outputs that the longest of the decoded ones still has
     for request in running:
@@ -172,8 +176,8 @@ class Budget:
         tile: int = 1,
         rows: float = math.inf,
     ) -> None:
-        """``floor``: tokens that may always be taken once, however slow the machine is; ``decodes``: tokens of the step
-        that are no prefill; ``tile``: see ``StepCost``; ``rows``: that may take tokens."""
+        """``floor``: tokens that may always be taken once, however slow the machine is; ``decodes``: tokens
+        of the step that are no prefill; ``tile``: see ``StepCost``; ``rows``: that may take tokens."""
         self.tokens = tokens
         self.seconds = seconds
         self._used = self._decodes = decodes
@@ -191,8 +195,9 @@ class Budget:
         return max(min(most, self._affordable(start, self.seconds * share)), min(most, self._floor))
 
     def whole_tiles(self, start: int, count: int, others: bool) -> int:
-        """Of ``count`` tokens of a row at ``start`` those with which the step ends in a whole tile. All of them if there is room
-        for ``others`` to fill the last tile, or if the step would have less than a tile of prefill."""
+        """Of ``count`` tokens of a row at ``start`` those with which the step ends in a whole tile. All of
+        them if there is room for ``others`` to fill the last tile, or if the step would have less than a tile
+        of prefill."""
         rest = (self._used + count) % self._tile
         if others and self.grant(start, self.tokens) - count >= self._tile - rest:
             return count

@@ -13,9 +13,9 @@ from sgla.sched.step import Step
 
 
 class Outcome(NamedTuple):
-    """``ended``: requests whose ``finish`` was set. Counts of tokens: ``outputs``, and those of them that were ``jumped`` to;
-    of requests: those that ended by a ``fault`` of the model. ``verified``: of each row that may guess and brought tokens, how many it
-    guessed and how many it brought."""
+    """``ended``: requests whose ``finish`` was set. Counts of tokens: ``outputs``, and those of them that
+    were ``jumped`` to; of requests: those that ended by a ``fault`` of the model. ``verified``: of each row
+    that may guess and brought tokens, how many it guessed and how many it brought."""
 
     deltas: list[Delta]
     ended: list[Request]
@@ -82,8 +82,9 @@ def _commit_singles(
 def _commit_runs(
     step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
 ) -> tuple[int, list[tuple[int, int]]]:
-    """For each row the tokens that it brought; returns how many of them a grammar forced, and ``Outcome.verified``. Forced ones are
-    planned like a prompt's next part. Of rows with drafts it is known now how far they have got."""
+    """For each row the tokens that it brought; returns how many of them a grammar forced, and
+    ``Outcome.verified``. Forced ones are planned like a prompt's next part. Of rows with drafts it is known
+    now how far they have got."""
     tokens = array("i", result.tokens)
     counts = array("i", result.counts) if result.counts else array("i", [1]) * len(tokens)
     assert len(counts) == len(step.samples), "a count for each SAMPLE row"
@@ -134,7 +135,8 @@ def _attach_states(step: Step, deltas: list[Delta]) -> None:
 
 
 def _fail(step: Step, result: StepResult, ended: list[Request]) -> tuple[list[Delta], int]:
-    """End the requests that the worker could not go on with. Returns also how many the model is to blame for."""
+    """End the requests that the worker could not go on with.
+    Returns also how many the model is to blame for."""
     deltas: list[Delta] = []
     faults = 0
     for failed in result.failed:

@@ -1,7 +1,7 @@
 """The scheduler: decides what every step computes.
 
-The caller drives it: ``offer``, ``ready`` and ``cancel`` at any time, ``retire`` for each result in order, then ``plan`` until it
-returns ``None``. Nothing here waits, reads a clock or draws a random number.
+The caller drives it: ``offer``, ``ready`` and ``cancel`` at any time, ``retire`` for each result in order,
+then ``plan`` until it returns ``None``. Nothing here waits, reads a clock or draws a random number.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Core:
     # --- requests come and go
 
     def offer(self, submit: Submit, now: float) -> None:
-        """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is not decided here: whoever
-        admits requests has done so.
+        """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is
+        not decided here: whoever admits requests has done so.
 
         Raises ContextTooLong (it could never run), InvalidField (empty prompt, huge answers).
         """
@@ -121,14 +121,15 @@ class Core:
             insort(self._waiting, request, key=_by_arrival)
 
     def moved(self, moved: Moved) -> None:
-        """A copy has ended. Whoever was held for it waits for room again, and finds its pages in the tree, or computes them if it failed."""
+        """A copy has ended. Whoever was held for it waits for room again, and finds its pages in the tree, or
+        computes them if it failed."""
         for rid in self._memory.transfers.moved(moved):
             self.ready(Ready(rid=rid, reason=PAGES))
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
-        """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is ``stop`` (a
-        stop string was seen) and ``abort`` otherwise; ``None`` if it is unknown or has ended. Its slot and pages are
-        free as soon as no submitted step contains it."""
+        """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is
+        ``stop`` (a stop string was seen) and ``abort`` otherwise; ``None`` if it is unknown or has ended. Its
+        slot and pages are free as soon as no submitted step contains it."""
         request = self._open.get(rid)
         if request is None:
             return None
@@ -176,7 +177,8 @@ class Core:
         del self._waiting[bisect_left(self._waiting, _by_arrival(request), key=_by_arrival)]
 
     def _leave(self, request: Request) -> None:
-        """A running request, taken off the list already, takes no more steps; it holds memory while one contains it."""
+        """A running request, taken off the list already, takes no more steps;
+        it holds memory while one contains it."""
         request.leave()
         if request.last_step >= self._oldest:
             self._draining.append(request)
@@ -241,7 +243,8 @@ class Core:
         return step.encode()
 
     def _plan_decodes(self, step: Step) -> list[Request]:
-        """One token for each row that has one to compute; returns the rows that have more, or prompt, to compute."""
+        """One token for each row that has one to compute;
+        returns the rows that have more, or prompt, to compute."""
         prefills: list[Request] = []
         rows: list[Request] = []
         slots: list[int] = []
@@ -293,8 +296,9 @@ class Core:
         return prefills
 
     def _taking_part(self) -> int | None:
-        """How many of the running requests the step is for; None: all. Those that yield are the last: none of them while another request
-        waits or reads its prompt, beside decode rows as many as make the step little longer, and one at least."""
+        """How many of the running requests the step is for; None: all. Those that yield are the last: none of
+        them while another request waits or reads its prompt, beside decode rows as many as make the step
+        little longer, and one at least."""
         running = self._running
         if not running or not running[-1].yields:
             return None
@@ -323,7 +327,8 @@ class Core:
         )
 
     def _cost(self, step: Step) -> StepCost:
-        """The kind of step in which prompts are read: the cheapest beside decode rows if they can wait, else the one that takes most."""
+        """The kind of step in which prompts are read:
+        the cheapest beside decode rows if they can wait, else the one that takes most."""
         *cheap, largest = self._table
         if step.decodes:
             for cost in cheap:
@@ -332,8 +337,8 @@ class Core:
         return largest
 
     def _unhurried(self, longest: int) -> bool:
-        """Nobody watches, all that wait have a place, so that none is in the way of another, have at most ``longest`` tokens, and end before one
-        that runs."""
+        """Nobody watches, all that wait have a place, so that none is in the way of another, have at most
+        ``longest`` tokens, and end before one that runs."""
         if self.limits.itl_target is not None or len(self._waiting) > len(self._memory.slots):
             return False
         if not can_wait(self._running, self._waiting, longest):
@@ -359,10 +364,12 @@ class Core:
                 self._add_prefill(step, request, count, budget)
 
     def _chunk(self, request: Request, budget: Budget, others: bool) -> int:
-        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can be shared. It ends
-        before a tile of the step that neither it nor ``others`` can fill, if that leaves the step a tile of prefill.
+        """Tokens the request gets of this step. A chunk that is not the last ends on a page, so that it can
+        be shared. It ends before a tile of the step that neither it nor ``others`` can fill, if that leaves
+        the step a tile of prefill.
 
-        A prompt longer than a whole step leaves half of it to the ``others``: behind a 100k-token prompt, short ones go on.
+        A prompt longer than a whole step leaves half of it to the ``others``:
+        behind a 100k-token prompt, short ones go on.
         """
         need = request.known - request.planned
         if self.limits.encoder:  # all or nothing; what is longer than a step goes alone
@@ -384,7 +391,8 @@ class Core:
         return count
 
     def _wide(self, request: Request) -> int | None:
-        """``wide_tokens`` as long as the request owes logprobs of its prompt; ``stated_tokens`` if it wants hidden states."""
+        """``wide_tokens`` as long as the request owes logprobs of its prompt;
+        ``stated_tokens`` if it wants hidden states."""
         wide = None if request.prompt_logprobs is None else wide_tokens(request.submit.sampling)
         if request.states is None:
             return wide
@@ -397,7 +405,8 @@ class Core:
         if lacking > 0:
             self._memory.slide(request)
             lacking = min(lacking, self._memory.room(request))
-            # With no page to be had it goes on with the room it has; a request with none takes it from others.
+            # With no page to be had it goes on with the room it has;
+            # a request with none takes it from others.
             stuck = not lacking and request.allocated == request.planned
             if (lacking or stuck) and not self._grow(request, max(lacking, 1)):
                 return 0
@@ -434,8 +443,8 @@ class Core:
     # --- page pressure
 
     def _grow(self, request: Request, n: int) -> bool:
-        """Give the request ``n`` more pages: free, else evicted, else from lower-ranked requests. Those give them back
-        when their steps are done; until then the request misses a step."""
+        """Give the request ``n`` more pages: free, else evicted, else from lower-ranked requests. Those give
+        them back when their steps are done; until then the request misses a step."""
         memory, before = self._memory, self._short
         if memory.grow(request, n):
             return True
@@ -499,7 +508,8 @@ class Core:
                 return
 
     def _displace(self, request: Request) -> bool:
-        """Retract the lowest-ranked running request if ``request`` has a higher priority, or that one yields to it."""
+        """Retract the lowest-ranked running request if ``request`` has a higher priority,
+        or that one yields to it."""
         if not self._running:
             return False
         victim = self._running[-1]
@@ -513,8 +523,8 @@ class Core:
         return True
 
     def _seat(self, step: Step, request: Request, budget: Budget, others: bool) -> bool:
-        """Start a waiting request in this step, if it fits beside what the running ones will need, or leave it to the next, which can begin with
-        more of it. False: it does not fit."""
+        """Start a waiting request in this step, if it fits beside what the running ones will need, or leave
+        it to the next, which can begin with more of it. False: it does not fit."""
         memory = self._memory
         if awaited := memory.attach(request):
             if awaited == PAGES:
@@ -554,8 +564,9 @@ class Core:
         self._held[request.rid] = request
 
     def _fits(self, request: Request) -> bool:
-        """Pages suffice for its known tokens, and for the outputs expected of it and of the running requests. The
-        expectation (``_ratio``) rises with each retraction and falls slowly, as in SGLang. Alone, it always fits."""
+        """Pages suffice for its known tokens, and for the outputs expected of it and of the running requests.
+        The expectation (``_ratio``) rises with each retraction and falls slowly, as in SGLang. Alone, it
+        always fits."""
         if any(self._short):
             return False
         if not self._running and not self._draining:
@@ -596,7 +607,8 @@ class Core:
         return outcome.deltas
 
     def _conclude(self, ended: list[Request], number: int) -> None:
-        """Requests of this result that have ended leave; those that no step contains any more are released."""
+        """Requests of this result that have ended leave;
+        those that no step contains any more are released."""
         for request in ended:
             del self._open[request.rid]
             self._ledger.ended(request, request.finish or "", self._now)
@@ -633,7 +645,8 @@ class Core:
         return self._ledger.drain()
 
     def rest(self) -> None:
-        """A moment to tidy up in: called now and then, when nobody waits for the scheduler. There is nothing to do here."""
+        """A moment to tidy up in: called now and then, when nobody waits for the scheduler.
+        There is nothing to do here."""
 
     def stats(self) -> Stats:
         """A copy of the counters, and the numbers of now."""

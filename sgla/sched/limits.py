@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit
 
-# Plans travel through a ring of 16 MiB (executor/child.py), several at a time. So the requests that take their slots in one step
-# bring at most this many bytes, or there is only one; those of all steps in flight bring at most so many, or there is only
-# one; and one request has at most so many beside its tokens. Their pages come on top: with pages of one token as many bytes.
+# Plans travel through a ring of 16 MiB (executor/child.py), several at a time. So the requests that take
+# their slots in one step bring at most this many bytes, or there is only one; those of all steps in flight
+# bring at most so many, or there is only one; and one request has at most so many beside its tokens. Their
+# pages come on top: with pages of one token as many bytes.
 BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
@@ -79,7 +80,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         return (self.groups[0].pages - 1) * self.page_size
 
     def outputs(self, submit: Submit) -> int:
-        """Outputs the request can have: with the last one, whose KV is never stored, it must fit context and pool.
+        """Outputs the request can have:
+        with the last one, whose KV is never stored, it must fit context and pool.
 
         Raises ContextTooLong, or InvalidField (empty prompt, huge answers).
         """
@@ -112,7 +114,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def wide_tokens(sampling: RowSampling) -> int | None:
-    """How many prompt tokens of a request a step may read, because of what their logprobs take; None: as many as it likes."""
+    """How many prompt tokens of a request a step may read, because of what their logprobs take;
+    None: as many as it likes."""
     if sampling.prompt_logprobs < WIDE:
         return None
     return max(1, ALTERNATIVES // (sampling.prompt_logprobs + len(sampling.logprob_ids) + 1))
@@ -125,7 +128,8 @@ def baggage_of(sampling: RowSampling) -> int:
 
 
 def with_grammar(submit: Submit, source: str) -> tuple[RowSampling, int]:
-    """``sampling`` and ``baggage`` of a Submit that has its compiled grammar. Raises InvalidField if that is too much."""
+    """``sampling`` and ``baggage`` of a Submit that has its compiled grammar.
+    Raises InvalidField if that is too much."""
     size = len(source) if source.isascii() else 4 * len(source)
     return replace(submit.sampling, grammar=source), _bounded(submit.baggage + size + ID)
 

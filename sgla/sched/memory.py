@@ -1,8 +1,9 @@
 """Slots and pages: every function here that moves ownership says so.
 
-``free + tree + private = total - 1`` in the pool of each cache group. A request owns ``pages[shared:]``; ``pages[:shared]`` belong to the tree and are
-kept by the request's lock on ``node``. The same holds for the pages of windows, of which the tree's are held one by one. Of a group of states a
-request owns ``unit``, and ``mark``, a checkpoint for the tree to take over at the end.
+``free + tree + private = total - 1`` in the pool of each cache group. A request owns ``pages[shared:]``;
+``pages[:shared]`` belong to the tree and are kept by the request's lock on ``node``. The same holds for the
+pages of windows, of which the tree's are held one by one. Of a group of states a request owns ``unit``, and
+``mark``, a checkpoint for the tree to take over at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ STEP = "step"  # see Memory.attach
 
 
 class Memory:
-    """The pools, the tree and the free slots. Numbers of pages and states come as lists, one for each cache group."""
+    """The pools, the tree and the free slots.
+    Numbers of pages and states come as lists, one for each cache group."""
 
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
@@ -37,7 +39,8 @@ class Memory:
         host_pages = limits.host_pages if limits.prefix_cache else 0
         self.transfers = Transfers(self.cache, self.pool, host_pages, limits.page_size)
         self.slots = list(range(limits.rows - 1, -1, -1))
-        # Free pages of each group with NaN, which the next plan has zeroed before anybody uses them; or nothing.
+        # Free pages of each group with NaN,
+        # which the next plan has zeroed before anybody uses them; or nothing.
         self.spoiled: list[list[int]] = []
         self._rows = limits.rows
 
@@ -59,7 +62,8 @@ class Memory:
         return wanted
 
     def _states_wanted(self, pool: StatePool, request: Request) -> int:
-        """A request with none of its own can go on in the checkpoint that it begins with, if nobody else uses that: the tree loses it."""
+        """A request with none of its own can go on in the checkpoint that it begins with,
+        if nobody else uses that: the tree loses it."""
         return int(not (request.unit or (request.read and pool.seizable(request.read))))
 
     def room(self, request: Request) -> int:
@@ -89,9 +93,9 @@ class Memory:
         return own
 
     def attach(self, request: Request) -> str:
-        """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never matched:
-        it must be computed to have a successor. Or nothing, and what is worth waiting for: the next ``STEP``, which can begin with more of it,
-        or ``PAGES`` that a transfer brings."""
+        """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never
+        matched: it must be computed to have a successor. Or nothing, and what is worth waiting for: the next
+        ``STEP``, which can begin with more of it, or ``PAGES`` that a transfer brings."""
         assert request.node is None
         assert not request.pages
         limit = request.known - 1 if request.reads_cache else 0
@@ -114,15 +118,16 @@ class Memory:
         return ""
 
     def load(self, request: Request) -> bool:
-        """Have more of its prefix copied from the host, if there is some and it has room on the device. Then the request gives all back until
-        it has come."""
+        """Have more of its prefix copied from the host, if there is some and it has room on the device. Then
+        the request gives all back until it has come."""
         if not self.transfers.load(request, self.available[0]):
             return False
         self.release(request)
         return True
 
     def _begin_with(self, request: Request, state: int) -> None:
-        """The request's next row reads that checkpoint of the tree, if it is one, which the request holds until then."""
+        """The request's next row reads that checkpoint of the tree,
+        if it is one, which the request holds until then."""
         if state:
             assert self.states is not None
             self.states.hold((state,))
@@ -131,8 +136,8 @@ class Memory:
             request.read = state
 
     def catch_up(self, request: Request) -> int | None:
-        """Lock pages that others have computed below the request's own, and skip their tokens; returns how many pages. None: the next step
-        can skip some."""
+        """Lock pages that others have computed below the request's own, and skip their tokens; returns how
+        many pages. None: the next step can skip some."""
         at = request.planned
         if at != request.shared * self.page_size or at != request.allocated or not request.reads_cache:
             return 0
@@ -156,8 +161,8 @@ class Memory:
         return len(match.pages)
 
     def grow(self, request: Request, n: int) -> bool:
-        """Move ``n`` pages of every group from the pools to the request, and a state if it has none, evicting if need be; false if there are not
-        as many. Pages behind its windows go back first."""
+        """Move ``n`` pages of every group from the pools to the request, and a state if it has none, evicting
+        if need be; false if there are not as many. Pages behind its windows go back first."""
         if self.states is not None and self._states_wanted(self.states, request) > self.states.available:
             return False
         if self.windows:
@@ -184,8 +189,9 @@ class Memory:
             request.unit, request.read = request.read, 0
 
     def slide(self, request: Request) -> None:
-        """Give back the pages that no token still to be computed reads. Steps are computed in order, so those in flight still find them as they
-        are. Not while a step is made in which the request has its row already."""
+        """Give back the pages that no token still to be computed reads. Steps are computed in order, so those
+        in flight still find them as they are. Not while a step is made in which the request has its row
+        already."""
         for pool, pages, (g, behind) in zip(self.windows, request.windows, enumerate(request.behind)):
             first = min(pool.first(request.least), len(pages))
             if first > behind:
@@ -198,8 +204,8 @@ class Memory:
     def share(self, request: Request) -> None:
         """Give the request's planned pages of host-known tokens to the tree, which it then holds by lock.
 
-        Pages the tree has already, computed twice by a race, stay private together with those after them: locking the
-        tree's copies too would let one request pin more pages than it needs.
+        Pages the tree has already, computed twice by a race, stay private together with those after them:
+        locking the tree's copies too would let one request pin more pages than it needs.
         """
         first = request.shared
         last = min(request.planned * TOKEN_BYTES, len(request.data)) // (self.page_size * TOKEN_BYTES)
@@ -223,8 +229,9 @@ class Memory:
             request.shared = last
 
     def checkpoint(self, request: Request, start: int) -> list[int]:
-        """Checkpoints that the request's row of the plan, which reads its prompt from ``start`` on and has been shared, is to write: each as its
-        length in tokens and its unit. The tree takes over those for which it has the pages, the request the last one of the others."""
+        """Checkpoints that the request's row of the plan, which reads its prompt from ``start`` on and has
+        been shared, is to write: each as its length in tokens and its unit. The tree takes over those for
+        which it has the pages, the request the last one of the others."""
         pool, told = self.states, list[int]()
         if pool is None or isinstance(self.cache, NullCache):
             return told
@@ -247,7 +254,8 @@ class Memory:
         return self._mark(pool, request, request.planned)
 
     def _mark(self, pool: StatePool, request: Request, length: int) -> list[int]:
-        """A checkpoint that the request owns until it ends, instead of the one before; if there are states enough for all free slots."""
+        """A checkpoint that the request owns until it ends, instead of the one before;
+        if there are states enough for all free slots."""
         if pool.available <= len(self.slots):
             return []
         if request.mark is not None:
@@ -262,8 +270,9 @@ class Memory:
             self.states.planned()
 
     def release(self, request: Request) -> None:
-        """The only exit; idempotent. Pages of committed tokens go to the tree, other private pages to the pool,
-        the lock and the slot are given back. No submitted step may contain the request. Of a ``spoiled`` one nothing is kept."""
+        """The only exit; idempotent. Pages of committed tokens go to the tree, other private pages to the
+        pool, the lock and the slot are given back. No submitted step may contain the request. Of a
+        ``spoiled`` one nothing is kept."""
         if request.node is None:
             return
         if request.spoiled:
@@ -304,8 +313,8 @@ class Memory:
         self._forget(request)
 
     def _release_states(self, request: Request, length: int) -> None:
-        """Give the request's states back, and its checkpoint to the tree, which has ``length`` of its tokens. No checkpoint is left of a
-        ``spoiled`` one."""
+        """Give the request's states back, and its checkpoint to the tree, which has ``length`` of its tokens.
+        No checkpoint is left of a ``spoiled`` one."""
         pool = self.states
         if pool is None:
             return
@@ -328,7 +337,8 @@ class Memory:
                 pool.void(ticket)
 
     def _let_go(self, g: int, request: Request, private: int) -> list[int]:
-        """Hold no more pages of the tree in a window, and free those of the last ``private`` that are there. Returns these."""
+        """Hold no more pages of the tree in a window,
+        and free those of the last ``private`` that are there. Returns these."""
         pool, pages, behind = self.windows[g], request.windows[g], request.behind[g]
         pool.unhold(pages[behind : request.shared])
         last = [page for page in pages[len(pages) - private :] if page]
@@ -346,7 +356,8 @@ class Memory:
         ) = 0
 
     def check(self, holders: Iterable[Request]) -> None:
-        """``holders``: the requests that have a slot. Raises AssertionError if anything is lost, doubled or unlocked."""
+        """``holders``: the requests that have a slot.
+        Raises AssertionError if anything is lost, doubled or unlocked."""
         self.pool.check()
         self.cache.check()
         holders = list(holders)
@@ -370,7 +381,8 @@ class Memory:
 
 
 def _places(pool: StatePool, request: Request, start: int, page_size: int) -> list[int]:
-    """Where a prompt leaves checkpoints: at its last page, where others have gone on differently, and every so many tokens."""
+    """Where a prompt leaves checkpoints:
+    at its last page, where others have gone on differently, and every so many tokens."""
     known = len(request.data) // TOKEN_BYTES
     end = min(request.planned, known)
     places = set(range((start // pool.every + 1) * pool.every, end + 1, pool.every))
@@ -403,7 +415,8 @@ def _check_path(request: Request) -> None:
 
 
 class SlotsOnly(Memory):
-    """For models that keep nothing of a prompt: a request gets a slot, and room for all its tokens without a page."""
+    """For models that keep nothing of a prompt:
+    a request gets a slot, and room for all its tokens without a page."""
 
     @property
     def available(self) -> list[int]:

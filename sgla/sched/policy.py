@@ -1,8 +1,8 @@
 """The order of the waiting list.
 
-``fcfs``: arrival. ``lpm``: longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch first, so that
-requests of one prefix run together. ``lof``: the longest possible output first, so that at the end none goes on alone (all
-three from SGLang). ``priority``: larger ``priority`` first.
+``fcfs``: arrival. ``lpm``: longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch
+first, so that requests of one prefix run together. ``lof``: the longest possible output first, so that at the
+end none goes on alone (all three from SGLang). ``priority``: larger ``priority`` first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ Order = Callable[[list[Request], RadixCache], Iterable[Request]]
 def order(
     policy: str, waiting: list[Request], cache: RadixCache, now: float, patience: float
 ) -> Iterable[Request]:
-    """``waiting`` (sorted by arrival; all yield, or none) as it should be served, sorted as far as it is read. A request that has waited longer than
-    ``patience`` goes before all that have not, in arrival order, so nobody starves."""
+    """``waiting`` (sorted by arrival; all yield, or none) as it should be served, sorted as far as it is
+    read. A request that has waited longer than ``patience`` goes before all that have not, in arrival order,
+    so nobody starves."""
     if policy == "fcfs" or len(waiting) < 2:
         return list(waiting)
     aged = 0
@@ -75,7 +76,8 @@ def _by_outputs(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
 
 
 def _smallest_first(waiting: list[Request], key: Callable[[Request], Any]) -> Iterator[Request]:
-    """As ``sorted``; but few steps take more than the first of many, so the others are sorted only when their turn comes."""
+    """As ``sorted``; but few steps take more than the first of many,
+    so the others are sorted only when their turn comes."""
     first = nsmallest(WINDOW, waiting, key)
     yield from first
     taken = set(first)

@@ -1,8 +1,9 @@
-"""Outputs that repeat themselves: whether the last tokens are copies of one pattern, as vLLM's ``repetition_detection`` asks.
+"""Outputs that repeat themselves:
+whether the last tokens are copies of one pattern, as vLLM's ``repetition_detection`` asks.
 
-Copies of a pattern of ``p`` tokens end with the last token if so many tokens in a row equal the one ``p`` places before them. Such
-runs can only go on where the last token has occurred before, so a token costs as much as it has occurrences in the last
-``MAX_PATTERN`` tokens: usually a handful.
+Copies of a pattern of ``p`` tokens end with the last token if so many tokens in a row equal the one ``p``
+places before them. Such runs can only go on where the last token has occurred before, so a token costs as
+much as it has occurrences in the last ``MAX_PATTERN`` tokens: usually a handful.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def check_repetition(asked: Repetition | None) -> Repetition | None:
     least, most = max(1, asked.min_pattern_size), asked.max_pattern_size
     if not (asked.min_pattern_size >= 0 and least <= most <= MAX_PATTERN):
         raise InvalidField(
-            f"repetition_detection: pattern sizes must be from 0 to {MAX_PATTERN}, and min_pattern_size at most max_pattern_size; "
-            f"got {asked.min_pattern_size} and {most}",
+            f"repetition_detection: pattern sizes must be from 0 to {MAX_PATTERN}, and min_pattern_size at "
+            f"most max_pattern_size; got {asked.min_pattern_size} and {most}",
             param="repetition_detection",
         )
     if asked.min_count < 2:

@@ -26,7 +26,8 @@ class Prompt:
 
 
 class States:
-    """Hidden states of a request on their way to its Deltas, each once: after a retraction its tokens are computed again."""
+    """Hidden states of a request on their way to its Deltas, each once:
+    after a retraction its tokens are computed again."""
 
     __slots__ = ("_have", "_seen", "_waiting")
 
@@ -59,7 +60,8 @@ class State(Enum):
     DONE = "done"
 
 
-# The life of a request: what may happen to it in each state, and in which one it is then. docs/design.md says who owns what in each.
+# The life of a request: what may happen to it in each state, and in which one it is then.
+# docs/design.md says who owns what in each.
 LIFE: dict[State, dict[str, State]] = {
     State.HELD: {"ready": State.WAITING, "end": State.DONE},
     State.WAITING: {"hold": State.HELD, "run": State.RUNNING, "end": State.DONE},
@@ -71,11 +73,13 @@ OWNERS = (State.RUNNING, State.DRAINING)  # states in which it has a slot and un
 
 
 class Request:
-    """One child. Token counts: ``len(tokens)`` committed, ``planned``, ``known``, ``allocated`` (docs/design.md).
+    """One child. Token counts:
+    ``len(tokens)`` committed, ``planned``, ``known``, ``allocated`` (docs/design.md).
 
-    Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones. Of each group with a window it has
-    as many in ``windows``, but holds only those from the index ``behind`` on; the others are 0. Of a group of states it owns ``unit``, and until its
-    next row holds ``read``, the checkpoint which that begins with; ``mark`` is the length of a checkpoint of its own, and its unit.
+    Its pages are ``pages[:shared]``, owned by the tree and locked through ``node``, then private ones. Of
+    each group with a window it has as many in ``windows``, but holds only those from the index ``behind`` on;
+    the others are 0. Of a group of states it owns ``unit``, and until its next row holds ``read``, the
+    checkpoint which that begins with; ``mark`` is the length of a checkpoint of its own, and its unit.
     ``goal`` is the number of tokens whose KV is ever needed: the last output's is not.
     """
 
@@ -194,7 +198,8 @@ class Request:
 
     @property
     def guesses(self) -> bool:
-        """Whether its decode rows may have drafts: not where a grammar tells what comes, nor where a step brings states of its tokens."""
+        """Whether its decode rows may have drafts:
+        not where a grammar tells what comes, nor where a step brings states of its tokens."""
         sampling = self.submit.sampling
         return not (sampling.grammar or sampling.hidden or self.pools)
 
@@ -205,7 +210,8 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Prompt logprobs and hidden states need the tokens computed, so a request that owes them reads no cached prefix."""
+        """Prompt logprobs and hidden states need the tokens computed,
+        so a request that owes them reads no cached prefix."""
         return self.prompt_logprobs is None and self.states is None
 
     @property
@@ -219,7 +225,8 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     def ends(self, token: int, delta: Delta) -> bool:
-        """Whether the output token just committed, which is in ``delta``, is the last one, which both then say."""
+        """Whether the output token just committed,
+        which is in ``delta``, is the last one, which both then say."""
         count = len(self.tokens)
         looping = self.loop is not None and self.loop.add(token)
         if token in self.stop_ids and count - self.prompt_len > self.min_tokens:
@@ -234,7 +241,8 @@ class Request:
         return True
 
     def landed(self, span: int) -> None:
-        """A row in flight that could bring ``span`` tokens has brought its own: correct what the host took for the most."""
+        """A row in flight that could bring ``span`` tokens has brought its own:
+        correct what the host took for the most."""
         self.ahead -= span
         self.planned = min(len(self.tokens) - 1 + self.ahead, self.goal)
         self.known = self.planned + 1
@@ -273,7 +281,8 @@ class Request:
         self._on("leave")
 
     def requeue(self) -> None:
-        """A retracted request has left every step: all its samples are committed, and it starts over with them."""
+        """A retracted request has left every step:
+        all its samples are committed, and it starts over with them."""
         assert self.finish is None
         assert self.slot < 0
         assert self.planned == 0

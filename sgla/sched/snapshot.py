@@ -1,4 +1,5 @@
-"""A scheduler as bytes: everything that decides its later plans, so that a copy goes on exactly like the original."""
+"""A scheduler as bytes:
+everything that decides its later plans, so that a copy goes on exactly like the original."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _decode = msgspec.msgpack.Decoder(Submit).decode
 
 
 def freeze(core: Core) -> bytes:
-    """Takes about 3 us a node of the tree, and 10 a request. Prompts are there as tokens of their requests alone."""
+    """Takes about 3 us a node of the tree, and 10 a request.
+    Prompts are there as tokens of their requests alone."""
     cache = core._memory.cache
     links = [(node, child) for node in [cache.root, *cache.walk()] for child in node.children.values()]
     buffer = io.BytesIO()
@@ -38,7 +40,8 @@ def freeze(core: Core) -> bytes:
 
 
 def thaw(data: bytes) -> Core:
-    """The copy. Raises pickle.UnpicklingError for bytes that ``freeze`` has not made; runs no code that they name."""
+    """The copy. Raises pickle.UnpicklingError for bytes that ``freeze`` has not made;
+    runs no code that they name."""
     state, links = _Reader(io.BytesIO(data)).load()
     core = Core.__new__(Core)
     vars(core).update(state)

@@ -8,8 +8,8 @@ from sgla.sched.request import Request
 
 
 class Step:
-    """Columns of the plan in row order. ``samples``: requests of the SAMPLE rows; ``ends``: requests without outputs
-    whose prompt is complete with this step."""
+    """Columns of the plan in row order. ``samples``: requests of the SAMPLE rows; ``ends``: requests without
+    outputs whose prompt is complete with this step."""
 
     __slots__ = (
         "_checkpoints",
@@ -71,8 +71,8 @@ class Step:
         self.work = sum(starts) + n
 
     def add_verify(self, request: Request, drafts: int, goal: int) -> None:
-        """A decode row that may guess so many tokens, with pages for them, before all prefills. It moves ``planned`` and ``known`` to the
-        most that there may be."""
+        """A decode row that may guess so many tokens, with pages for them, before all prefills. It moves
+        ``planned`` and ``known`` to the most that there may be."""
         start = request.planned
         self.rows.append(request)
         self.samples.append(request)
@@ -90,7 +90,8 @@ class Step:
         self.work += pairs(start, 1 + drafts)
 
     def add_prefill(self, request: Request, count: int) -> None:
-        """A row of ``count`` tokens, with pages for them; moves ``planned``, and ``known`` if the row samples."""
+        """A row of ``count`` tokens, with pages for them;
+        moves ``planned``, and ``known`` if the row samples."""
         self.tell_pages(request)
         start = request.planned
         end = start + count
@@ -117,7 +118,8 @@ class Step:
         self.work += pairs(start, count)
 
     def tell_pages(self, request: Request) -> None:
-        """Append the pages the workers do not know of yet to the table of the request, which has a row in this step."""
+        """Append the pages the workers do not know of yet to the table of the request,
+        which has a row in this step."""
         fresh = request.pages[request.told :]
         if fresh:
             self._page_slots.append(request.slot)

@@ -1,4 +1,5 @@
-"""Copies of the prefix tree's pages on the host: saved when a request has computed them, loaded when another wants them."""
+"""Copies of the prefix tree's pages on the host:
+saved when a request has computed them, loaded when another wants them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from sgla.sched.request import Request
 
 
 class Transfer:
-    """Pages on their way between the device and the host. It keeps ``node`` locked, whose path has those of the device, and holds ``places``,
-    those of the host. ``waiters``: requests that are held until it is done."""
+    """Pages on their way between the device and the host. It keeps ``node`` locked, whose path has those of
+    the device, and holds ``places``, those of the host. ``waiters``: requests that are held until it is
+    done."""
 
     __slots__ = ("inward", "keys", "node", "places", "waiters")
 
@@ -24,7 +26,8 @@ class Transfer:
 
 
 class Transfers:
-    """``under_way``: transfers that have begun or begin with the next plan, which takes ``copies``. Without host pages there are none."""
+    """``under_way``: transfers that have begun or begin with the next plan, which takes ``copies``.
+    Without host pages there are none."""
 
     def __init__(self, cache: RadixCache, pool: PagePool, host_pages: int, page_size: int) -> None:
         self.under_way: dict[int, Transfer] = {}
@@ -38,8 +41,8 @@ class Transfers:
         self._begun = 0
 
     def load(self, request: Request, room: int) -> bool:
-        """Have pages behind those that the request found in the tree copied from the host, ``room`` at most. They are the tree's at once, which
-        lacks them until the copy has ended. False: there are none."""
+        """Have pages behind those that the request found in the tree copied from the host, ``room`` at most.
+        They are the tree's at once, which lacks them until the copy has ended. False: there are none."""
         if not self._active or not request.reads_cache:
             return False
         assert request.node is not None
@@ -66,7 +69,8 @@ class Transfers:
         self.under_way[transfer].waiters.append(rid)
 
     def save(self, request: Request, count: int) -> None:
-        """Have those of the request's first ``count`` pages copied to the host of which it has no copy. The tree has all."""
+        """Have those of the request's first ``count`` pages copied to the host of which it has no copy.
+        The tree has all."""
         if not self._active:
             return
         tokens = request.tokens[: count * self._page_size].tobytes()
@@ -100,7 +104,8 @@ class Transfers:
             self.tier.forget_keys(chain(request.namespace, tokens, self._width, request.marks))
 
     def moved(self, moved: Moved) -> list[str]:
-        """A transfer has ended. Returns who waited for it. Of one that has failed nothing is left, so that nobody tries again."""
+        """A transfer has ended. Returns who waited for it.
+        Of one that has failed nothing is left, so that nobody tries again."""
         transfer = self.under_way.pop(moved.transfer)
         if transfer.inward:
             self._cache.arrive(transfer.node, moved.ok)

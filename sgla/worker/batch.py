@@ -14,7 +14,8 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 
 class Columns(NamedTuple):
-    """int32 columns of R rows, as in StepPlan; ``logits`` are the T-indices of the tokens whose successor matters."""
+    """int32 columns of R rows, as in StepPlan;
+    ``logits`` are the T-indices of the tokens whose successor matters."""
 
     slots: Int32s  # [R]
     starts: Int32s  # [R]
@@ -23,8 +24,8 @@ class Columns(NamedTuple):
 
 
 class PromptSpan(NamedTuple):
-    """Prompt tokens whose logprobs a row owes: the step's tokens ``first:end`` predict those of ``slot`` from position
-    ``start`` on."""
+    """Prompt tokens whose logprobs a row owes: the step's tokens ``first:end`` predict those of ``slot`` from
+    position ``start`` on."""
 
     row: int
     slot: int
@@ -49,8 +50,8 @@ class Stated(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is to become of the logits. Arrays are int32[S] of the S tokens to sample: one of each SAMPLE row, or of one with drafts one
-    behind each token. ``runs``: how many of each SAMPLE row."""
+    """What is to become of the logits. Arrays are int32[S] of the S tokens to sample: one of each SAMPLE row,
+    or of one with drafts one behind each token. ``runs``: how many of each SAMPLE row."""
 
     rows: Int32s
     slots: Int32s
@@ -75,7 +76,8 @@ class Wanted(NamedTuple):
 def read(
     plan: StepPlan, tables: SlotTables, guessed: tuple[Int32s, Int32s] | None = None
 ) -> tuple[Columns, Wanted]:
-    """Decode ``plan``, whose new rows ``tables`` has taken in. ``guessed``: starts and lengths of its rows, if some have drafts."""
+    """Decode ``plan``, whose new rows ``tables`` has taken in.
+    ``guessed``: starts and lengths of its rows, if some have drafts."""
     slots, starts, q_lens = column(plan.slots), *(guessed or (column(plan.starts), column(plan.q_lens)))
     flags = np.frombuffer(plan.flags, np.uint8)
     ends = np.cumsum(q_lens, dtype=np.int32)

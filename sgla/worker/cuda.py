@@ -1,7 +1,9 @@
-"""The runner of an NVIDIA GPU: state lives on the device, decode steps are graph replays, and results are read a step late.
+"""The runner of an NVIDIA GPU:
+state lives on the device, decode steps are graph replays, and results are read a step late.
 
-A step is launched without waiting for the one before it: plans carry no token ids, the token table on the device does.
-``launch`` returns a ``Flight``; once its event has passed, ``finish`` turns it into the StepResult.
+A step is launched without waiting for the one before it: plans carry no token ids, the token table on the
+device does. ``launch`` returns a ``Flight``; once its event has passed, ``finish`` turns it into the
+StepResult.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 EAGER = 3000.0  # microseconds that an eager step takes longer to launch
 CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
 E4M3_MAX = 448.0
-# Tokens of a step that reads prompts beside decode rows, if weights are of more bytes: then more steps have more to share.
+# Tokens of a step that reads prompts beside decode rows, if weights are of more bytes:
+# then more steps have more to share.
 MIXED, HEAVY = 512, 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DECODE_FLAGS = bytes([SAMPLE])
@@ -202,7 +205,8 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def _begin(self, page_size: int, before: int, model: CausalLM) -> None:
-        """Work with a model whose weights are still to come. ``before``: bytes that were allocated before it was made."""
+        """Work with a model whose weights are still to come.
+        ``before``: bytes that were allocated before it was made."""
         self.model = model
         made = torch.cuda.memory_allocated()
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
@@ -261,7 +265,8 @@ class CudaRunner:
         )
 
     def _costs(self) -> list[StepCost]:
-        """Steps that run as a graph read prompts more cheaply than larger ones. Not those of mixtures; several ranks were not measured."""
+        """Steps that run as a graph read prompts more cheaply than larger ones.
+        Not those of mixtures; several ranks were not measured."""
         every = StepCost(tokens=self.step_tokens, tile=STEP_TILE)
         if self.deterministic or self.model.spec.moe or self.shard.size > 1:
             return [every]
@@ -270,7 +275,8 @@ class CudaRunner:
         return [StepCost(tokens=tokens, prompts=REAL, longest=HISTORY, tile=STEP_TILE), every]
 
     def _pool(self, config: Config, page: int, peak: Peak) -> int:
-        """Allocate as many pages, of ``page`` bytes, as there is memory for, or as the user wants. Returns their number."""
+        """Allocate as many pages, of ``page`` bytes, as there is memory for, or as the user wants.
+        Returns their number."""
         largest = max(self.slots, self.prompts.limit)  # tokens of a graph
         graphs = 0
         if self._captures:
@@ -339,7 +345,8 @@ class CudaRunner:
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
     def allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
-        """Tokens of one page and head lie together, so that a kernel reads them in one go. Zeros: see ``worker/kv.py``."""
+        """Tokens of one page and head lie together, so that a kernel reads them in one go.
+        Zeros: see ``worker/kv.py``."""
         state = self.model.state()
         shape = (len(state), 2, pages, state[0].kv_heads, page_size, state[0].head_dim)
         pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
@@ -410,7 +417,8 @@ class CudaRunner:
         return self.run_eagerly(plan)
 
     def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Pending | None]:
-        """Decode rows go first, then what has a history (see ``ExtendRows``), which the row numbers of the result must not show."""
+        """Decode rows go first, then what has a history (see ``ExtendRows``),
+        which the row numbers of the result must not show."""
         slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
         flags = np.frombuffer(plan.flags, np.uint8)
         order = np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable").astype(np.int32)
@@ -489,7 +497,8 @@ class CudaRunner:
         )
 
     def _share_much(self, slots: Any, starts: Any) -> bool:
-        """Whether an eager step, which reads what rows share once, beats a graph of a mixed step, which does not."""
+        """Whether an eager step, which reads what rows share once,
+        beats a graph of a mixed step, which does not."""
         plan = self._plan_prefixes(slots, starts)
         return plan is not None and plan.gain * len(self.kv) > EAGER
 

@@ -14,9 +14,9 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 
 class DeviceTables:
-    """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[slots + 1, max_pages] on the GPU. The last
-    slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host. ``admissions`` counts the
-    rows that have taken slots."""
+    """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[slots + 1, max_pages] on the GPU.
+    The last slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host.
+    ``admissions`` counts the rows that have taken slots."""
 
     def __init__(self, slots: int, context_len: int, page_size: int) -> None:
         self.page_size, self.admissions = page_size, 0

@@ -1,4 +1,5 @@
-"""Drafts without a model: what came behind the same few tokens the last time. And how a row with drafts is sampled.
+"""Drafts without a model: what came behind the same few tokens the last time.
+And how a row with drafts is sampled.
 
 Source: A. Saxena, "Prompt Lookup Decoding", 2023; ``ngram`` of vLLM and SGLang.
 """
@@ -20,8 +21,8 @@ FIRST = 2  # drafts of a row that has not guessed yet
 
 
 class NGrams:
-    """Guesses the next tokens of a slot from those in its table. A row's guesses grow by one each time all are right, and shrink to
-    what was right else: a wrong one takes time, and never changes what comes out."""
+    """Guesses the next tokens of a slot from those in its table. A row's guesses grow by one each time all
+    are right, and shrink to what was right else: a wrong one takes time, and never changes what comes out."""
 
     def __init__(self, tables: SlotTables) -> None:
         self._tables = tables
@@ -31,7 +32,8 @@ class NGrams:
         self._trust[slot] = FIRST
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s]:
-        """``starts`` and ``q_lens`` of a plan whose rows have drafts. These stand behind the known tokens in the token table then."""
+        """``starts`` and ``q_lens`` of a plan whose rows have drafts.
+        These stand behind the known tokens in the token table then."""
         tables = self._tables
         slots, starts, q_lens = column(plan.slots), column(plan.starts).copy(), column(plan.q_lens).copy()
         drafts = column(plan.drafts)
@@ -74,10 +76,12 @@ def verify(
     drafts: Int32s,
     draws: NDArray[Any] | None,
 ) -> tuple[Samples, Int32s]:
-    """Sample each row of ``wanted.runs`` tokens one after the other, as if they were computed one by one, up to the first that is not
-    the one of ``drafts`` int32[S]. Returns also how many each row has; its others mean nothing. ``forced`` and ``known`` are about rows.
+    """Sample each row of ``wanted.runs`` tokens one after the other, as if they were computed one by one, up
+    to the first that is not the one of ``drafts`` int32[S]. Returns also how many each row has; its others
+    mean nothing. ``forced`` and ``known`` are about rows.
 
-    A token is drawn by its seed, position and id, so it is the same one that comes without drafts, at any temperature.
+    A token is drawn by its seed, position and id,
+    so it is the same one that comes without drafts, at any temperature.
     """
     first, counts = wanted.first, np.zeros_like(wanted.runs)
     whole = Samples(np.zeros(len(wanted.rows), np.int32), [], [], {}, set())

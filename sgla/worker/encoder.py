@@ -1,4 +1,5 @@
-"""What the worker of an encoder does with a plan: every row is a whole prompt, and nothing outlives its step."""
+"""What the worker of an encoder does with a plan:
+every row is a whole prompt, and nothing outlives its step."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class EncoderRunner:
         return vector_result(plan.step, vectors, np.arange(len(plan.new)))
 
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
-        """float32 ``[rows, size]``. Prompts of equal length lie together in the batch, so that they are pooled together."""
+        """float32 ``[rows, size]``.
+        Prompts of equal length lie together in the batch, so that they are pooled together."""
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
         batch, types = make_batch(
             [prompts[row] for row in order], [segments[row] for row in order], self.model.body.spec.offset - 1
@@ -108,7 +110,8 @@ class EncoderRunner:
         return apply(self.model.head, torch.cat(pooled))[torch.tensor(order).argsort()]
 
     def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``. Raises UnsupportedField, InvalidField."""
+        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``.
+        Raises UnsupportedField, InvalidField."""
         match command.verb:
             case "memory":
                 return {"ledger": self.facts.ledger | resident_bytes()}
@@ -120,7 +123,8 @@ class EncoderRunner:
 
 
 def vector_result(step: int, vectors: Tensor, rows: Any) -> StepResult:
-    """``vectors`` float32 ``[n, size]`` of the ``rows`` int[n] of a step; those with a NaN or an infinity fail."""
+    """``vectors`` float32 ``[n, size]`` of the ``rows`` int[n] of a step;
+    those with a NaN or an infinity fail."""
     broken = rows[~torch.isfinite(vectors).all(1).numpy()]
     return StepResult(
         step=step,
@@ -131,8 +135,9 @@ def vector_result(step: int, vectors: Tensor, rows: Any) -> StepResult:
 
 
 def make_batch(prompts: list[Any], segments: list[int], pad: int = -1) -> tuple[ForwardBatch, Tensor]:
-    """Of int32 arrays, without pages; and the type of each token, int64 ``[T]``. ``segments``: where the second text of
-    each prompt begins, 0 if there is none. ``pad``: the token that takes no position and has -1 (RoBERTa's; -1: none)."""
+    """Of int32 arrays, without pages; and the type of each token, int64 ``[T]``. ``segments``: where the
+    second text of each prompt begins, 0 if there is none. ``pad``: the token that takes no position and has
+    -1 (RoBERTa's; -1: none)."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     starts = np.zeros(len(prompts) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])

@@ -21,10 +21,11 @@ from sgla.worker.state import Int32s, column
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``pending``: its rows, if a draw by temperature
-    is not all that they want and they are not sampled yet; ``on_host``: their slots and positions. A step that is ``held`` waits
-    with these for the result of the step before, since grammars do. Once ``end`` has passed, ``tokens``, pinned, holds the ids,
-    negative where there is none (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on."""
+    """A launched step, whose ``count`` tokens are the first of ``out`` on the GPU. ``pending``: its rows, if
+    a draw by temperature is not all that they want and they are not sampled yet; ``on_host``: their slots and
+    positions. A step that is ``held`` waits with these for the result of the step before, since grammars do.
+    Once ``end`` has passed, ``tokens``, pinned, holds the ids, negative where there is none
+    (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on."""
 
     plan: StepPlan
     out: Tensor
@@ -65,7 +66,8 @@ class Flights:
         pending: Pending | None,
         scored: list[Scored],
     ) -> Flight:
-        """The forward pass of ``plan`` has been queued. ``landed``: pinned memory that it brings the tokens to by itself."""
+        """The forward pass of ``plan`` has been queued.
+        ``landed``: pinned memory that it brings the tokens to by itself."""
         end = torch.cuda.Event(enable_timing=True)
         flight = Flight(plan, out, count, pending, scored, begin, end, tokens=landed)
         constraints = self._constraints
@@ -76,7 +78,8 @@ class Flights:
         return flight
 
     def release(self, flight: Flight) -> None:
-        """Queue the rest of a step that is held, while the GPU computes it. The step before has been finished."""
+        """Queue the rest of a step that is held, while the GPU computes it.
+        The step before has been finished."""
         assert flight.held
         assert flight.pending is not None
         assert self._constraints is not None
@@ -134,8 +137,8 @@ class Flights:
         ]
 
     def _put(self, slots: Any, positions: Any, forced: dict[int, Int32s]) -> None:
-        """Bring forced tokens into the token table. Queued behind the next step, which may be on its way; it returns the
-        first of them."""
+        """Bring forced tokens into the token table. Queued behind the next step, which may be on its way; it
+        returns the first of them."""
         if not forced:
             return
         parts = []

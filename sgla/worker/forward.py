@@ -1,4 +1,5 @@
-"""The model's forward pass as one function of the batch: a native program where there are kernels, else torch."""
+"""The model's forward pass as one function of the batch:
+a native program where there are kernels, else torch."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def make_forward(
 
 
 def compiled(forward: Forward, limits: Limits, threads: int, use_native: bool) -> tuple[Forward, str]:
-    """``forward`` as a program, or as it is where there can be none; and a note on that for the start-up report."""
+    """``forward`` as a program, or as it is where there can be none;
+    and a note on that for the start-up report."""
     note = "CPU kernels in torch (slow): native kernels are turned off"
     if use_native:
         note = native.note()

@@ -1,11 +1,12 @@
-"""Who gets the bytes of a GPU. Weights come first, then the tables of slots and the workspaces of kernels; the largest steps are
-run once to see what they take (``warm_up.py: measure``); graphs and a reserve get what is estimated here, and the KV pool the rest.
+"""Who gets the bytes of a GPU. Weights come first, then the tables of slots and the workspaces of kernels;
+the largest steps are run once to see what they take (``warm_up.py: measure``); graphs and a reserve get what
+is estimated here, and the KV pool the rest.
 
-Nothing may run out of memory later. What is in use during a step is bounded by the steps measured. What torch's allocator keeps beyond
-that is not: a segment stays as long as one of its blocks is in use, and gives its free ones to smaller blocks only. It lets go of
-segments that are free before it gives up, and next to nothing outlives its step, so that as much again as the largest steps take is
-left to it.
-The reserve is for what does not come from torch's allocator: code of kernels that are loaded late, stacks of threads, buffers of
+Nothing may run out of memory later. What is in use during a step is bounded by the steps measured. What
+torch's allocator keeps beyond that is not: a segment stays as long as one of its blocks is in use, and gives
+its free ones to smaller blocks only. It lets go of segments that are free before it gives up, and next to
+nothing outlives its step, so that as much again as the largest steps take is left to it. The reserve is for
+what does not come from torch's allocator: code of kernels that are loaded late, stacks of threads, buffers of
 cuBLAS and NCCL.
 """
 
@@ -27,7 +28,8 @@ from sgla.model.state import pages_for
 from sgla.worker.memory import MIB, mib
 
 RESERVE = 1024 * MIB
-# Bytes of the driver for a layer in a graph. With activations, which are counted apart, 53 to 96 KiB were measured.
+# Bytes of the driver for a layer in a graph.
+# With activations, which are counted apart, 53 to 96 KiB were measured.
 GRAPH_LAYER = 64 << 10
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -47,7 +49,8 @@ FEWER_ROWS = Advice("lower --max-running-requests", "max_running_requests")
 
 
 class Peak(NamedTuple):
-    """Bytes that the largest steps take beside weights, tables and KV: while they read prompts, and while they sample."""
+    """Bytes that the largest steps take beside weights, tables and KV:
+    while they read prompts, and while they sample."""
 
     prompts: int
     samples: int
@@ -64,7 +67,8 @@ class Peak(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What the size of a rank's weights depends on. ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be."""
+    """What the size of a rank's weights depends on.
+    ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be."""
 
     spec: ModelSpec
     dtype: str
@@ -83,8 +87,8 @@ class Weights(NamedTuple):
         if missing > 0:
             advice = self.lighter(free)
             raise OutOfMemory(
-                f"the weights need {mib(self.bytes)} of each GPU, {mib(missing)} more than the {mib(free)} that are free; "
-                f"{advice.text}",
+                f"the weights need {mib(self.bytes)} of each GPU, {mib(missing)} more than the {mib(free)} "
+                f"that are free; {advice.text}",
                 param=advice.param,
             )
 
@@ -130,12 +134,13 @@ def size_pool(
     wanted: int | None,
     advise: Callable[[int], Advice],
 ) -> int:
-    """Pages of the KV pool, with the dummy page. ``free``: bytes that it may have; ``page``: bytes of one; ``budget`` and ``wanted``:
-    bytes, and tokens of context, that the user asks for; ``advise``: what frees so many bytes. Raises OutOfMemory."""
+    """Pages of the KV pool, with the dummy page. ``free``: bytes that it may have; ``page``: bytes of one;
+    ``budget`` and ``wanted``: bytes, and tokens of context, that the user asks for; ``advise``: what frees so
+    many bytes. Raises OutOfMemory."""
     if budget is not None and budget > free:
         raise OutOfMemory(
-            f"a KV cache of {mib(budget)} does not fit: {mib(max(0, free))} are left beside weights, steps and graphs, "
-            f"{mib(budget - free)} are missing; lower --kv-cache-bytes",
+            f"a KV cache of {mib(budget)} does not fit: {mib(max(0, free))} are left beside weights, steps "
+            f"and graphs, {mib(budget - free)} are missing; lower --kv-cache-bytes",
             param="kv_cache_bytes",
         )
     room = free if budget is None else budget
@@ -150,8 +155,8 @@ def size_pool(
     else:
         advice = advise(missing)
     raise OutOfMemory(
-        f"a context of {wanted or page_size} tokens needs {mib(least * page)} of KV cache, and {mib(max(0, room))} are there; "
-        f"{mib(missing)} are missing; {advice.text}",
+        f"a context of {wanted or page_size} tokens needs {mib(least * page)} of KV cache, and "
+        f"{mib(max(0, room))} are there; {mib(missing)} are missing; {advice.text}",
         param=advice.param,
     )
 
@@ -173,7 +178,7 @@ def within_memory(phase: str, advise: Callable[[], Advice]) -> Iterator[None]:
         missing = int(float(asked[1]) * UNITS[asked[2]]) - free if asked else 0
         advice = advise()
         raise OutOfMemory(
-            f"the GPU's memory ran out while {phase}: {mib(free)} are free, at least {mib(max(MIB, missing))} are missing; "
-            f"{advice.text}",
+            f"the GPU's memory ran out while {phase}: {mib(free)} are free, at least "
+            f"{mib(max(MIB, missing))} are missing; {advice.text}",
             param=advice.param,
         ) from error

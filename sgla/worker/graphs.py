@@ -34,12 +34,14 @@ def sizes_up_to(limit: int) -> list[int]:
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:
-    """Those that get a second graph, for rows that share prefixes: fewer, since such batches are large or rare."""
+    """Those that get a second graph, for rows that share prefixes:
+    fewer, since such batches are large or rare."""
     return [size for size in sizes if size in (8, 16) or size % 32 == 0 or size == sizes[-1]]
 
 
 class Capture:
-    """Captures graphs into one memory pool on one stream: memory that one of them has freed serves the next."""
+    """Captures graphs into one memory pool on one stream:
+    memory that one of them has freed serves the next."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -68,8 +70,9 @@ class Capture:
 
 
 class Columns(NamedTuple):
-    """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1: padding), positions of
-    the sampled one (0: padding); and int32[1] each: where the tokens land, and whether a draw by temperature serves all rows."""
+    """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1:
+    padding), positions of the sampled one (0: padding); and int32[1] each: where the tokens land, and whether
+    a draw by temperature serves all rows."""
 
     slots: Any
     starts: Any
@@ -91,12 +94,12 @@ class Columns(NamedTuple):
 
 
 class DecodeGraphs:
-    """One graph for each size, all in one memory pool. Each reads the beginning of ``plan`` as ``Columns`` of its size, and leaves
-    its tokens in pinned memory, where the host finds them without a copy: few bytes go to the GPU, and no copy comes back,
-    because one takes 11 us each way.
+    """One graph for each size, all in one memory pool. Each reads the beginning of ``plan`` as ``Columns`` of
+    its size, and leaves its tokens in pinned memory, where the host finds them without a copy: few bytes go
+    to the GPU, and no copy comes back, because one takes 11 us each way.
 
-    Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is written when the
-    set of rows changes."""
+    Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is
+    written when the set of rows changes."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self.limit = runner.slots
@@ -228,8 +231,9 @@ class DecodeGraphs:
         return stage
 
     def run(self, slots: Any, starts: Any) -> tuple[Tensor, Tensor | None, Pending | None]:
-        """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory, to be read before
-        ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature is not all that rows need."""
+        """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory,
+        to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
+        is not all that rows need."""
         rows = len(slots)
         plan = self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)

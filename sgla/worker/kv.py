@@ -18,7 +18,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def allocate_kv(
     state: Sequence[LayerState], groups: Sequence[KVGroup], pages: Sequence[int], page_size: int, dtype: str
 ) -> list[KVLayer]:
-    """``pages`` of each group. Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
+    """``pages`` of each group.
+    Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
     group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
     layers = []
     for i, layer in enumerate(state):
@@ -37,6 +38,7 @@ def zero_pages(kv: list[KVLayer], pages: Sequence[Tensor]) -> None:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Unlike ``torch.zeros`` this touches nothing: the system gives memory to a place when it is first written."""
+    """Unlike ``torch.zeros`` this touches nothing:
+    the system gives memory to a place when it is first written."""
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -29,7 +29,8 @@ class Ring(Protocol):
 
 
 class Runs(Protocol):
-    """What the loop needs of a runner; its constructor takes ``(config, source, rank, size, rendezvous, report)``.
+    """What the loop needs of a runner;
+    its constructor takes ``(config, source, rank, size, rendezvous, report)``.
 
     ``execute`` returns when the step is computed; a runner with ``launch`` need not have it.
     """
@@ -41,8 +42,9 @@ class Runs(Protocol):
 
 
 class Flight(Protocol):
-    """A step on its way. ``due``: its end on ``clock.now()`` where that is known, 0.0 where one has to look. One that is
-    ``held`` cannot end, and none can be launched behind it, before it is released: when it is the oldest."""
+    """A step on its way. ``due``: its end on ``clock.now()`` where that is known, 0.0 where one has to look.
+    One that is ``held`` cannot end, and none can be launched behind it, before it is released: when it is the
+    oldest."""
 
     step: int
     due: float
@@ -103,8 +105,9 @@ class AtOnce:
 def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Connection, spin: float) -> bool:
     """Run until the main process closes ``pipe`` (True) or a step fails (False; the traceback is on stderr).
 
-    ``results`` is None on ranks that do not answer. Where the end of a step is not known the loop spins until it is there,
-    because a result published late is a plan made late; ``spin``: seconds to look for a plan before sleeping.
+    ``results`` is None on ranks that do not answer. Where the end of a step is not known the loop spins until
+    it is there, because a result published late is a plan made late; ``spin``: seconds to look for a plan
+    before sleeping.
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
     decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
@@ -149,7 +152,8 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
 
 
 def _sleep(plans: Ring, inputs: list[Any], spin: float, limit: float | None) -> None:
-    """Wait for a plan or a command, at most ``limit`` seconds; look at the ring for ``spin`` seconds first."""
+    """Wait for a plan or a command, at most ``limit`` seconds;
+    look at the ring for ``spin`` seconds first."""
     end = clock.now() + spin
     while clock.now() < end:
         if not plans.empty:

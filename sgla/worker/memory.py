@@ -30,8 +30,8 @@ def size_kv(
 ) -> KVSize:
     """How many pages, and the context length they allow. All sizes in bytes, ``available`` after the weights.
 
-    ``budget`` is the user's; without one it is KV_BYTES, at most a quarter of what is available, but enough for one
-    full context if that fits in half. Raises OutOfMemory if the budget is not there or does not hold
+    ``budget`` is the user's; without one it is KV_BYTES, at most a quarter of what is available, but enough
+    for one full context if that fits in half. Raises OutOfMemory if the budget is not there or does not hold
     ``wanted_context``; the model's own context is cut to what the pages hold.
     """
     page_size = pool.page_size
@@ -52,12 +52,15 @@ def size_kv(
     if pages[0] * page_size < context:
         if wanted_context is not None:
             raise OutOfMemory(
-                f"a context of {context} tokens needs {mib(needed)} of KV cache, {mib(needed - budget)} more than there "
-                "is; lower --context-length or raise --kv-cache-bytes",
+                f"a context of {context} tokens needs {mib(needed)} of KV cache, {mib(needed - budget)} "
+                "more than there is; lower --context-length or raise --kv-cache-bytes",
                 param="context_length",
             )
         context = pages[0] * page_size
-        note = f"context cut from {model_context} to {context} tokens, what the KV cache holds; --kv-cache-bytes gives more"
+        note = (
+            f"context cut from {model_context} to {context} tokens, what the KV cache holds; "
+            "--kv-cache-bytes gives more"
+        )
     pages = [n + 1 for n in pages]
     return KVSize(pages, context, sum(n * b for n, b in zip(pages, pool.page_bytes)), note)
 
@@ -66,14 +69,15 @@ def check_weights(needed: int, available: int) -> None:
     """Raises OutOfMemory rather than let the kernel kill the process while it loads."""
     if needed > available:
         raise OutOfMemory(
-            f"the weights need {mib(needed)}, {mib(needed - available)} more than the {mib(available)} available; "
-            "use --quantization int8 or int4, or a smaller model",
+            f"the weights need {mib(needed)}, {mib(needed - available)} more than the {mib(available)} "
+            "available; use --quantization int8 or int4, or a smaller model",
             param="quantization",
         )
 
 
 def available_bytes() -> int:
-    """Memory this process can still get: MemAvailable, or what its control group leaves (version 2, and 0 = unknown)."""
+    """Memory this process can still get:
+    MemAvailable, or what its control group leaves (version 2, and 0 = unknown)."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.M)
     available = int(found[1]) << 10 if found else 0
     group = re.search(r"^0::/(.*)$", _read("/proc/self/cgroup"), re.M)

@@ -1,4 +1,5 @@
-"""Decoders that answer with vectors: chunked prefill and prefix cache as for text, then pooling instead of sampling."""
+"""Decoders that answer with vectors:
+chunked prefill and prefix cache as for text, then pooling instead of sampling."""
 
 from __future__ import annotations
 

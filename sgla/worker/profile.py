@@ -22,7 +22,8 @@ class Profiler:
         self._left = 0
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """``folder``: where the trace goes; ``steps``: after how many steps it is written. Raises InvalidField."""
+        """``folder``: where the trace goes; ``steps``: after how many steps it is written.
+        Raises InvalidField."""
         if self._profile is not None:
             raise InvalidField("a profile is being taken already; stop it first")
         folder = Path(args.get("folder", "profile"))
@@ -37,7 +38,8 @@ class Profiler:
         return {"folder": str(folder)}
 
     def step(self) -> None:
-        """A step is done: the profile ends with the last one that it is to have, or memory would fill with it."""
+        """A step is done: the profile ends with the last one that it is to have,
+        or memory would fill with it."""
         if self._profile is not None:
             self._left -= 1
             if not self._left:

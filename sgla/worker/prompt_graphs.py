@@ -33,7 +33,8 @@ DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as ther
 
 
 class PromptGraphs:
-    """One graph for each pair of sizes. The batch is decode rows, prompt rows, padding; results are in the plan's order."""
+    """One graph for each pair of sizes.
+    The batch is decode rows, prompt rows, padding; results are in the plan's order."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self._runner = runner
@@ -55,7 +56,8 @@ class PromptGraphs:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
-        """Of the columns: tiles; slots, starts, kv_len; of the samples: row of hidden states, slot, position; q_start."""
+        """Of the columns: tiles; slots, starts, kv_len; of the samples:
+        row of hidden states, slot, position; q_start."""
         rows = decodes + ROWS
         return (4 * self._tiles, rows, rows, rows, rows, rows, rows, ROWS + 1)
 
@@ -77,7 +79,8 @@ class PromptGraphs:
     def _fill(
         self, slots: Any, starts: Any, q_lens: Any, decodes: Any, sampled: Any, sizes: tuple[int, int]
     ) -> None:
-        """Send the step's columns. ``decodes`` bool[R]: which rows are decode rows; ``sampled``: rows that sample."""
+        """Send the step's columns.
+        ``decodes`` bool[R]: which rows are decode rows; ``sampled``: rows that sample."""
         padded, size = sizes
         lengths = self._lengths(padded)
         pinned = self._pinned[self._stage][: sum(lengths)]
@@ -158,7 +161,8 @@ class PromptGraphs:
         runner.sampler.draw(logits, where, ends, out)
 
     def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, Pending | None]:
-        """The tokens of the rows that sample, in their order, how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
+        """The tokens of the rows that sample, in their order,
+        how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
         decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
         count, new = int(decodes.sum()), len(sampled)
         size = next(size for size in self.tokens if size >= q_lens.sum())

@@ -188,8 +188,8 @@ class Runner:
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None
     ) -> tuple[Samples, Int32s]:
-        """The next token of each sampled row, in the token table of every rank; of a row with drafts as many as come. Returns also how
-        many each row has."""
+        """The next token of each sampled row, in the token table of every rank; of a row with drafts as many
+        as come. Returns also how many each row has."""
         tables, counts = self.tables, np.ones_like(wanted.runs)
         samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], {}, set())
         if not len(samples.tokens):
@@ -213,8 +213,8 @@ class Runner:
     def _score_and_sample(
         self, parts: list[Columns], wanted: Wanted, vectors: list[bytes], hidden: list[bytes]
     ) -> tuple[Samples, Int32s]:
-        """A step with prompt logprobs, scores of labels, which go to ``vectors``, or states that go to ``hidden``; in parts, so that
-        few rows of logits exist at a time."""
+        """A step with prompt logprobs, scores of labels, which go to ``vectors``, or states that go to
+        ``hidden``; in parts, so that few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
         states: list[list[bytes]] = [[] for _ in wanted.stated]
         rows: list[torch.Tensor] = []
@@ -265,7 +265,8 @@ class Runner:
         self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
 
     def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``; those of ``grammar/matcher.py``.
+        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``;
+        ``profile_stop``; those of ``grammar/matcher.py``.
 
         Raises UnsupportedField, InvalidField.
         """

@@ -1,4 +1,5 @@
-"""Which runner a CPU worker makes of the model it is given. A worker imports this before it knows the model."""
+"""Which runner a CPU worker makes of the model it is given.
+A worker imports this before it knows the model."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def cpu_runner(
 
 
 def check_deterministic(source: ModelSource, pooling: Pooling | None) -> None:
-    """Raise ConfigError for what torch computes, whose bits depend on the number of rows: routers, pooling, heads, and
-    everything where the native kernels cannot be had."""
+    """Raise ConfigError for what torch computes, whose bits depend on the number of rows: routers, pooling,
+    heads, and everything where the native kernels cannot be had."""
     obstacle = None
     if pooling is not None:
         obstacle = "for models that answer with vectors"

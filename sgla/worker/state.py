@@ -16,7 +16,8 @@ def column(data: bytes) -> Int32s:
 
 
 class SlotTables:
-    """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[groups, slots, max_pages] (0, the dummy, where unset).
+    """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[groups,
+    slots, max_pages] (0, the dummy, where unset).
 
     Memory is touched only where a request has written.
     """

@@ -1,7 +1,7 @@
 """What a GPU runner does so that no kernel is compiled or loaded under traffic.
 
-While weights load, it walks through every kind of step without launching anything, so that all kernels are compiled at the same
-time. Once its graphs are there it runs requests with all that a request can ask for.
+While weights load, it walks through every kind of step without launching anything, so that all kernels are
+compiled at the same time. Once its graphs are there it runs requests with all that a request can ask for.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def wake_triton(device: int) -> None:
 
 
 def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
-    """The model has its layers, but no weights: a few of the layers stand for all. Every row has the dummy page. ``woken``: Triton is
-    ready."""
+    """The model has its layers, but no weights: a few of the layers stand for all. Every row has the dummy
+    page. ``woken``: Triton is ready."""
     torch.cuda.set_device(runner.shard.rank)
     woken.result()
     layers = layers_of_all_kinds(runner.model.spec)
@@ -155,8 +155,9 @@ def _below(most: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _behind(decodes: int, size: int, half: int, slots: int, longest: int) -> StepPlan:
-    """Prompts of ``size`` tokens, none longer than ``longest``, behind decode rows, as far as there are slots. ``half`` is 1: the
-    first half of each is there, and of the first one in the decode rows, too; else 0."""
+    """Prompts of ``size`` tokens, none longer than ``longest``, behind decode rows, as far as there are
+    slots. ``half`` is 1: the first half of each is there, and of the first one in the decode rows, too; else
+    0."""
     prompts = [min(longest, size - at) for at in range(0, size, longest)]
     decodes = min(decodes, slots - len(prompts))
     rows = [(row, half * (prompts[0] // 2), 1) for row in range(decodes)]

@@ -59,14 +59,15 @@ def inbox_bytes(ranks: int, message: int) -> int:
 
 
 def one_shot_bytes(ranks: int, message: int) -> int:
-    """Messages up to this many bytes go to all ranks whole: for two that is never slower, for four it is up to 16 rows of
-    4096 (bench/allreduce.py)."""
+    """Messages up to this many bytes go to all ranks whole: for two that is never slower, for four it is up
+    to 16 rows of 4096 (bench/allreduce.py)."""
     return message if ranks == 2 else min(message, (512 << 10) // ranks)
 
 
 class AllReduce:
-    """``inboxes``: where this process sees each rank's memory of ``inbox_bytes(ranks, message)`` bytes, which its owner
-    has passed to ``clear`` and no other has touched. All ranks must make the same calls in the same order, on one stream."""
+    """``inboxes``: where this process sees each rank's memory of ``inbox_bytes(ranks, message)`` bytes, which
+    its owner has passed to ``clear`` and no other has touched. All ranks must make the same calls in the same
+    order, on one stream."""
 
     def __init__(self, inboxes: list[int], rank: int, message: int) -> None:
         self._ranks, self._rank, self._message = len(inboxes), rank, message
@@ -94,7 +95,8 @@ class AllReduce:
         return places * row <= self._half
 
     def sum(self, x: Tensor, norm: Norm | None = None, two_shot: bool | None = None) -> Tensor:
-        """The sum over the ranks of x bf16 ``[T, d]``, in place; with ``norm`` x becomes the norm of the new residual."""
+        """The sum over the ranks of x bf16 ``[T, d]``, in place;
+        with ``norm`` x becomes the norm of the new residual."""
         assert x.is_contiguous()
         rows, d = x.shape
         width = d // 8

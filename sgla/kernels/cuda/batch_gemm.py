@@ -1,4 +1,5 @@
-"""Launcher of ``batch_gemm.cu``: linear layers of decode batches, and with the gated activation behind them of prompts too."""
+"""Launcher of ``batch_gemm.cu``:
+linear layers of decode batches, and with the gated activation behind them of prompts too."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ class _Params(ctypes.Structure):
 
 
 class Config(NamedTuple):
-    """A block takes ``tile`` weight rows (multiples of 64 up to 256; with STORE, SILU, GELU and FLOAT32 also 32 less) in so many
-    ``passes``; ``split`` blocks share the sum over k, as a cluster or, ``apart``, through global memory; ``per_sm`` (1 or 2)
-    blocks are on a multiprocessor. A tile takes at most ``rows`` of x."""
+    """A block takes ``tile`` weight rows (multiples of 64 up to 256; with STORE, SILU, GELU and FLOAT32 also
+    32 less) in so many ``passes``; ``split`` blocks share the sum over k, as a cluster or, ``apart``, through
+    global memory; ``per_sm`` (1 or 2) blocks are on a multiprocessor. A tile takes at most ``rows`` of x."""
 
     tile: int
     split: int
@@ -62,8 +63,9 @@ class Config(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """An RMSNorm but for its scale: x bf16 ``[m, d]`` is still to be divided by the rms of the rows whose sums of squares over
-    each part of the width stand in ``squares`` float32 ``[parts, m rounded up to 32]``."""
+    """An RMSNorm but for its scale: x bf16 ``[m, d]`` is still to be divided by the rms of the rows whose
+    sums of squares over each part of the width stand in ``squares`` float32 ``[parts, m rounded up to
+    32]``."""
 
     x: Tensor
     squares: Tensor
@@ -71,9 +73,10 @@ class Unscaled(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What the output layer needs to draw tokens, as ``kernels/triton/sampling.py`` would, where ``plain`` int32[1] is not 0;
-    elsewhere it leaves logits. ``slots``, ``positions`` int32[S]; ``seeds`` int64 and ``temperatures`` float32 by slot. The best
-    goes to ``keys`` int64[S], which must be ``WORST`` before; the weight has the tokens from ``first`` on."""
+    """What the output layer needs to draw tokens, as ``kernels/triton/sampling.py`` would, where ``plain``
+    int32[1] is not 0; elsewhere it leaves logits. ``slots``, ``positions`` int32[S]; ``seeds`` int64 and
+    ``temperatures`` float32 by slot. The best goes to ``keys`` int64[S], which must be ``WORST`` before; the
+    weight has the tokens from ``first`` on."""
 
     slots: Tensor
     positions: Tensor
@@ -98,7 +101,8 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     count = processors()
 
     def busy(tile: int, blocks: int = 1) -> float:
-        """The share of the multiprocessors that work, on average, if each takes one of the ``blocks`` of a tile at a time."""
+        """The share of the multiprocessors that work, on average,
+        if each takes one of the ``blocks`` of a tile at a time."""
         blocks *= _tiles(n, tile)
         return blocks / (-(-blocks // count) * count)
 
@@ -136,12 +140,14 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
 
 
 def choose_draw(m: int) -> Config | None:
-    """For the output layer where it draws. With more than 192 rows the products wait for the draw: nothing is gained."""
+    """For the output layer where it draws.
+    With more than 192 rows the products wait for the draw: nothing is gained."""
     return Config(192, 1, 1) if m <= 192 else None
 
 
 def _cut_rows(m: int, n: int, k: int) -> Config:
-    """For a weight that is read within the time that a kernel takes to start: tiles of 64 rows of x, for more blocks."""
+    """For a weight that is read within the time that a kernel takes to start:
+    tiles of 64 rows of x, for more blocks."""
     count, blocks = processors(), -(-n // 64) * -(-m // 64)
     if blocks > count:
         return Config(128, 1, 1, rows=64)
@@ -167,7 +173,8 @@ def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
 
 @cache
 def _exchange(tiles: int, config: Config, rows: int) -> tuple[Tensor, Tensor]:
-    """Where blocks that are ``apart`` leave sums, and how often they came. Kept: it belongs to no graph's memory."""
+    """Where blocks that are ``apart`` leave sums, and how often they came.
+    Kept: it belongs to no graph's memory."""
     sums = torch.empty(tiles * config.split * config.tile * rows, device="cuda")
     return sums, torch.zeros(tiles, dtype=torch.int32, device="cuda")
 
@@ -182,9 +189,11 @@ def linear(
     out: Tensor | None = None,
     draw: Draw | None = None,
 ) -> Tensor:
-    """``epilogue(x @ weight.T + bias)``: x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``.
+    """``epilogue(x @ weight.T + bias)``:
+    x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``.
 
-    Epilogues: STORE bf16; SILU, GELU: the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``Draw``.
+    Epilogues: STORE bf16; SILU, GELU:
+    the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``Draw``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
@@ -197,7 +206,8 @@ def linear(
 def linear_add(
     x: Tensor | Unscaled, weight: Tensor, config: Config, norm: Norm, bias: Tensor | None = None
 ) -> Unscaled:
-    """Adds ``x @ weight.T + bias`` to ``norm.residual`` in place; the norm of the sum, which another ``linear`` completes."""
+    """Adds ``x @ weight.T + bias`` to ``norm.residual`` in place;
+    the norm of the sum, which another ``linear`` completes."""
     m, n = norm.residual.shape
     squares = torch.empty(-(-n // config.tile), _row_stride(m), device="cuda")
     result = Unscaled(torch.empty_like(norm.residual), squares, norm.eps)
@@ -244,7 +254,8 @@ def _launch(
 
 
 def _blocks(config: Config, tiles: int, row_tiles: int, scaled: bool) -> int:
-    """Those of a launch. ``scaled``: a block keeps the scales of one tile's rows, so all its tiles are of these."""
+    """Those of a launch.
+    ``scaled``: a block keeps the scales of one tile's rows, so all its tiles are of these."""
     blocks, most = tiles * row_tiles * config.split, processors() * config.per_sm
     if config.split == 1:
         blocks = min(blocks, most // row_tiles * row_tiles if scaled else most)

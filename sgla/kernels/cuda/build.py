@@ -1,7 +1,7 @@
 """Compile the CUDA kernels of csrc/cuda with NVRTC, keep the result on disk, and launch them.
 
-NVRTC and its Python bindings come with CUDA builds of torch, so no compiler has to be installed. The driver is called
-through ctypes because torch has no way to launch with programmatic dependent launch.
+NVRTC and its Python bindings come with CUDA builds of torch, so no compiler has to be installed. The driver
+is called through ctypes because torch has no way to launch with programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def processors() -> int:
 class Kernel:
     """One kernel that takes a single structure by value; its compilation begins at once, on another thread.
 
-    ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes; ``cluster`` blocks
-    that follow each other see each other's shared memory.
+    ``defines`` set its compile-time parameters; ``shared`` is its dynamic shared memory in bytes; ``cluster``
+    blocks that follow each other see each other's shared memory.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Kernel:
         return self._function
 
     def launch(self, grid: int, threads: int, params: ctypes.Structure, dependent: bool = True) -> None:
-        """On the current stream. ``dependent``: may start while the kernel before it runs (it waits by itself)."""
+        """On the current stream.
+        ``dependent``: may start while the kernel before it runs (it waits by itself)."""
         if rehearsed(self):
             return
         function = self._function or self.load()

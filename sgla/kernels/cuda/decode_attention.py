@@ -58,7 +58,8 @@ class _Params(ctypes.Structure):
 
 
 class Projection(NamedTuple):
-    """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``. ``cos_sin`` covers whole heads."""
+    """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``.
+    ``cos_sin`` covers whole heads."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
@@ -67,8 +68,9 @@ class Projection(NamedTuple):
 
 
 class PrefixParts(NamedTuple):
-    """What a row's first ``skip`` tokens (int32[R], whole tiles) gave: the partial results ``first[r]`` to ``first[r + 1]``
-    (int32[R + 1]) of ``out`` float32 ``[*, Hq, hd]``, unnormalised, with maxima (in units of log2) and sums in ``ml``."""
+    """What a row's first ``skip`` tokens (int32[R], whole tiles) gave: the partial results ``first[r]`` to
+    ``first[r + 1]`` (int32[R + 1]) of ``out`` float32 ``[*, Hq, hd]``, unnormalised, with maxima (in units of
+    log2) and sums in ``ml``."""
 
     skip: Tensor
     first: Tensor
@@ -154,7 +156,8 @@ def choose(head_dim: int, pairs: int) -> Cut:
 def _page_map(
     data: int, shape: tuple[int, int, int], page_stride: int, head_stride: int, token: int
 ) -> ctypes.Array[ctypes.c_uint64]:
-    """Tiles of the pages at ``data``: ``shape`` pages, tokens of a page, heads; strides and a ``token`` in bytes."""
+    """Tiles of the pages at ``data``: ``shape`` pages, tokens of a page, heads;
+    strides and a ``token`` in bytes."""
     pages, page_size, heads = shape
     segment = min(token, 128)  # a tile has the tokens' first bytes, then their second ones
     dims = (segment, page_size, token // segment, heads, pages)
@@ -163,7 +166,8 @@ def _page_map(
 
 
 class DecodeAttention:
-    """Workspaces for up to ``rows`` rows; shared by all layers, whose launches follow each other on one stream."""
+    """Workspaces for up to ``rows`` rows;
+    shared by all layers, whose launches follow each other on one stream."""
 
     def __init__(self, rows: int, kv_heads: int, group: int, head_dim: int) -> None:
         device = torch.device("cuda")
@@ -190,11 +194,12 @@ class DecodeAttention:
         prefix: PrefixParts | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> Tensor:
-        """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq + 2 Hkv) * hd]`` as it comes from the
-        linear layer, and the new token's k and v are written to the pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head
-        are contiguous. ``cum`` int32[R + 1] counts the 16-token tiles before each row, for this window and without those
-        that ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, or e4m3 to be multiplied by
-        ``kv_scales``."""
+        """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq
+        + 2 Hkv) * hd]`` as it comes from the linear layer, and the new token's k and v are written to the
+        pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head are contiguous. ``cum``
+        int32[R + 1] counts the 16-token tiles before each row, for this window and without those that
+        ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, or e4m3 to be
+        multiplied by ``kv_scales``."""
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)

@@ -1,4 +1,5 @@
-"""Launcher of ``decode_step.cu`` and ``mixture_step.cu``: one token of one row through a whole decoder in one kernel."""
+"""Launcher of ``decode_step.cu`` and ``mixture_step.cu``:
+one token of one row through a whole decoder in one kernel."""
 
 from __future__ import annotations
 
@@ -162,9 +163,10 @@ def _kernel(shape: Shape) -> Kernel:
 
 
 class DecodeStep:
-    """The model is one that ``pays``; ``layers`` as its shape wants them. ``embedding`` and ``head`` bf16 ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin``
-    float32 ``[positions, 128]``, ``scale`` of the attention scores; ``kv`` bf16, all layers with the same strides, the tokens of a
-    page and head contiguous."""
+    """The model is one that ``pays``; ``layers`` as its shape wants them. ``embedding`` and ``head`` bf16
+    ``[vocab, hidden]``, ``norm`` float32[hidden], ``cos_sin`` float32 ``[positions, 128]``, ``scale`` of the
+    attention scores; ``kv`` bf16, all layers with the same strides, the tokens of a page and head
+    contiguous."""
 
     def __init__(
         self,
@@ -197,8 +199,8 @@ class DecodeStep:
     def __call__(
         self, ids: Tensor, slots: Tensor, kv_len: Tensor, page_table: Tensor, logits: Tensor
     ) -> None:
-        """Logits float32 ``[1, vocab]`` behind token ``ids`` int32[1], the ``kv_len``-th of slot ``slots``, whose k and v are written
-        to its page; int32[1] both. ``kv_len`` 0 is padding."""
+        """Logits float32 ``[1, vocab]`` behind token ``ids`` int32[1], the ``kv_len``-th of slot ``slots``,
+        whose k and v are written to its page; int32[1] both. ``kv_len`` 0 is padding."""
         before, after = self._fixed
         tensors = (*before, ids, slots, kv_len, page_table, logits, *after)
         pointers = (t.data_ptr() for t in tensors)

@@ -39,7 +39,8 @@ def refuses(pairs: int, f: int, d: int, experts: int) -> str | None:
 
 
 def places(experts: int) -> int:
-    """How many zeros ``Choice.done`` must have: a count for each place, and one of the tiles that are taken."""
+    """How many zeros ``Choice.done`` must have:
+    a count for each place, and one of the tiles that are taken."""
     return experts + MAX_PAIRS // PAIRS + 1
 
 
@@ -50,8 +51,8 @@ def _kernel(experts: int, gelu: bool) -> Kernel:
 
 
 def forward(choice: Choice, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """``down_e(act(gate_e(x)) * up_e(x))`` of every pair of row and expert: gate_up bf16 ``[E * 2 f, d]``, down bf16
-    ``[E * d, f]`` -> bf16 ``[m * top_k, d]``. ``choice.done`` is used up."""
+    """``down_e(act(gate_e(x)) * up_e(x))`` of every pair of row and expert: gate_up bf16 ``[E * 2 f, d]``,
+    down bf16 ``[E * d, f]`` -> bf16 ``[m * top_k, d]``. ``choice.done`` is used up."""
     x, _, ids, done = choice
     assert done is not None
     (m, d), f, pairs = x.shape, down.shape[1], ids.numel()

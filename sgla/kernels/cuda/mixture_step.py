@@ -1,4 +1,5 @@
-"""What ``mixture_step.cu`` is compiled for: one token of one row through a whole mixture of experts in one kernel."""
+"""What ``mixture_step.cu`` is compiled for:
+one token of one row through a whole mixture of experts in one kernel."""
 
 from __future__ import annotations
 
@@ -46,14 +47,16 @@ class MixtureShape(NamedTuple):
         """Whether the kernel takes this model on this GPU."""
         attends = (self.heads, self.kv_heads) == (32, 4) and self.page_size % 16 == 0
         chooses = (self.experts, self.top_k) == (BLOCKS, WARPS) and self.inner in (512, 768, 1024)
-        # With an odd number of layers, words that only long steps write could have the number of one that is awaited.
+        # With an odd number of layers,
+        # words that only long steps write could have the number of one that is awaited.
         counts = layers <= MAX_LAYERS and layers % 2 == 0
         fits = self.hidden == PLACE and vocab % 2 == 0
         return gpu_holds_blocks() and fits and attends and chooses and counts
 
 
 class MixtureWeights(NamedTuple):
-    """bf16 ``[n, k]``, the experts' as in ``layers/moe.py``; norms float32, of q and k's heads None where they have none."""
+    """bf16 ``[n, k]``, the experts' as in ``layers/moe.py``;
+    norms float32, of q and k's heads None where they have none."""
 
     qkv: Tensor
     out: Tensor

@@ -1,4 +1,5 @@
-"""Launcher of ``prompt_attention.cu``: causal attention of prompts, over pages and over what lies beside q."""
+"""Launcher of ``prompt_attention.cu``:
+causal attention of prompts, over pages and over what lies beside q."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class _Params(ctypes.Structure):
 
 
 class Pages(NamedTuple):
-    """``k``, ``v`` bf16 ``[pages, page_size, Hkv, hd]``, whose tokens of one page and head are contiguous; ``table`` int32
-    ``[slots, pages of a row]``."""
+    """``k``, ``v`` bf16 ``[pages, page_size, Hkv, hd]``, whose tokens of one page and head are contiguous;
+    ``table`` int32 ``[slots, pages of a row]``."""
 
     k: Tensor
     v: Tensor
@@ -76,9 +77,10 @@ def _kernel(head_dim: int, group: int) -> Kernel:
 def attend(
     q: Tensor, pages: Pages | None, beside: Beside | None, tiles: Tensor, scale: float, out: Tensor
 ) -> None:
-    """q bf16 ``[T, Hq * hd]`` -> ``out``, the same shape, contiguous. ``tiles`` int32[n, 4]: slot (-1: keys and values are in
-    ``beside``, else in ``pages``), first token in q, its position, how many tokens (at most ``tile_tokens``; 0: this tile and those
-    behind it are not there); long histories should come first. Tokens that are in no tile are left as they are."""
+    """q bf16 ``[T, Hq * hd]`` -> ``out``, the same shape, contiguous. ``tiles`` int32[n, 4]: slot (-1: keys
+    and values are in ``beside``, else in ``pages``), first token in q, its position, how many tokens (at most
+    ``tile_tokens``; 0: this tile and those behind it are not there); long histories should come first. Tokens
+    that are in no tile are left as they are."""
     there = beside or pages
     assert there is not None
     tokens, (kv_heads, dim) = q.shape[0], there.k.shape[-2:]

@@ -49,7 +49,10 @@ def refuses(m: int, n: int, k: int, gated: bool = False) -> str | None:
     if m <= MAX_ROWS:
         return f"it needs more than {MAX_ROWS} rows"
     if n % (64 if gated else 32) or k % 64 or k < 512:
-        return "it needs an input width from 512 on that is a multiple of 64, and an output width that is one of 32 (gated 64)"
+        return (
+            "it needs an input width from 512 on that is a multiple of 64, and "
+            "an output width that is one of 32 (gated 64)"
+        )
     clusters = processors() // CLUSTER
     rows, tiles = -(-m // (TOKENS * CLUSTER)), -(-n // COLUMNS)
     waves = -(-rows * tiles // clusters)
@@ -91,8 +94,8 @@ def linear_heads(
     in_place: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``ops.qk_norm_rope_store(x @ weight.T + bias, ...)``. ``in_place``: q is the first columns of what the projection would be,
-    with k and v beside it."""
+    """``ops.qk_norm_rope_store(x @ weight.T + bias, ...)``. ``in_place``: q is the first columns of what the
+    projection would be, with k and v beside it."""
     page_size, kv_heads, dim = kv.k.shape[1:]
     q_heads = weight.shape[0] // dim - 2 * kv_heads
     page_stride, token_stride, head_stride, _ = kv.k.stride()
@@ -134,5 +137,6 @@ def _launch(
 
 @lru_cache(1 << 14)
 def _weight_map(data: int, n: int, k: int) -> ctypes.Array[ctypes.c_uint64]:
-    """Of every 32 rows, in the order 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ..: four lanes have two columns each of every eight."""
+    """Of every 32 rows, in the order 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ..:
+    four lanes have two columns each of every eight."""
     return tensor_map(data, (k, 2, 4, 4, n // 32), (2 * k, 16 * k, 4 * k, 64 * k), (64, 2, 4, 4, 4))

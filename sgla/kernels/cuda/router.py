@@ -1,4 +1,5 @@
-"""Launcher of ``router.cu``: from the attention's output to the chosen experts, for the rows of a decode batch."""
+"""Launcher of ``router.cu``:
+from the attention's output to the chosen experts, for the rows of a decode batch."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class _Params(ctypes.Structure):
 
 
 class Choice(NamedTuple):
-    """The normed rows bf16 ``[m, d]``, probabilities float32 ``[m, top_k]``, experts int32 ``[m, top_k]``, and int32 zeros if
-    they were wanted."""
+    """The normed rows bf16 ``[m, d]``, probabilities float32 ``[m, top_k]``, experts int32 ``[m, top_k]``,
+    and int32 zeros if they were wanted."""
 
     x: Tensor
     probabilities: Tensor
@@ -63,10 +64,11 @@ def choose(
     eps: float = 0.0,
     places: int = 0,
 ) -> Choice:
-    """The best ``top_k`` experts of each row of x bf16 ``[m, d]``: router bf16 ``[experts, d]``, see ``refuses``.
+    """The best ``top_k`` experts of each row of x bf16 ``[m, d]``:
+    router bf16 ``[experts, d]``, see ``refuses``.
 
-    With ``norm`` float32[d] of x's RMSNorm; with ``residual`` x is added into that in place first. ``places``: how many zeros
-    are wanted for ``experts.py``.
+    With ``norm`` float32[d] of x's RMSNorm; with ``residual`` x is added into that in place first.
+    ``places``: how many zeros are wanted for ``experts.py``.
     """
     m, d = x.shape
     experts = router.shape[0]

@@ -1,4 +1,5 @@
-"""Launcher of ``skinny_gemm.cu``: linear layers for few rows, fused with what stands before and after them."""
+"""Launcher of ``skinny_gemm.cu``:
+linear layers for few rows, fused with what stands before and after them."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool
 
 
 def choose(m: int, n: int, k: int, gated: bool) -> Config:
-    """For ``n`` output columns, from measurements on an H200 (132 multiprocessors). ``k`` is in two bytes of a weight."""
+    """For ``n`` output columns, from measurements on an H200 (132 multiprocessors).
+    ``k`` is in two bytes of a weight."""
     if m > 8:
         return Config(2, False, 3, 2)
     if n >= 100_000:
@@ -76,10 +78,11 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
+    """``epilogue(norm(x) @ weight.T + bias)``:
+    x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
-    With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128.
-    ``norm`` float32[k]: RMSNorm of x first. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
+    With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128. ``norm``
+    float32[k]: RMSNorm of x first. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
     """
     m, k = x.shape

@@ -16,8 +16,8 @@ def tensor_map(
     box: tuple[int, ...],
     bytes_: bool = False,
 ) -> ctypes.Array[ctypes.c_uint64]:
-    """A CUtensorMap of bf16, or of ``bytes_``: ``strides`` in bytes of all dims but the first, tiles swizzled by 128 bytes, or
-    by 64 if they are no wider."""
+    """A CUtensorMap of bf16, or of ``bytes_``: ``strides`` in bytes of all dims but the first, tiles swizzled
+    by 128 bytes, or by 64 if they are no wider."""
     rank = len(dims)
     room = ctypes.create_string_buffer(192)
     at = -(-ctypes.addressof(room) // 64) * 64  # it must be aligned

@@ -28,8 +28,8 @@ def _kernel() -> Kernel:
 def find_thresholds(
     logits: Tensor, slots: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
 ) -> Tensor:
-    """As ``kernels/triton/sampling.py: find_thresholds``, which is its oracle. Logits closer than 5e-6 of the temperature count as
-    equal."""
+    """As ``kernels/triton/sampling.py: find_thresholds``, which is its oracle. Logits closer than 5e-6 of the
+    temperature count as equal."""
     thresholds = logits.new_empty(logits.shape[0])
     tensors = (logits, slots, temperatures, top_ks, top_ps, min_ps, thresholds)
     params = _Params(*(t.data_ptr() for t in tensors), logits.shape[1])

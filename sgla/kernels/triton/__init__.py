@@ -1,1 +1,2 @@
-"""Portable GPU kernels in Triton: one launcher per operation of ``kernels/ops.py``, plus the step's bookkeeping."""
+"""Portable GPU kernels in Triton:
+one launcher per operation of ``kernels/ops.py``, plus the step's bookkeeping."""

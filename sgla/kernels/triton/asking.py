@@ -17,7 +17,8 @@ THREADS = 8  # much of the work needs Python's lock, which who rehearses needs, 
 
 @contextmanager
 def asking(rehearses: Callable[[], bool]) -> Iterator[None]:
-    """In threads that rehearse, functions are compiled without a launch, on threads of their own and to the end."""
+    """In threads that rehearse, functions are compiled without a launch,
+    on threads of their own and to the end."""
     run = triton.JITFunction.run
 
     def run_or_ask(self, *args, grid, warmup, **options):
@@ -42,7 +43,8 @@ class _ToTheGpu(triton.AsyncCompileMode):
         def compile_() -> Any:
             kernel = compile_fn()
             torch.cuda.set_device(self._device)
-            # Variants of a function have the same launcher, which some versions of Triton compile with gcc, too.
+            # Variants of a function have the same launcher,
+            # which some versions of Triton compile with gcc, too.
             with self._locks.setdefault(kernel.name, Lock()):
                 assert kernel.run is not None  # made when it is looked at
             finalize_fn(kernel)

@@ -187,9 +187,11 @@ def decode(
     v_scale: float = 1.0,
     shared: int = 1 << 30,
 ) -> Tensor:
-    """One query token a row: q ``[R or more, Hq * hd]`` -> the same shape, R rows of it; k, v ``[pages, page_size, Hkv, hd]``.
+    """One query token a row: q ``[R or more, Hq * hd]`` -> the same shape, R rows of it;
+    k, v ``[pages, page_size, Hkv, hd]``.
 
-    ``shared``: bytes of shared memory that a block may have. Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
+    ``shared``: bytes of shared memory that a block may have.
+    Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -223,7 +225,8 @@ def splits_for(rows: int, kv_heads: int, processors: int) -> int:
 
 
 class Cut(NamedTuple):
-    """Query tokens of a program, keys it looks at at a time, and how many times those lie in shared memory."""
+    """Query tokens of a program, keys it looks at at a time,
+    and how many times those lie in shared memory."""
 
     m: int
     n: int
@@ -231,8 +234,9 @@ class Cut(NamedTuple):
 
 
 def extend_cut(dim: int, size: int, shared: int) -> Cut:
-    """The largest tiles of a prompt that fit. What Triton takes (3.4 to 3.9) for capability 8.0 to 9.0: queries, one block of keys and
-    one of values, their scores, and the sums of rows; for bfloat16 mostly less."""
+    """The largest tiles of a prompt that fit. What Triton takes (3.4 to 3.9) for capability 8.0 to 9.0:
+    queries, one block of keys and one of values, their scores, and the sums of rows; for bfloat16 mostly
+    less."""
     n = 64 if dim <= 128 else 32
     cuts = [Cut(m, keys, 2) for m, keys in ((128, n), (64, n), (64, n // 2), (32, n // 2), (16, 16))]
     return _fitting(cuts, lambda c: size * (padded(dim) * (c.m + 2 * c.n) + c.m * c.n) + 4 * c.m, shared)
@@ -264,9 +268,9 @@ def extend(
     softcap: float = 0.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``, the same shape; ``tiles``
-    int32[n, 4]: slot, first token in q, its position, and how many tokens (at most ``cut.m``; 0: none); ``v_scale`` as in
-    ``decode``. Tokens in no tile are left as they are."""
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``, the same
+    shape; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
+    ``cut.m``; 0: none); ``v_scale`` as in ``decode``. Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = q.shape[1] // dim
     factor, cap = scales(scale, softcap)

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Attention of many decode rows to a prefix that they share: its pages are read once for a tile of rows, on tensor cores.
+"""Attention of many decode rows to a prefix that they share:
+its pages are read once for a tile of rows, on tensor cores.
 
-A prefix is a run of whole pages (Hydragen, Juravsky et al., 2024; cascade inference, Ye et al., 2024). The partial results
-are joined with those of each row's own tokens by ``csrc``'s decode kernel. Everything that changes from step to step is read
-on the device.
+A prefix is a run of whole pages (Hydragen, Juravsky et al., 2024; cascade inference, Ye et al., 2024). The
+partial results are joined with those of each row's own tokens by ``csrc``'s decode kernel. Everything that
+changes from step to step is read on the device.
 """
 
 from __future__ import annotations
@@ -115,9 +116,10 @@ def attend_prefixes(
 ) -> None:
     """Partial attention of ``items`` int32[*, ITEM], of which ``count`` int32[1] are there.
 
-    q ``[R, Hq * hd]``; k, v ``[pages, page_size, Hkv, hd]``. Rows ``order[place : place + rows]`` of an item attend to tokens
-    ``[first token, end token)`` of its slot's pages; that of row ``r`` becomes number ``first[r] + part`` of ``part`` float32
-    ``[*, Hq, hd]``, unnormalised, with maxima (in units of log2) and sums in ``part_ml`` ``[*, Hq, 2]``.
+    q ``[R, Hq * hd]``; k, v ``[pages, page_size, Hkv, hd]``. Rows ``order[place : place + rows]`` of an item
+    attend to tokens ``[first token, end token)`` of its slot's pages; that of row ``r`` becomes number
+    ``first[r] + part`` of ``part`` float32 ``[*, Hq, hd]``, unnormalised, with maxima (in units of log2) and
+    sums in ``part_ml`` ``[*, Hq, 2]``.
     """
     page_size, kv_heads, dim = k.shape[1:]
     group = q.shape[1] // (kv_heads * dim)

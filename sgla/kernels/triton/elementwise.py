@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""Norms, gated activations, row gathers and the preparation of q, k and v: one read and one write of each tensor."""
+"""Norms, gated activations, row gathers and the preparation of q, k and v:
+one read and one write of each tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sgla.kernels.device import this_device
 
 @triton.jit
 def _begin(PDL: tl.constexpr):
-    """Let the next kernel's programs start, and wait until the kernel before is done: hides the time of a launch."""
+    """Let the next kernel's programs start, and wait until the kernel before is done:
+    hides the time of a launch."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -21,7 +23,8 @@ def _begin(PDL: tl.constexpr):
 
 @triton.jit
 def _begin_early(PDL: tl.constexpr):
-    """As ``_begin``, for a kernel whose successor may start before this one can: it reads nothing but weights first."""
+    """As ``_begin``, for a kernel whose successor may start before this one can:
+    it reads nothing but weights first."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -255,8 +258,9 @@ def qk_norm_rope_store(
     in_place: bool = False,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous. ``in_place``: q and k are
-    also changed in ``qkv``, whose first columns are returned. ``scales``: of k and v in e4m3 pages."""
+    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous. ``in_place``: q
+    and k are also changed in ``qkv``, whose first columns are returned. ``scales``: of k and v in e4m3
+    pages."""
     tokens = qkv.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads

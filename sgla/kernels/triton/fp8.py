@@ -107,7 +107,8 @@ def act_mul_quantize(x: Tensor, kind: str) -> Rounded:
 
 
 def linear(x: Rounded, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ (weight * scale[:, None]).T + bias``: x ``[T, k]``, weight e4m3 ``[n, k]`` -> bfloat16 ``[T, n]``.
+    """``x @ (weight * scale[:, None]).T + bias``:
+    x ``[T, k]``, weight e4m3 ``[n, k]`` -> bfloat16 ``[T, n]``.
 
     n and k must be multiples of 16.
     """

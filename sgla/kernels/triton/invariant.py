@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""Linear layers and attention whose results for a token do not depend, bit for bit, on what else is in the batch.
+"""Linear layers and attention whose results for a token do not depend,
+bit for bit, on what else is in the batch.
 
-Sums run in one order: a linear layer adds its products along k from first to last in every tile, and attention cuts a history
-into chunks at fixed places, attends within a chunk block by block, and joins the chunks in order, whether the token comes
-alone, in a prompt or after a cached prefix. Masked places add exact zeros (He et al., Defeating nondeterminism in LLM
-inference, 2025).
+Sums run in one order: a linear layer adds its products along k from first to last in every tile, and
+attention cuts a history into chunks at fixed places, attends within a chunk block by block, and joins the
+chunks in order, whether the token comes alone, in a prompt or after a cached prefix. Masked places add exact
+zeros (He et al., Defeating nondeterminism in LLM inference, 2025).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x ``[m, k]``, weight ``[n, k]``; ``out`` ``[m, n]`` of any float type, x's by default."""
+    """``x @ weight.T + bias``: x ``[m, k]``, weight ``[n, k]``;
+    ``out`` ``[m, n]`` of any float type, x's by default."""
     (m, k), n = x.shape, weight.shape[0]
     if out is None:
         out = x.new_empty(m, n)
@@ -83,7 +85,8 @@ def _tile(m: int, n: int, processors: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _join(top, total, acc, other_top, other_total, other_acc):
-    """Results of two runs of tokens; the products are fused with the sums by hand, so that no compiler decides it."""
+    """Results of two runs of tokens;
+    the products are fused with the sums by hand, so that no compiler decides it."""
     new_top = tl.maximum(top, other_top)
     a, b = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
     return new_top, tl.fma(other_total, b, total * a), tl.fma(other_acc, b[:, None], acc * a[:, None])
@@ -191,7 +194,8 @@ def tile_tokens(group: int) -> int:
 
 
 def tiles_of(q_lens: list[int], group: int, device: torch.device | str) -> Tensor:
-    """int32[tiles, 2]: (row, offset of the tile in the row's query), longest rows first for an even finish."""
+    """int32[tiles, 2]: (row, offset of the tile in the row's query),
+    longest rows first for an even finish."""
     order = sorted(range(len(q_lens)), key=lambda r: -q_lens[r])
     pairs = [(r, o) for r in order for o in range(0, q_lens[r], tile_tokens(group))]
     return torch.tensor(pairs, dtype=torch.int32, device=device).view(-1, 2)
@@ -213,11 +217,11 @@ def attend(
     parts: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from ``tiles_of``; ``chunk`` a
-    multiple of BLOCK, always the same; ``v_scale`` as in ``attention.decode``.
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from
+    ``tiles_of``; ``chunk`` a multiple of BLOCK, always the same; ``v_scale`` as in ``attention.decode``.
 
-    With ``parts``, float32 ``[T, Hq, chunks, hd]`` and ``[T, Hq, chunks, 2]``, all rows have one query token, and programs of
-    their own attend to the chunks of a row.
+    With ``parts``, float32 ``[T, Hq, chunks, hd]`` and ``[T, Hq, chunks, 2]``, all rows have one query token,
+    and programs of their own attend to the chunks of a row.
     """
     page_size, kv_heads, dim = k.shape[1:]
     tokens, width = q.shape

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Mixture of experts on the GPU: routing, grouped matrix products, and vector products for very few tokens.
 
-A *pair* is one token's choice of one expert: token ``p // top_k``. Sorted by expert, pairs form *blocks* of equal size,
-each of one expert, with a table int32 ``[blocks, 3]``: expert (-1: nothing to do), first and last + 1 place in the order.
-Grids depend on the number of tokens alone, so that every launch can be captured.
+A *pair* is one token's choice of one expert: token ``p // top_k``. Sorted by expert, pairs form *blocks* of
+equal size, each of one expert, with a table int32 ``[blocks, 3]``: expert (-1: nothing to do), first and last
++ 1 place in the order. Grids depend on the number of tokens alone, so that every launch can be captured.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _route(
     logits, ids, probabilities, done, tokens, experts, top_k, places,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens; equal logits go to the lower number. The first clears ``done``."""
+    """One program: the best experts of BT tokens; equal logits go to the lower number.
+    The first clears ``done``."""
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
         z = tl.arange(0, PLACES)
@@ -138,8 +139,8 @@ def _group(
     ids, counts, order, blocks, pairs, count,
     ROWS: tl.constexpr, E: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the places of one expert's pairs of one chunk in the order. The first chunk's: its blocks too, which are
-    about equal."""
+    """One program: the places of one expert's pairs of one chunk in the order. The first chunk's: its blocks
+    too, which are about equal."""
     _begin(PDL)
     expert = tl.program_id(0)
     own_chunk = tl.program_id(1)
@@ -207,8 +208,8 @@ def _experts(
 ):  # fmt: skip
     """One program: BN outputs of the pairs of one block.
 
-    GATED: x is by token, w has gate rows and up rows of each expert, out is in the pairs' order. Otherwise x is in that
-    order and out by pair.
+    GATED: x is by token, w has gate rows and up rows of each expert, out is in the pairs' order. Otherwise x
+    is in that order and out by pair.
     """
     _begin(PDL)
     tiles = tl.cdiv(n, BN)
@@ -260,7 +261,8 @@ def _combine(
     y, probabilities, residual, norm, out, total, eps, d, TOP_K: tl.constexpr,
     ADD: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the weighted sum of one token's experts. ADD: into the residual. NORM: and the norm of that."""
+    """One program: the weighted sum of one token's experts. ADD: into the residual.
+    NORM: and the norm of that."""
     _begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
@@ -317,8 +319,8 @@ def _few_down(
     TOP_K: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, F: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN outputs of one token, summed over its experts. The first weights are loaded before the wait for
-    ``x``: the kernel that makes it was itself launched after ``ids`` were there."""
+    """One program: BN outputs of one token, summed over its experts. The first weights are loaded before the
+    wait for ``x``: the kernel that makes it was itself launched after ``ids`` were there."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
     j = tl.arange(0, K)
@@ -363,7 +365,8 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
 
 
 def route(logits: Tensor, top_k: int, normalize: bool, done: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``. ``done`` int32[n] becomes zeros."""
+    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``.
+    ``done`` int32[n] becomes zeros."""
     tokens, experts = logits.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -407,9 +410,9 @@ def experts(
 ) -> Tensor:
     """One product of the grouped pairs with the ``n`` outputs of their experts.
 
-    With ``activation`` the product of gate and up: x by token ``[T, k]``, w ``[E * 2 n, k]`` -> ``[P, n]`` in the pairs' order.
-    Without: x in that order ``[P, k]``, w ``[E * n, k]`` -> ``[P, n]`` by pair. Scales: of e4m3 x ``[rows of x]`` and w
-    ``[rows of w]``; the result is bfloat16 then.
+    With ``activation`` the product of gate and up: x by token ``[T, k]``, w ``[E * 2 n, k]`` -> ``[P, n]`` in
+    the pairs' order. Without: x in that order ``[P, k]``, w ``[E * n, k]`` -> ``[P, n]`` by pair. Scales: of
+    e4m3 x ``[rows of x]`` and w ``[rows of w]``; the result is bfloat16 then.
     """
     order, blocks, top_k, rows = groups
     pairs, k = order.numel(), x.shape[1]
@@ -426,8 +429,8 @@ def experts(
 
 
 def combine(y: Tensor, probabilities: Tensor, out: Tensor | None = None) -> Tensor:
-    """The weighted sums over each token's experts: y ``[T * top_k, d]``, probabilities ``[T, top_k]`` -> ``[T, d]``; with
-    ``out`` added to that in place."""
+    """The weighted sums over each token's experts: y ``[T * top_k, d]``, probabilities ``[T, top_k]`` ->
+    ``[T, d]``; with ``out`` added to that in place."""
     total = (
         torch.empty(probabilities.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
         if out is None
@@ -465,8 +468,8 @@ def few_gate_up(
     f: int,
     activation: str,
 ) -> Tensor:
-    """The inner activations times the experts' probabilities: x ``[T, d]``, ids int32 ``[T, top_k]``, w ``[E * 2 f, d]`` ->
-    ``[T * top_k, f]``."""
+    """The inner activations times the experts' probabilities: x ``[T, d]``, ids int32 ``[T, top_k]``, w ``[E
+    * 2 f, d]`` -> ``[T * top_k, f]``."""
     d, top_k = x.shape[1], ids.shape[1]
     out = torch.empty(ids.numel(), f, dtype=x.dtype, device=x.device)
     _few_gate_up[(ids.numel(), triton.cdiv(f, GATE_UP.n))](
@@ -480,7 +483,8 @@ def few_gate_up(
 def few_down(
     x: Tensor, w: Tensor, w_scale: Tensor | None, ids: Tensor, d: int, out: Tensor | None = None
 ) -> Tensor:
-    """The sums over each token's experts of what ``few_gate_up`` returned: ``[T, d]``; with ``out`` added to that in place."""
+    """The sums over each token's experts of what ``few_gate_up`` returned:
+    ``[T, d]``; with ``out`` added to that in place."""
     (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](

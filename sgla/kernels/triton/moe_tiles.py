@@ -1,4 +1,5 @@
-"""How grouped products are cut, from measurements (``bench/gpu_moe.py tune``): data, no code beside the look-up."""
+"""How grouped products are cut, from measurements (``bench/gpu_moe.py tune``):
+data, no code beside the look-up."""
 
 from __future__ import annotations
 

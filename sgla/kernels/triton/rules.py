@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs
-"""What requests ask to be done to their logits, by slot: see ``sampling/device_rules.py``, which writes the records.
+"""What requests ask to be done to their logits, by slot:
+see ``sampling/device_rules.py``, which writes the records.
 
-A record is int32[*]: HEAD numbers, then ENTRIES tokens and as many biases (their bits), then where WORDS words begin and where
-the last one ends, then their tokens. A program reads the record of its row's slot, so a launch needs nothing from the host. Sums
-are rounded as on the CPU: no multiplication is fused with an addition.
+A record is int32[*]: HEAD numbers, then ENTRIES tokens and as many biases (their bits), then where WORDS
+words begin and where the last one ends, then their tokens. A program reads the record of its row's slot, so a
+launch needs nothing from the host. Sums are rounded as on the CPU: no multiplication is fused with an
+addition.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Numbers at the beginning of a record. UNTIL: the position before which stop tokens are banned; COUNTED: 1 +
-# the first position that counts for penalties; LIMIT: 1 + tokens of reasoning. The last two are 0 where there is neither.
+# the first position that counts for penalties; LIMIT: 1 + tokens of reasoning. The last two are 0 where there
+# is neither.
 ENTRIES = tl.constexpr(0)
 WORDS = tl.constexpr(1)
 PROMPT = tl.constexpr(2)
@@ -125,7 +128,8 @@ def _later(a, b):
 def _end_thinking(
     logits, tokens, stride, slots, positions, records, width, vocab, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A turn at position i has the number 2i + 2, and one more if reasoning begins there: the largest one tells where one is."""
+    """A turn at position i has the number 2i + 2, and one more if reasoning begins there:
+    the largest one tells where one is."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     record = records + slot * width
@@ -161,8 +165,9 @@ def penalize(
     counts: Tensor,
     longest: int,
 ) -> None:
-    """Penalties on ``logits`` float32[S, V] of the tokens that stand at ``positions`` of ``slots``, int32[S]; ``longest`` is the
-    largest of them. ``tokens`` int32[slots, *], ``records`` int32[slots, *]; ``counts`` int32[n, V] is zero, before and after."""
+    """Penalties on ``logits`` float32[S, V] of the tokens that stand at ``positions`` of ``slots``, int32[S];
+    ``longest`` is the largest of them. ``tokens`` int32[slots, *], ``records`` int32[slots, *]; ``counts``
+    int32[n, V] is zero, before and after."""
     rows, vocab = logits.shape
     for first in range(0, rows, len(counts)):
         some = min(len(counts), rows - first)
@@ -183,7 +188,8 @@ def bias(logits: Tensor, slots: Tensor, positions: Tensor, records: Tensor) -> N
 def forbid(
     logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor, most: int
 ) -> None:
-    """The last tokens of words whose other tokens are there; ``most``: words of a row. Tensors as in ``penalize``."""
+    """The last tokens of words whose other tokens are there; ``most``: words of a row.
+    Tensors as in ``penalize``."""
     _forbid[(len(logits), triton.cdiv(most, SOME))](
         logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
         SOME=SOME, DEEP=DEEP,

@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs
 """Sampling without sorting the vocabulary.
 
-The draw of ``sgla/sampling/draw.py``, Gumbel-max sampling, in float32: the largest ``logit / T - log(E)`` wins, E exponential noise from
-a hash of (seed, position, token), so neither batch nor history of the process can change a draw. Of all tokens only
-an upper bound of that is computed, for half the work; then the chunks are searched that can hold the winner, mostly one.
-top-k, top-p and min-p (in this order, each on the renormalised rest) become one threshold on the logits, found by
-searching the bits of the float order: eight passes of 16 thresholds each, no sort.
+The draw of ``sgla/sampling/draw.py``, Gumbel-max sampling, in float32: the largest ``logit / T - log(E)``
+wins, E exponential noise from a hash of (seed, position, token), so neither batch nor history of the process
+can change a draw. Of all tokens only an upper bound of that is computed, for half the work; then the chunks
+are searched that can hold the winner, mostly one. top-k, top-p and min-p (in this order, each on the
+renormalised rest) become one threshold on the logits, found by searching the bits of the float order: eight
+passes of 16 thresholds each, no sort.
 
-A NaN counts as +inf. So the best score of a row is finite, or the row has no token: ``out`` then gets NOT_NUMBERS (+inf) or
-NONE_LEFT (-inf, all are), and the token table 0.
+A NaN counts as +inf. So the best score of a row is finite, or the row has no token: ``out`` then gets
+NOT_NUMBERS (+inf) or NONE_LEFT (-inf, all are), and the token table 0.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _mix64(z):
 
 @triton.jit
 def _hash(seed, position, token):
-    """uint32: a row's random multiple of what its random start makes of the token. The upper bits of the product."""
+    """uint32: a row's random multiple of what its random start makes of the token.
+    The upper bits of the product."""
     row = _mix64(_mix64(seed.to(tl.uint64)) ^ position.to(tl.uint64))
     low, high = row.to(tl.uint32), (row >> 32).to(tl.uint32)
     t = (token.to(tl.uint32) * 0x9E3779B1 + high).to(tl.uint32)
@@ -61,8 +63,8 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _noise(h, FAST: tl.constexpr):
-    """log2 of E = -log(1 - v), v uniform: its first 23 bits are the last of the hash. The winners have small ones, for which
-    the logarithm of 1 - v would be too coarse."""
+    """log2 of E = -log(1 - v), v uniform: its first 23 bits are the last of the hash. The winners have small
+    ones, for which the logarithm of 1 - v would be too coarse."""
     v = (((h << 9) | (h >> 23)).to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     v = tl.minimum(v, 0.99999994)  # E is finite: the only token that is left must win
     e = tl.where(v < 0.015625, v * (1.0 + v * (0.5 + v * 0.33333334)), -0.6931472 * _log2(1.0 - v, FAST))
@@ -71,7 +73,8 @@ def _noise(h, FAST: tl.constexpr):
 
 @triton.jit
 def _least_noise(h, FAST: tl.constexpr):
-    """A little less than ``_noise``, since E > v, for a third of its work: the bits of v become those of a float in [1, 2)."""
+    """A little less than ``_noise``, since E > v, for a third of its work:
+    the bits of v become those of a float in [1, 2)."""
     bits = (h & 0x7FFFFF) | 0x3F800000
     return _log2(bits.to(tl.float32, bitcast=True) - 1.0, FAST)
 
@@ -107,8 +110,8 @@ def _find(
     logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first,
     HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a row and its token, looked for in the chunks whose bounds are not below it. Where it is not finite: what
-    is to stand for the token."""
+    """The best score of a row and its token, looked for in the chunks whose bounds are not below it. Where it
+    is not finite: what is to stand for the token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + slot)
@@ -212,7 +215,8 @@ def _unordered(u):
 
 @triton.jit
 def _reach(row_logits, vocab, top, inverse, floor, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest threshold t (in float order) such that the tokens with logit >= max(t, floor) number, or weigh, >= target."""
+    """Largest threshold t (in float order) such that the tokens with logit >= max(t, floor) number,
+    or weigh, >= target."""
     t = tl.zeros([], dtype=tl.uint32)
     digit = tl.arange(0, 16).to(tl.uint32)
     shift = tl.full([], 28, dtype=tl.uint32)
@@ -297,8 +301,9 @@ def _level(logits, rows, words, ends, left, vocab, width, chunks, CHUNKS: tl.con
 
 
 def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None) -> None:
-    """Leave in ``logits[rows[n]]``, float32[S, V], the tokens whose bits are set in ``words[n]``, int32[n, ceil(V / 32)]. Where
-    they are all -inf and ``ends[n]``, int32[n], is not 0, each becomes as likely as the next."""
+    """Leave in ``logits[rows[n]]``, float32[S, V], the tokens whose bits are set in ``words[n]``, int32[n,
+    ceil(V / 32)]. Where they are all -inf and ``ends[n]``, int32[n], is not 0, each becomes as likely as the
+    next."""
     vocab, width = logits.shape[1], words.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     left = logits.new_empty(len(rows), chunks)
@@ -315,7 +320,8 @@ def mask(logits: Tensor, rows: Tensor, words: Tensor, ends: Tensor | None = None
 def find_thresholds(
     logits: Tensor, slots: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor
 ) -> Tensor:
-    """Smallest logit float32[S] that may be drawn in each row of ``logits`` float32[S, V]; -inf for greedy rows.
+    """Smallest logit float32[S] that may be drawn in each row of ``logits`` float32[S, V];
+    -inf for greedy rows.
 
     The parameter tables are indexed by slot: float32, except ``top_ks`` int32.
     """
@@ -336,8 +342,8 @@ def find_thresholds(
 
 
 class Landing(NamedTuple):
-    """Where tokens of a step go besides: row ``place`` int32[1] of ``tokens`` int32[places, rows], which is pinned memory of the
-    host. A copy to the host would take the GPU 11 us."""
+    """Where tokens of a step go besides: row ``place`` int32[1] of ``tokens`` int32[places, rows], which is
+    pinned memory of the host. A copy to the host would take the GPU 11 us."""
 
     tokens: Tensor
     place: Tensor
@@ -356,11 +362,12 @@ def sample(
     best_of_ranks: Callable[[Tensor], None] | None = None,
     landing: Landing | None = None,
 ) -> None:
-    """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S] (see above for what is no token),
-    and into ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and ``temperatures`` float32 by slot.
+    """Draw the token at ``positions[s]`` of ``slots[s]`` from ``logits[s]``: into ``out`` int32[S] (see above
+    for what is no token), and into ``table[slot, position]`` if the position is above 0. ``seeds`` int64 and
+    ``temperatures`` float32 by slot.
 
-    ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys int64[S] by the
-    largest that any rank has."""
+    ``logits`` may be the part of the vocabulary from ``first`` on; then ``best_of_ranks`` replaces keys
+    int64[S] by the largest that any rank has."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, LOGITS)
     bounds = logits.new_empty(rows, chunks)

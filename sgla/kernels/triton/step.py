@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""Bookkeeping of a step on the device: page-table appends, and from the plan's columns to the forward batch."""
+"""Bookkeeping of a step on the device:
+page-table appends, and from the plan's columns to the forward batch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from sgla.kernels.triton.elementwise import _begin_early, _pdl
 
 
-# Steps differ in their counts and in where a column begins; neither is worth a compilation in the midst of traffic.
+# Steps differ in their counts and in where a column begins;
+# neither is worth a compilation in the midst of traffic.
 @triton.jit(do_not_specialize=["count"])
 def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -85,9 +87,9 @@ def prepare_decode(
     window: int = 0,
     skip: Tensor | None = None,
 ) -> None:
-    """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which gets
-    ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row, ``cum[0]`` is 0.
-    ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding)."""
+    """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which
+    gets ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row,
+    ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding)."""
     rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
         slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
@@ -162,8 +164,8 @@ def admit(
     top_ks: Tensor,
     seeds: Tensor,
 ) -> None:
-    """New rows take their slots. ``head`` int32[new, ADMIT_COLUMNS] (floats as their bits) points into ``data`` int32[*];
-    ``longest``: most tokens or pages of a row."""
+    """New rows take their slots. ``head`` int32[new, ADMIT_COLUMNS] (floats as their bits) points into
+    ``data`` int32[*]; ``longest``: most tokens or pages of a row."""
     _admit[(head.shape[0], triton.cdiv(longest, 1024))](
         head, data, tokens, tokens.stride(0), page_table, page_table.stride(0), temperatures, top_ps, min_ps, top_ks, seeds,
         COLUMNS=ADMIT_COLUMNS, BLOCK=1024,
@@ -182,7 +184,8 @@ def prepare_extend(
     positions: Tensor,
     out_loc: Tensor,
 ) -> None:
-    """Fill ``ids``, ``positions``, ``out_loc`` int32[T] of rows with any number of tokens, at most ``longest`` each."""
+    """Fill ``ids``, ``positions``,
+    ``out_loc`` int32[T] of rows with any number of tokens, at most ``longest`` each."""
     _prepare_extend[(slots.shape[0], triton.cdiv(longest, 256))](
         slots, starts, q_start, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
         ids, positions, out_loc, BLOCK=256,
