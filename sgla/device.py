@@ -148,11 +148,6 @@ def check(
             f"attention kernels end at {HEAD_DIM}; {CPU}",
             param="device",
         )
-    if head_dim & (head_dim - 1):
-        raise ConfigError(
-            f"the model's head dimension is {head_dim}, and the GPU kernels have powers of two yet; {CPU}",
-            param="device",
-        )
     if config.deterministic and (mixture or stored is not None):
         raise ConfigError(
             "--deterministic cannot be honoured for mixtures of experts or fp8 checkpoints yet; leave it out",

@@ -170,7 +170,8 @@ class ResponseStore:
     def _first(self, entry: Stored) -> tuple[Work[Any], int]:
         json = encode(entry.live)
         entry.live_size = len(json)
-        work = partial(self._insert, entry, entry.asked, json, entry.size, True)
+        streamed = entry.recorder is not None
+        work = partial(self._insert, entry, entry.asked, json, entry.size, True, streamed)
         return work, len(json) + rows.taken(entry.asked)
 
     def grown(self, entry: Stored) -> None:
@@ -213,7 +214,9 @@ class ResponseStore:
             tx.execute("UPDATE responses SET live = 0 WHERE object = ?", (found[0],))
 
         items = made if entry.put else [*entry.asked, *made]
-        work = change if entry.put else partial(self._insert, entry, items, json, size, False)
+        streamed = entry.recorder is not None
+        insert = partial(self._insert, entry, items, json, size, False, streamed)
+        work = change if entry.put else insert
         if not self._queue(entry, work, len(json) + rows.taken(items)):
             self.drop(entry)
 
@@ -356,6 +359,7 @@ class ResponseStore:
         json: bytes,
         size: int,
         live: bool,
+        streamed: bool,
         tx: sqlite3.Connection,
     ) -> Iterator[None]:
         part = entry.place.part = entry.place.part or rows.begin(tx, KIND, entry.client.name)
@@ -363,7 +367,7 @@ class ResponseStore:
         number = self.shelf.add(tx, entry.id, entry.client._replace(name=part.client), json, size)
         tx.execute(
             "INSERT INTO responses VALUES (?, ?, ?, ?, ?, 0, ?)",
-            (number, part.number, len(entry.asked), live, entry.recorder is not None, entry.conversation),
+            (number, part.number, len(entry.asked), live, streamed, entry.conversation),
         )
 
     def _forget(self, tx: sqlite3.Connection, number: int) -> None:
