@@ -49,7 +49,7 @@ class Open:
         return Masks(rows, self.words[: len(slots)].to(device, non_blocking=True)), []
 
     def take(self, *args: Any) -> Taken:
-        return Taken([], [])
+        return Taken([], {}, set())
 
 
 @pytest.fixture

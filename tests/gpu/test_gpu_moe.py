@@ -60,7 +60,7 @@ def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None
     normed = result.add_norm(total, norm, 1e-6)
     assert relative(total, residual.float() + expected) < bound
     assert relative(normed, ops.rms_norm(total.float(), norm, 1e-6)) < 0.01
-    result.add(residual)
+    result.add_to(residual)
     assert torch.equal(residual, total)
     before, nothing = x.clone(), torch.zeros_like(x)
     added = mixture.run(nothing, (norm, 1e-6), *weights, 4, True, "silu", residual=before)
