@@ -18,9 +18,8 @@ COPY pyproject.toml setup.py README.md LICENSE /src/
 COPY csrc /src/csrc
 COPY sgla /src/sgla
 # Kernels for every CPU that the image may meet: the runtime stage has no compiler.
-ARG TARGETARCH=amd64
-RUN case "$TARGETARCH" in \
-        amd64) levels=generic,avx2,avx512,avx512_vnni,avx512_bf16,amx ;; \
+RUN case "$(uname -m)" in \
+        x86_64) levels=generic,avx2,avx512,avx512_vnni,avx512_bf16,amx ;; \
         *) levels=generic ;; \
     esac && SGLA_WHEEL_KERNELS=$levels pip install --no-deps /src
 

@@ -171,6 +171,11 @@ def test_docker_builds_kernels_that_exist() -> None:
     assert {level(name).name for name in names} == {level.name for level in LEVELS}
 
 
+def test_docker_leaves_the_platform_to_the_builder() -> None:
+    # A default of TARGETARCH stands for every platform that is built for: an image for ARM would get x86-64's flags.
+    assert not [name for name in said("ARG") if re.match(r"(TARGET|BUILD)(PLATFORM|OS|ARCH|VARIANT)=", name)]
+
+
 def test_docker_entrypoint_and_healthcheck_fit_the_server() -> None:
     entry = [*json.loads(said("ENTRYPOINT")[0]), *json.loads(said("CMD")[0])]
     assert entry[0] in PROJECT["project"]["scripts"]
