@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from aiohttp import web
@@ -12,7 +12,7 @@ from sgla.http.bodies import SHARE
 from sgla.http.openai import chat, text
 from sgla.http.pooling import classify, embeddings, pooling, rerank, score
 from sgla.http.request.intake import BODY
-from sgla.http.request.schema import Schema
+from sgla.http.request.schema import fields_of
 from sgla.http.server import SERVER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,23 +35,19 @@ class InvocationRequest(msgspec.Struct, kw_only=True):
     data_1: Value = msgspec.UNSET
 
 
-SCHEMA = Schema(InvocationRequest)
-
-
 async def invocations(request: web.Request) -> web.StreamResponse:
     server = request.app[SERVER]
     server.ingress.require_ready()
     request[BODY] = body = await request[SHARE].read(request)
     facts = server.ingress.facts
     task = facts.pooling.task if facts is not None and facts.pooling is not None else ""
-    return await asked(SCHEMA.typed(body), task)(request)
+    return await asked(fields_of(body), task)(request)
 
 
-def asked(fields: InvocationRequest, task: str) -> Handler:
+def asked(fields: Mapping[str, msgspec.Raw], task: str) -> Handler:
     """What answers ``fields``. ``task``: what a model is for that answers with vectors, else "".
     Raises BadRequest."""
-    values = {name: getattr(fields, name) for name in fields.__struct_fields__}
-    has = {name for name, value in values.items() if value not in (msgspec.UNSET, NULL)}
+    has = {name for name, value in fields.items() if value != NULL}
     if has.issuperset({"query", "documents"}):
         return rerank.rerank
     if has & {"query", "queries", "text_1", "data_1"}:

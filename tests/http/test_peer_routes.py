@@ -143,6 +143,14 @@ async def test_invocations_are_told_apart(site: Site) -> None:
         assert response.headers["x-ignored-fields"] == "odd"
 
 
+async def test_invocations_take_every_field_of_their_route(site: Site) -> None:
+    status, reply = await site.post("/invocations", {"prompt": "x", "echo": True, "max_tokens": 1})
+    assert (status, reply["choices"][0]["text"][:1]) == (200, "x")
+    tool = {"type": "function", "function": {"name": "look"}}
+    status, reply = await site.post("/invocations", {**CHAT, "tools": [tool], "tool_choice": "required"})
+    assert (status, reply["object"]) == (200, "chat.completion")
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [

@@ -401,9 +401,7 @@ class Schema(Generic[R]):
 
     def steps(self, body: bytes) -> Generator[None, None, tuple[R, list[str]]]:
         """``typed`` and ``ignored``, with a pause wherever a large body has taken some milliseconds."""
-        if not body or body.isspace():
-            raise BadRequest("the request body is empty; a JSON object is expected")
-        raw = _read(_RAW.decode, body)
+        raw = fields_of(body)
         request = yield from self._strict(body, raw)
         if request is None:
             pieces = []
@@ -490,6 +488,13 @@ def finished(steps: Generator[None, None, T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a body, unread. Raises BadRequest."""
+    if not body or body.isspace():
+        raise BadRequest("the request body is empty; a JSON object is expected")
+    return _read(_RAW.decode, body)
 
 
 def _read(read: Callable[[bytes], T], body: bytes) -> T:
