@@ -184,6 +184,7 @@ class Submit(msgspec.Struct, kw_only=True):
     max_new: int
     stop_ids: frozenset[int]  # EOS ids (unless ignore_eos) and stop_token_ids
     sampling: RowSampling
+    client: str = ""  # Job.client
     priority: int = 0
     yields: bool = False  # Job.yields
     deadline: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
 OPEN_BYTES = 256 << 20
+SPARE = 1 / 8  # of all the room: as much again is there for clients that have no more than that open
 SILENT = 30.0  # seconds of a start without progress that are worth telling
 SHUTTING_DOWN = "the server is shutting down"
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
@@ -38,10 +40,11 @@ class Sink(Protocol):
 class _Open:
     """One admitted request: its sink, and which children have not finished."""
 
-    __slots__ = ("children", "cost", "extra", "n", "sink", "yields")
+    __slots__ = ("children", "client", "cost", "extra", "n", "sink", "yields")
 
-    def __init__(self, sink: Sink, n: int, cost: int, extra: int, yields: bool) -> None:
+    def __init__(self, sink: Sink, client: str, n: int, cost: int, extra: int, yields: bool) -> None:
         self.sink = sink
+        self.client = client
         self.n = n
         self.children = n
         self.cost = cost
@@ -53,8 +56,9 @@ class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
     Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that
-    are open, wherever they are. Requests that yield have places of their own, as many as there are slots, of
-    which the last one may bring more. Invariant: every rid accepted by ``open`` gets, unless it is cancelled
+    are open, wherever they are. One client may take all of it: then clients that have little open still find
+    an eighth more. Requests that yield have places of their own, as many as there are slots, of which the
+    last one may bring more. Invariant: every rid accepted by ``open`` gets, unless it is cancelled
     first, a finish for each of its ``n`` children or one Rejected; then it is forgotten.
     """
 
@@ -78,6 +82,7 @@ class Ingress:
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}
         self._children = 0
+        self._held_by: Counter[str] = Counter()  # of them, by client
         self._yielding = 0  # of them, those that yield
         self._bytes = 0
         self._capacity = 0
@@ -173,14 +178,15 @@ class Ingress:
         if yields:
             extra = True
             self._check_yielding(n)
-        elif full := self._full(0 if extra else n, sum(costs)):
+        elif full := self._full(jobs[0][0].client, 0 if extra else n, sum(costs)):
             self._refused += 1
             raise Overloaded(full, retry_after=self._retry_after())
         now = clock.now()
         for (job, sink), cost in zip(jobs, costs):
             job.arrival = now
-            entry = _Open(sink, job.sampling.n, cost, job.sampling.n if extra else 0, yields)
+            entry = _Open(sink, job.client, job.sampling.n, cost, job.sampling.n if extra else 0, yields)
             self._open[job.rid] = entry
+            self._held_by[entry.client] += entry.n
             self._capacity += entry.extra
             self._yielding += entry.n if yields else 0
             self._children += entry.n
@@ -189,21 +195,24 @@ class Ingress:
 
     async def room(self, job: Job) -> None:
         """Wait until ``open`` would refuse ``job`` no longer for want of room."""
-        while self._yielding_full() if job.yields else self._full(job.sampling.n, job_bytes(job)):
+        n, cost = job.sampling.n, job_bytes(job)
+        while self._yielding_full() if job.yields else self._full(job.client, n, cost):
             self._freed.clear()
             await self._freed.wait()
 
-    def _full(self, n: int, cost: int) -> str:
+    def _full(self, client: str, n: int, cost: int) -> str:
         """Why ``n`` more choices of prompts of ``cost`` bytes are too much; "" if they are not.
         Alone, a request always has room."""
         if not self._open:
             return ""
-        if self._children + n > self._capacity:
+        held = self._held_by[client]
+        room = 1 + SPARE if held < self._children and held + n <= SPARE * self._capacity else 1
+        if self._children + n > room * self._capacity:
             return (
                 f"{self._children} requests are open, which is the limit; "
                 "retry later or raise --max-queued-requests"
             )
-        if self._bytes + cost > OPEN_BYTES:
+        if self._bytes + cost > room * OPEN_BYTES:
             return (
                 "the prompts of the open requests fill the "
                 f"{OPEN_BYTES >> 20} MiB there are for them; retry later"
@@ -253,8 +262,7 @@ class Ingress:
             return
         if event.finish is not None:
             entry.children -= 1
-            self._children -= 1
-            self._yielding -= entry.yields
+            self._leave(entry, 1)
             if entry.children == 0:
                 del self._open[event.rid]
                 self._bytes -= entry.cost
@@ -281,12 +289,19 @@ class Ingress:
     def _close(self, rid: str) -> _Open | None:
         entry = self._open.pop(rid, None)
         if entry is not None:
-            self._children -= entry.children
-            self._yielding -= entry.children if entry.yields else 0
+            self._leave(entry, entry.children)
             self._bytes -= entry.cost
             self._capacity -= entry.extra
             self._free()
         return entry
+
+    def _leave(self, entry: _Open, count: int) -> None:
+        """So many of its choices are open no longer."""
+        self._children -= count
+        self._yielding -= count if entry.yields else 0
+        self._held_by[entry.client] -= count
+        if not self._held_by[entry.client]:
+            del self._held_by[entry.client]
 
     def _free(self) -> None:
         now = clock.now()

@@ -26,6 +26,7 @@ from sgla.sched.policy import order
 from sgla.sched.request import OWNERS, Prompt, Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
+from sgla.sched.turns import Turns
 
 RESERVE_CLIP = 4096  # outputs a request is expected to have at most when pages are reserved
 RATIO_RISE, RATIO_FALL = 0.1, 0.001
@@ -41,12 +42,12 @@ def _at_most(wanted: list[int], there: list[int]) -> bool:
     return all(map(le, wanted, there))
 
 
-def _by_rank(request: Request) -> tuple[float, float, int]:
+def _by_rank(request: Request) -> tuple[float, int, float, int]:
     return request.rank
 
 
-def _by_arrival(request: Request) -> tuple[bool, float, int]:
-    return request.yields, request.arrival, request.seq
+def _by_turn(request: Request) -> tuple[bool, int, float, int]:
+    return request.yields, request.turn, request.arrival, request.seq
 
 
 def _yields(request: Request) -> bool:
@@ -63,10 +64,11 @@ class Core:
         self._table = limits.costs or [StepCost(tokens=limits.step_tokens)]
         self._open: dict[str, Request] = {}
         self._held: dict[str, Request] = {}
-        self._waiting: list[Request] = []  # by arrival, those that yield last
+        self._waiting: list[Request] = []  # by turn, then by arrival; those that yield last
         self._running: list[Request] = []  # by rank; also the row order
         self._draining: list[Request] = []
         self._flights: deque[Step] = deque()
+        self._turns = Turns()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._now = 0.0  # the latest time told
         self._seq = 0
@@ -99,7 +101,8 @@ class Core:
         priority = submit.priority if self.limits.policy == "priority" else 0
         if submit.tokens is not self._prompt.given:
             self._prompt = Prompt(submit.tokens)
-        request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority)
+        turn = 0 if submit.yields else self._turns.take(submit.client, alone=not self._waiting)
+        request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority, turn)
         for position, digest in submit.media:
             page, offset = divmod(position, self.limits.page_size)
             request.marks[page] = request.marks.get(page, b"") + int32((offset, len(digest))) + digest
@@ -107,7 +110,7 @@ class Core:
         if request.state is State.HELD:
             self._held[request.rid] = request
         else:
-            insort(self._waiting, request, key=_by_arrival)
+            insort(self._waiting, request, key=_by_turn)
         if submit.deadline is not None:
             heappush(self._deadlines, (submit.deadline, self._seq, request))
             if len(self._deadlines) > 2 * len(self._open) + 64:
@@ -118,7 +121,7 @@ class Core:
         request = self._held.get(told.rid)
         if request is not None and request.ready(told):
             del self._held[told.rid]
-            insort(self._waiting, request, key=_by_arrival)
+            insort(self._waiting, request, key=_by_turn)
 
     def moved(self, moved: Moved) -> None:
         """A copy has ended. Whoever was held for it waits for room again, and finds its pages in the tree, or
@@ -174,7 +177,7 @@ class Core:
 
     def _unlist(self, request: Request) -> None:
         """Take a waiting request off the list."""
-        del self._waiting[bisect_left(self._waiting, _by_arrival(request), key=_by_arrival)]
+        del self._waiting[bisect_left(self._waiting, _by_turn(request), key=_by_turn)]
 
     def _leave(self, request: Request) -> None:
         """A running request, taken off the list already, takes no more steps;
@@ -195,7 +198,7 @@ class Core:
         self._memory.release(request)
         if request.finish is None:
             request.requeue()
-            insort(self._waiting, request, key=_by_arrival)
+            insort(self._waiting, request, key=_by_turn)
         else:
             request.end()
 
@@ -480,6 +483,7 @@ class Core:
         waiting = self._waiting
         if not waiting[0].yields and waiting[-1].yields:
             waiting = waiting[: bisect_left(waiting, True, key=_yields)]
+        self._turns.serve(waiting[0].turn, len(waiting))
         may_displace = self.limits.policy == "priority" or (bool(self._running) and self._running[-1].yields)
         if not (self._memory.slots or may_displace):
             return
@@ -700,6 +704,6 @@ class Core:
         assert sorted(r.rid for r in listed if r.finish is None) == sorted(self._open), (
             "an open request is in no list"
         )
-        assert self._waiting == sorted(self._waiting, key=_by_arrival), "the waiting list is out of order"
+        assert self._waiting == sorted(self._waiting, key=_by_turn), "the waiting list is out of order"
         assert self._running == sorted(self._running, key=_by_rank), "the running list is out of order"
         assert all(request.last_step >= self._oldest for request in self._draining), "drained but still held"

@@ -1,8 +1,9 @@
 """The order of the waiting list.
 
-``fcfs``: arrival. ``lpm``: longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch
-first, so that requests of one prefix run together. ``lof``: the longest possible output first, so that at the
-end none goes on alone (all three from SGLang). ``priority``: larger ``priority`` first.
+``fcfs``: clients take turns (sched/turns.py), and the requests of one come in the order of arrival. ``lpm``:
+longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch first, so that requests of one
+prefix run together. ``lof``: the longest possible output first, so that at the end none goes on alone (all
+three from SGLang). ``priority``: larger ``priority`` first. Where they find no difference, turns decide.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from sgla.cache.radix import Node, RadixCache
 from sgla.sched.request import Request
 
-WINDOW = 128  # matching every waiting request against the tree each step must stay cheap: only the oldest are
+WINDOW = 128  # matching every waiting request against the tree each step must stay cheap: only the first are
 
 Order = Callable[[list[Request], RadixCache], Iterable[Request]]
 
@@ -23,19 +24,20 @@ Order = Callable[[list[Request], RadixCache], Iterable[Request]]
 def order(
     policy: str, waiting: list[Request], cache: RadixCache, now: float, patience: float
 ) -> Iterable[Request]:
-    """``waiting`` (sorted by arrival; all yield, or none) as it should be served, sorted as far as it is
-    read. A request that has waited longer than ``patience`` goes before all that have not, in arrival order,
-    so nobody starves."""
+    """``waiting`` (sorted by turn, then by arrival; all yield, or none) as it should be served, sorted as far
+    as it is read. A request that has waited longer than ``patience`` goes before all that have not, in the
+    order of the list, so nobody starves."""
     if policy == "fcfs" or len(waiting) < 2:
         return list(waiting)
-    aged = 0
+    aged: list[Request] = []
+    others: list[Request] = []
     for request in waiting:
-        if now - request.arrival <= patience:
-            break
-        aged += 1
-        if policy == "priority" and not request.yields:
-            request.boost()
-    return chain(waiting[:aged], _ORDERS[policy](waiting[aged:], cache))
+        (aged if now - request.arrival > patience else others).append(request)
+    if policy == "priority":
+        for request in aged:
+            if not request.yields:
+                request.boost()
+    return chain(aged, _ORDERS[policy](others, cache))
 
 
 def _by_rank(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:

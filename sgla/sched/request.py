@@ -127,6 +127,7 @@ class Request:
         "submit",
         "tokens",
         "told",
+        "turn",
         "unit",
         "verifies",
         "windows",
@@ -134,7 +135,14 @@ class Request:
     )
 
     def __init__(
-        self, submit: Submit, prompt: Prompt, max_new: int, seq: int, arrival: float, priority: int
+        self,
+        submit: Submit,
+        prompt: Prompt,
+        max_new: int,
+        seq: int,
+        arrival: float,
+        priority: int,
+        turn: int = 0,
     ) -> None:
         self.submit = submit
         self.rid = submit.rid
@@ -152,7 +160,8 @@ class Request:
         self.arrival = arrival
         self.yields = submit.yields
         first = math.inf if submit.yields else -priority
-        self.rank: tuple[float, float, int] = (first, arrival, seq)  # smaller is served first
+        self.turn = turn  # among those of all clients (Turns)
+        self.rank: tuple[float, int, float, int] = (first, turn, arrival, seq)  # smaller is served first
         self.holds = set(submit.holds)
         self.state = State.HELD if self.holds else State.WAITING
         self.finish: str | None = None
@@ -249,7 +258,7 @@ class Request:
 
     def boost(self) -> None:
         """It has waited too long: from now on it goes before every request that has not."""
-        self.rank = (-math.inf, self.arrival, self.seq)
+        self.rank = (-math.inf, 0, self.arrival, self.seq)
 
     @property
     def boosted(self) -> bool:

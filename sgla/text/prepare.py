@@ -117,6 +117,7 @@ class Preparer:
                 max_new=max_new,
                 stop_ids=common.stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),  # the lists are shared
+                client=job.client,
                 priority=job.priority,
                 yields=job.yields,
                 deadline=job.deadline,
@@ -204,6 +205,7 @@ class Preparer:
             max_new=0,
             stop_ids=frozenset(),
             sampling=sampling,
+            client=job.client,
             priority=job.priority,
             yields=job.yields,
             deadline=job.deadline,

@@ -81,6 +81,32 @@ async def test_a_request_larger_than_all_room_is_served_alone(tiny_model: Path) 
         assert (status, len(json.loads(text)["choices"])) == (200, 10)
 
 
+async def test_a_client_that_takes_all_room_keeps_nobody_out(tiny_model: Path) -> None:
+    """It has all places; then others with little open have an eighth more, and are served in turn with it."""
+    room = {"max_running_requests": 4, "max_queued_requests": 20}
+    async with local_server(model=str(tiny_model), api_key=["noisy", "quiet"], **room) as local:
+        local.system.ingress.pause(True)
+        body = {"prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True}
+
+        async def asking(key: str) -> str:
+            status, _ = await local.post("/v1/completions", body, Authorization=f"Bearer {key}")
+            ended.append((key, status))
+            return key
+
+        ended: list[tuple[str, int]] = []
+        answers = []
+        for key, count, admitted in (("noisy", 26, 24), ("quiet", 4, 27), ("noisy", 1, 27)):
+            answers += [asyncio.ensure_future(asking(key)) for _ in range(count)]
+            while local.system.ingress.open_requests < admitted or len(ended) < len(answers) - admitted:
+                await asyncio.sleep(0.01)
+        assert ended == [("noisy", 429), ("noisy", 429), ("quiet", 429), ("noisy", 429)]
+        local.system.ingress.pause(False)
+        await asyncio.gather(*answers)
+        assert [key for key, _ in ended[4:18]].count("quiet") == 3
+        assert all(status == 200 for _, status in ended[4:])
+        assert not local.system.ingress._held_by
+
+
 def test_two_thousand_streams_at_once(tiny_model: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:

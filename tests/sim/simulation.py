@@ -266,6 +266,7 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
                 random.choice((0, 1, 3, 10, 20)),
                 stop_ids=stop_ids,
                 sampling=sampling,
+                client=random.choice(("", "", "other", f"new{i}")),
                 priority=random.choice((0, 0, 1, 5)),
                 yields=random.random() < 0.25,
                 namespace=random.choice(("", "", "salt")),
