@@ -41,7 +41,7 @@ def main() -> None:
         "machine": lines.gpus(),
         "model": Path(args.model).name,
         "context": args.context,
-        "activations_mib": runner.ledger["activations"] >> 20,
+        "activations_mib": runner.facts.ledger["activations"] >> 20,
     }
     for rows in map(int, args.rows.split(",")):
         for kind, rules in KINDS.items():

@@ -43,7 +43,7 @@ def ints(values: Any) -> bytes:
 
 def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) -> None:
     """Rows whose history nobody computed: the pages hold zeros, which takes as long."""
-    per_row = -(-(context + 600) // runner.tables.page_size)
+    per_row = -(-(context + 600) // runner.steps.tables.page_size)
     new = [
         NewRow(
             slot=slot,
@@ -91,7 +91,7 @@ def measure(
             gaps.append(runner.finish(flights.pop(0)).gap)
     runner.finish(flights.pop(0))
     step_ms = (time.perf_counter() - begun) / steps * 1e3
-    spec = runner.model.spec
+    spec = runner.steps.model.spec
     inner = float(spec.intermediate)
     if spec.moe:  # experts that some row needs, on average
         experts = spec.moe.experts
@@ -153,7 +153,12 @@ def profile(
     end.synchronize()
     ms = round(begin.elapsed_time(end) / repeat, 3)
     steps = timeline.record(body, trace)
-    return {"w": "profile", **load._asdict(), "ms": ms, **timeline.table(steps, runner.model.spec, load)}
+    return {
+        "w": "profile",
+        **load._asdict(),
+        "ms": ms,
+        **timeline.table(steps, runner.steps.model.spec, load),
+    }
 
 
 def main() -> None:

@@ -16,9 +16,8 @@ CIRCLES = {
     frozenset(
         f"sgla.model.{name}" for name in ("base", "encoder", "families", "registry", "sizes", "spec", "state")
     ),
-    frozenset(f"sgla.worker.{name}" for name in ("cuda", "graphs", "prompt_graphs", "warm_up")),
 }
-LONG_CLASSES = {"Core", "CudaRunner", "Memory", "RadixCache", "Recorder"}
+LONG_CLASSES = {"Core", "Memory", "RadixCache", "Recorder"}
 
 
 @cache

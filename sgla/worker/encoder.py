@@ -3,7 +3,6 @@ every row is a whole prompt, and nothing outlives its step."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -12,29 +11,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla import clock
 from sgla.config import Config
-from sgla.errors import ConfigError, UnsupportedField
+from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.program import Limits
 from sgla.layers.batch import ForwardBatch
-from sgla.messages import CacheGroup, Control, Facts, Pooling, Progress, StepPlan, StepResult
+from sgla.messages import CacheGroup, Facts, Pooling, Progress, StepPlan, StepResult
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
 from sgla.model.sizes import BYTES
 from sgla.sampling import faults
 from sgla.worker.forward import compiled
-from sgla.worker.memory import available_bytes, check_weights, resident_bytes
-from sgla.worker.profile import Profiler
+from sgla.worker.memory import check_weights
+from sgla.worker.place import Cpu
+from sgla.worker.runner import Runner
 from sgla.worker.state import column
 
 STEP_TOKENS = 512  # where the configuration leaves it open: enough rows to fill a CPU's cores
 VECTOR_BYTES = 1 << 20  # of the vectors of one step, so that several fit in the ring of results
 
 
-class EncoderRunner:
-    """See ``worker/runner.py``; one rank."""
+class EncoderRunner(Runner):
+    """Of one rank."""
+
+    place: Cpu
 
     def __init__(
         self,
@@ -43,30 +44,22 @@ class EncoderRunner:
         pooling: Pooling,
         rank: int,
         size: int,
+        rendezvous: str,
         report: Callable[[Progress], None],
     ) -> None:
         if size > 1:
             raise ConfigError("an encoder is not split over ranks; use --tp 1", param="tp")
-        self._threads = config.threads or len(os.sched_getaffinity(0))
-        torch.set_num_threads(1 if config.native_kernels else self._threads)
-        begun = clock.now()
         self._pooling = pooling
-        self._profiler = Profiler(rank)
-        self._load(config, source, report)
-        loaded = clock.now()
-        report(Progress(phase="warmup"))
-        with torch.inference_mode():
-            self._vectors([np.zeros(length, np.int32) for length in (1, 8)], [0, 0])
-        self.facts.timings = {"weights": loaded - begun, "warmup": clock.now() - loaded}
+        super().__init__(config, source, rank, size, rendezvous, report)
 
-    def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
+    def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "float32" if config.dtype == "auto" else config.dtype
         spec = EncoderSpec.from_config(source.config)
         context = choose_context(spec, self._pooling, config.context_length)
         weights = int(spec.values * BYTES[config.quantization or dtype])
-        check_weights(weights, available_bytes())
+        check_weights(weights, self.place.free())
         self.model = load_encoder(
-            source, self._pooling, dtype, config.quantization, report, config.random_seed or 0
+            source, self._pooling, dtype, config.quantization, self._report, config.random_seed or 0
         )
         rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
         self.facts = Facts(
@@ -77,20 +70,23 @@ class EncoderRunner:
             vocab_size=spec.vocab,
             step_tokens=config.step_tokens or STEP_TOKENS,
             dtype=dtype,
-            device="cpu",
+            device=self.place.device.name,
             ledger={"weights": weights},
             pooling=self._pooling,
         )
         limits = Limits(max(self.facts.step_tokens, context), 1)
         forward = self.model.body.forward
-        self._forward, note = compiled(forward, limits, self._threads, config.native_kernels)
+        self._forward, note = compiled(forward, limits, self.place.threads, config.native_kernels)
         self.facts.notes += [note] if note else []
+
+    def _warm_up(self) -> None:
+        self._vectors([np.zeros(length, np.int32) for length in (1, 8)], [0, 0])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         assert len(plan.new) * 4 == len(plan.slots), "a row that is not a whole new prompt"
         vectors = self._vectors([column(new.tokens) for new in plan.new], [new.segment for new in plan.new])
-        self._profiler.step()
+        self.profiler.step()
         return vector_result(plan.step, vectors, np.arange(len(plan.new)))
 
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
@@ -108,18 +104,6 @@ class EncoderRunner:
             pooled.append(pool(hidden[start:end].view(-1, length, hidden.shape[1]), self._pooling.kind))
             start = end
         return apply(self.model.head, torch.cat(pooled))[torch.tensor(order).argsort()]
-
-    def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``.
-        Raises UnsupportedField, InvalidField."""
-        match command.verb:
-            case "memory":
-                return {"ledger": self.facts.ledger | resident_bytes()}
-            case "profile_start":
-                return self._profiler.start(command.args)
-            case "profile_stop":
-                return self._profiler.stop()
-        raise UnsupportedField(f"an encoder has no control command {command.verb!r}", param="verb")
 
 
 def vector_result(step: int, vectors: Tensor, rows: Any) -> StepResult:

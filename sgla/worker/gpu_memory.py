@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from sgla.config import Config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.layers.linear import split_heads
@@ -159,6 +160,52 @@ def size_pool(
         f"{mib(max(0, room))} are there; {mib(missing)} are missing; {advice.text}",
         param=advice.param,
     )
+
+
+class Budget:
+    """Who has which bytes of this rank's GPU: ``ledger``, by purpose."""
+
+    def __init__(self, weights: Weights, step_tokens: int, slots: int) -> None:
+        self.weights, self._step_tokens, self._slots = weights, step_tokens, slots
+        self.ledger: dict[str, int] = {}
+
+    def pool(self, config: Config, page: int, peak: Peak, graphs: int) -> int:
+        """As many pages, of ``page`` bytes, as there is memory for, or as the user wants. ``graphs``: bytes
+        that these are going to take. Raises OutOfMemory."""
+        torch.cuda.empty_cache()
+        kept = ledger_of(peak, graphs)
+        free, total = torch.cuda.mem_get_info()
+        free -= sum(kept.values()) + round((1 - config.memory_fraction) * total)
+
+        def advise(missing: int) -> Advice:
+            if config.memory_fraction < 1:
+                return Advice("raise --memory-fraction", "memory_fraction")
+            smaller = peak.shrink(-(-missing // 2), self._step_tokens, self._slots)  # it is kept twice
+            return smaller or self.weights.lighter(self.weights.bytes - missing)
+
+        pages = size_pool(free, page, config.page_size, config.kv_cache_bytes, config.context_length, advise)
+        self.ledger |= kept | {"kv": pages * page}
+        return pages
+
+    def captured(self, taken: int) -> list[str]:
+        """The graphs are there and have taken so many bytes.
+        Returns a note if that is more than was kept for all that comes late."""
+        self.ledger["reserve"] += self.ledger["graphs"] - taken
+        self.ledger["graphs"] = taken
+        if self.ledger["reserve"] >= 0:
+            return []
+        return [f"graphs took more than was kept for them: if memory runs out, {self.smaller_pool().text}"]
+
+    def smaller_pool(self) -> Advice:
+        """What frees memory once there is a pool."""
+        left = self.ledger["kv"] - RESERVE
+        if left < MIB:
+            return self.lighter()
+        return Advice(f"give --kv-cache-bytes {left // MIB}M", "kv_cache_bytes")
+
+    def lighter(self) -> Advice:
+        """What frees memory before there is one."""
+        return self.weights.lighter(self.weights.bytes - 1)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +19,10 @@ from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton import step
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
+from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
 from sgla.worker.one_row import match
 
-if TYPE_CHECKING:
-    from sgla.worker.cuda import CudaRunner
-
 STAGES = 8  # pinned buffers, more than steps in flight
-
-
-def sizes_up_to(limit: int) -> list[int]:
-    """Batch sizes that get a graph: a batch runs in the next larger one."""
-    sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
-    return [size for size in sizes if size < limit] + [limit]
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:
@@ -101,12 +93,12 @@ class DecodeGraphs:
     Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is
     written when the set of rows changes."""
 
-    def __init__(self, runner: CudaRunner) -> None:
-        self.limit = runner.slots
+    def __init__(self, steps: GpuSteps) -> None:
+        self.limit = steps.slots
         self.sizes = sizes_up_to(self.limit)
-        self._runner = runner
+        self._steps = steps
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._cascade_sizes = cascade_sizes(self.sizes) if runner.cascade is not None else []
+        self._cascade_sizes = cascade_sizes(self.sizes) if steps.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
         self._plan: Prefixes | None = None  # what the buffer holds
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
@@ -119,7 +111,7 @@ class DecodeGraphs:
             4, self.limit, dtype=torch.int32, device="cuda"
         )
         self._one_row: DecodeStep | None = None
-        self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in runner.windows}
+        self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._keys = torch.full((self.limit,), WORST, dtype=torch.int64, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
@@ -131,9 +123,9 @@ class DecodeGraphs:
 
     def _settle(self) -> None:
         """What depends on where the KV is."""
-        runner = self._runner
-        if isinstance(runner.attention.decode, NativeDecode):
-            self._one_row = match(runner.model, runner.kv)
+        steps = self._steps
+        if isinstance(steps.attention.decode, NativeDecode):
+            self._one_row = match(steps.model, steps.kv)
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""
@@ -156,11 +148,11 @@ class DecodeGraphs:
 
     def _forward(self, size: int, cascade: bool = False) -> None:
         """The step of ``size`` rows described by ``plan``; ``cascade``: with the prefixes in the buffer."""
-        runner, tables = self._runner, self._runner.tables
+        steps, tables = self._steps, self._steps.tables
         slots, starts, ends, stage, plain = Columns.of(self.plan, size)
         landing = Landing(self._landed, stage)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
-        first, *others = runner.windows
+        first, *others = steps.windows
         prefixes = self._prefixes(size) if cascade else None
         step.prepare_decode(
             slots, starts, tables.tokens, tables.page_table, tables.page_size,
@@ -168,8 +160,8 @@ class DecodeGraphs:
             prefixes.skip if prefixes is not None else None,
         )  # fmt: skip
         if size == 1 and self._one_row is not None and not cascade:
-            self._one_row(self._ids[:1], slots, kv_len, tables.page_table, runner.logits[:1])
-            runner.sampler.draw(runner.logits[:1], slots, ends, self.out[:1], landing)
+            self._one_row(self._ids[:1], slots, kv_len, tables.page_table, steps.logits[:1])
+            steps.sampler.draw(steps.logits[:1], slots, ends, self.out[:1], landing)
             return
         for window in others:
             step.count_tiles(kv_len, cum[window], attention.TILE, window)
@@ -189,32 +181,32 @@ class DecodeGraphs:
             cum=cum,
             prefixes=prefixes,
         )
-        decode = runner.attention.decode
+        decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it.
         fused = decode if isinstance(decode, NativeDecode) and not cascade else None
-        with runner.ops.fused(size, fused):
-            hidden = runner.model.forward(batch, runner.kv)
-            draw = runner.sampler.fused_draw(slots, ends, self._keys[:size], plain)
-            drawing = draw if runner.model.lm_head.plain else None
-            with runner.ops.float32_output(runner.logits[:size], drawing) as output:
-                logits = runner.model.logits_part(hidden)
+        with steps.ops.fused(size, fused):
+            hidden = steps.model.forward(batch, steps.kv)
+            draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
+            drawing = draw if steps.model.lm_head.plain else None
+            with steps.ops.float32_output(steps.logits[:size], drawing) as output:
+                logits = steps.model.logits_part(hidden)
         if output.drawn:
-            runner.sampler.land(draw, self.out[:size], landing)
+            steps.sampler.land(draw, self.out[:size], landing)
             return
-        if logits.data_ptr() != runner.logits.data_ptr():  # a soft cap or an all-gather made another tensor
-            runner.logits[:size].copy_(logits)
-        runner.sampler.draw(runner.logits[:size], slots, ends, self.out[:size], landing)
+        if logits.data_ptr() != steps.logits.data_ptr():  # a soft cap or an all-gather made another tensor
+            steps.logits[:size].copy_(logits)
+        steps.sampler.draw(steps.logits[:size], slots, ends, self.out[:size], landing)
 
     def _prefixes(self, size: int) -> DevicePrefixes:
         valid, items, order, skip, first = unpack(self._shared, self.limit)
         return DevicePrefixes(valid, items, order[:size], skip[:size], first[: size + 1])
 
     def _plan_prefixes(self, slots: Any, starts: Any) -> Prefixes | None:
-        cascade = self._runner.cascade
+        cascade = self._steps.cascade
         if cascade is None:
             return None
         size = next(size for size in self._cascade_sizes if size >= len(slots))
-        tables = self._runner.tables
+        tables = self._steps.tables
         return cascade.plan(slots, starts, tables.host.page_table[0], tables.admissions, size)
 
     def _send(self, slots: Any, starts: Any, size: int) -> int:
@@ -224,9 +216,9 @@ class DecodeGraphs:
         pinned = self._pinned[stage][: Columns.length(size)]
         host = Columns.of(pinned.numpy(), size)
         host.slots[:rows], host.starts[:rows] = slots, starts
-        host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._runner.slots, -1, 0
+        host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._steps.slots, -1, 0
         np.add(starts, 1, out=host.ends[:rows])
-        host.stage[0], host.plain[0] = stage, self._runner.sampler.plain(slots)
+        host.stage[0], host.plain[0] = stage, self._steps.sampler.plain(slots)
         self.plan[: len(pinned)].copy_(pinned, non_blocking=True)
         return stage
 
@@ -244,7 +236,7 @@ class DecodeGraphs:
             self._shared.copy_(shared, non_blocking=True)
         stage = self._send(slots, starts, size)
         graphs[size].replay()
-        if self._runner.sampler.plain(slots):
+        if self._steps.sampler.plain(slots):
             return self.out, self._landed[stage, :rows], None
         columns = Columns.of(self.plan, size)
         numbers = np.arange(rows, dtype=np.int32)
@@ -252,7 +244,7 @@ class DecodeGraphs:
             self.out,
             None,
             Pending(
-                self._runner.logits[:rows],
+                self._steps.logits[:rows],
                 columns.slots[:rows],
                 columns.ends[:rows],
                 self.out,

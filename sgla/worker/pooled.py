@@ -18,15 +18,15 @@ from sgla.model.base import CausalLM
 from sgla.model.heads import Accumulator, apply
 from sgla.model.load_pooled import load_decoder
 from sgla.worker.batch import Columns, build
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.encoder import VECTOR_BYTES, vector_result
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.kv import zero_pages
-from sgla.worker.runner import Runner
 from sgla.worker.state import column
 
 
-class PooledRunner(Runner):
-    """``Runner`` for requests with ``pool`` alone."""
+class PooledRunner(CpuRunner):
+    """``CpuRunner`` for requests with ``pool`` alone."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class PooledRunner(Runner):
         self._pooling = pooling
         super().__init__(config, source, rank, size, rendezvous, report)
 
-    def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
-        super()._load(config, source, report)
+    def _load(self, config: Config, source: ModelSource) -> None:
+        super()._load(config, source)
         rows = max(1, VECTOR_BYTES // (4 * self._pooling.size))
         self.facts.slots = min(self.facts.slots, rows)
         self.facts.pooling, self.facts.grammars, self.facts.scores = self._pooling, False, False
@@ -50,17 +50,10 @@ class PooledRunner(Runner):
         last = self._pooling.kind == "last"
         self._sums = None if last else Accumulator(self._pooling.kind, self.facts.slots, hidden)
 
-    def _load_model(
-        self,
-        config: Config,
-        source: ModelSource,
-        dtype: str,
-        context_len: int,
-        report: Callable[[Progress], None],
-    ) -> CausalLM:
+    def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:
         seed = config.random_seed or 0
         model, self._head = load_decoder(
-            source, self._pooling, dtype, config.quantization, self.shard, context_len, report, seed
+            source, self._pooling, dtype, config.quantization, self.shard, context_len, self._report, seed
         )
         return model
 
@@ -71,7 +64,7 @@ class PooledRunner(Runner):
             last = self._pooling.kind == "last"
             return self.model.forward(batch, self.kv, batch.sample_rows if last else None)
 
-        return compiled(forward, limits, self._threads, native)
+        return compiled(forward, limits, self.place.threads, native)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -87,5 +80,5 @@ class PooledRunner(Runner):
                 self._sums.add(slot, start, hidden[end - length : end])
             pooled = [self._sums.take(slots[row], int(self.tables.prompt_len[slots[row]])) for row in done]
             hidden = torch.stack(pooled) if pooled else hidden[:0]
-        self._profiler.step()
+        self.profiler.step()
         return vector_result(plan.step, apply(self._head, hidden), done)

@@ -6,7 +6,7 @@ Run eagerly, such a step takes the host longer to launch than the GPU to compute
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,8 @@ from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
+from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import STAGES, Capture
-
-if TYPE_CHECKING:
-    from sgla.worker.cuda import CudaRunner
 
 ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
 REAL = ROWS - 2
@@ -36,23 +34,21 @@ class PromptGraphs:
     """One graph for each pair of sizes.
     The batch is decode rows, prompt rows, padding; results are in the plan's order."""
 
-    def __init__(self, runner: CudaRunner) -> None:
-        self._runner = runner
-        self.tokens = [n for n in TOKENS if n <= min(runner.step_tokens, runner.context_len)]
-        self.decodes = [n for n in DECODES if n < runner.slots] + [runner.slots]
+    def __init__(self, steps: GpuSteps) -> None:
+        self._steps = steps
+        self.tokens = [n for n in TOKENS if n <= min(steps.step_tokens, steps.context_len)]
+        self.decodes = [n for n in DECODES if n < steps.slots] + [steps.slots]
         self.pairs = sorted({(min(n, size), size) for n in self.decodes for size in self.tokens})
         self.limit = self.tokens[-1] if self.tokens else 0
-        self._tile = runner.attention.prompts.tile
+        self._tile = steps.attention.prompts.tile
         self._tiles = self.limit // self._tile + REAL
-        size = sum(self._lengths(runner.slots))
+        size = sum(self._lengths(steps.slots))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
         self._tokens = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
-        self._cum = {
-            w: torch.zeros(runner.slots + 1, dtype=torch.int32, device="cuda") for w in runner.windows
-        }
-        self._out = torch.zeros(runner.slots, dtype=torch.int32, device="cuda")
+        self._cum = {w: torch.zeros(steps.slots + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
+        self._out = torch.zeros(steps.slots, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
@@ -93,7 +89,7 @@ class PromptGraphs:
         first, rest = decodes.nonzero()[0], (~decodes).nonzero()[0]
         count, prompts, new = len(first), len(rest), len(sampled)
         stops = starts + q_lens
-        d_slots[:] = where[:] = self._runner.slots
+        d_slots[:] = where[:] = self._steps.slots
         d_starts[count:padded] = -1
         last = np.empty(len(slots), np.int32)  # each row's last hidden state
         if count:
@@ -112,15 +108,15 @@ class PromptGraphs:
 
     def _forward(self, n: int, size: int) -> None:
         """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
-        runner, tables = self._runner, self._runner.tables
+        steps, tables = self._steps, self._steps.tables
         lengths = self._lengths(n)
         tiles, slots, starts, kv_len, at, where, ends, q_start = self._columns[: sum(lengths)].split(lengths)
         ids, positions, out_loc = self._tokens[:, :size]
-        sampled = min(n + ROWS, runner.slots)
+        sampled = min(n + ROWS, steps.slots)
         at, where, ends = at[:sampled], where[:sampled], ends[:sampled]
-        logits, out = runner.logits[:sampled], self._out[:sampled]
+        logits, out = steps.logits[:sampled], self._out[:sampled]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
-        window, *others = runner.windows
+        window, *others = steps.windows
         if n:
             step.prepare_decode(
                 slots[:n], starts[:n], tables.tokens, tables.page_table, tables.page_size,
@@ -145,20 +141,20 @@ class PromptGraphs:
             decode_rows=n,
             cum=cum,
         )
-        decode, extend = runner.attention.decode.forward, runner.attention.prompts.forward
+        decode, extend = steps.attention.decode.forward, steps.attention.prompts.forward
 
         def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
             out = decode(q, kv, batch, scale, window, softcap) if n else torch.empty_like(q)
             extend(q, kv, batch.page_table, tiles.view(-1, 4), scale, window, softcap, out)
             return out
 
-        with runner.ops.attending(attend), runner.ops.fused(size):
-            hidden = runner.model.forward(batch, runner.kv, at)
-            with runner.ops.float32_output(logits):
-                found = runner.model.logits_part(hidden)
+        with steps.ops.attending(attend), steps.ops.fused(size):
+            hidden = steps.model.forward(batch, steps.kv, at)
+            with steps.ops.float32_output(logits):
+                found = steps.model.logits_part(hidden)
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)
-        runner.sampler.draw(logits, where, ends, out)
+        steps.sampler.draw(logits, where, ends, out)
 
     def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, Pending | None]:
         """The tokens of the rows that sample, in their order,
@@ -169,7 +165,7 @@ class PromptGraphs:
         sizes = min(next(n for n in self.decodes if n >= count), size), size
         self._fill(slots, starts, q_lens, decodes, sampled, sizes)
         self._graphs[sizes].replay()
-        if self._runner.sampler.plain(slots[sampled]):
+        if self._steps.sampler.plain(slots[sampled]):
             return self._out, new, None
         on_host = (slots[sampled], (starts + q_lens)[sampled])
         lengths = self._lengths(sizes[0])
@@ -178,7 +174,7 @@ class PromptGraphs:
         return (
             self._out,
             new,
-            Pending(self._runner.logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
+            Pending(self._steps.logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
         )
 
 

@@ -1,65 +1,35 @@
-"""What one rank does with a plan: tables, forward pass, sampling."""
+"""What the runners of all devices and models have in common: how a rank starts, what it says of itself, and
+how it answers commands. How a step is computed is the part of each."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
-from sgla.dist import join
 from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
-from sgla.kernels.program import Limits
-from sgla.messages import (
-    SAMPLE,
-    CacheGroup,
-    Control,
-    Facts,
-    Failed,
-    NewRow,
-    Progress,
-    RowSampling,
-    StepPlan,
-    StepResult,
-)
-from sgla.model.base import CausalLM
-from sgla.model.load import load_model
-from sgla.model.sizes import weight_bytes
-from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool, kv_groups, state_of
-from sgla.sampling import Sampler, Samples, faults
-from sgla.sampling.draw import draw
-from sgla.sampling.logprobs import Scores, score
-from sgla.sampling.logprobs import join as join_scores
-from sgla.sampling.native import find_draw
-from sgla.sampling.processors import load as load_processors
-from sgla.sampling.runs import ragged
-from sgla.worker.batch import Columns, Wanted, build, cut, read
-from sgla.worker.drafts import NGrams, verify
-from sgla.worker.forward import Forward, Kept, make_forward
-from sgla.worker.kv import allocate_kv, zero_pages
-from sgla.worker.memory import available_bytes, check_weights, resident_bytes, size_kv
+from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+from sgla.worker.place import Place, take_place
 from sgla.worker.profile import Profiler
-from sgla.worker.state import Int32s, SlotTables, column
-
-SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
-LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
-STATE_BYTES = (
-    3 << 18
-)  # of hidden states that a step with a token of each request brings, so that several fit in the ring of results
 
 
-class Runner:
-    """Loads on construction. Raises ConfigError and its kin; ``report`` hears of the progress."""
+class Runner(ABC):
+    """One rank of a model. Loads on construction; ``report`` hears of the progress.
+    Raises ConfigError and its kin.
+
+    ``matchers``: of a rank that samples, for a model whose outputs may have a grammar.
+    """
+
+    facts: Facts
+    matchers: Matchers | None = None
 
     def __init__(
         self,
@@ -70,218 +40,53 @@ class Runner:
         rendezvous: str,
         report: Callable[[Progress], None],
     ) -> None:
-        self._threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
-        torch.set_num_threads(1 if config.native_kernels else self._threads)
-        self._profiler = Profiler(rank)
-        self._group = ExitStack()
-        self.shard = self._group.enter_context(join(rank, size, Path(rendezvous) / "store"))
-        begun = clock.now()
-        self._load(config, source, report)
-        loaded = clock.now()
-        report(Progress(phase="warmup"))
-        self._warm_up()
-        self.facts.timings |= {"weights": loaded - begun, "warmup": clock.now() - loaded}
+        self._seconds: dict[str, float] = {}
+        self._report = report
+        self.profiler = Profiler(rank)
+        with self._phase("ranks"):
+            self.place: Place = take_place(config, rank, size, Path(rendezvous) / "store")
+        self.shard = self.place.shard
+        with self._phase("weights"):
+            self._load(config, source)
+        with torch.inference_mode():
+            self._settle(config)
+            with self._phase("warmup"):
+                report(Progress(phase="warmup"))
+                self._warm_up()
+        self.facts.timings |= self._seconds
 
-    def _load(self, config: Config, source: ModelSource, report: Callable[[Progress], None]) -> None:
-        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-        processors = load_processors(config.logits_processors)
-        slots, step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
-        spec = ModelSpec.from_config(source.config)
-        if config.enable_return_hidden_states:
-            slots = min(slots, max(1, STATE_BYTES // (4 * spec.hidden)))
-        weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
-        check_weights(weights, available_bytes())
-        state = state_of(spec, self.shard.size, self.shard.rank)
-        groups = kv_groups(state, config.context_length or spec.context_len)
-        pool = Pool(groups, config.page_size, dtype, Demand(slots, step_tokens))
-        size = size_kv(
-            pool,
-            budget=config.kv_cache_bytes,
-            available=available_bytes() - weights,
-            wanted_context=config.context_length,
-            model_context=spec.context_len,
-        )
-        self.model = self._load_model(config, source, dtype, size.context_len, report)
-        self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
-        self._most_logits = max(slots, LOGIT_ROWS)
-        limits = Limits(step_tokens, self._most_logits)
-        self._kept = Kept() if config.enable_return_hidden_states else None
-        self._forward, kernels = self._make_forward(limits, config.native_kernels)
-        self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
-        self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups))
-        self._drafter = NGrams(self.tables)
-        self.matchers = Matchers() if self.shard.rank == 0 else None
-        pick = find_draw() if config.native_kernels else draw
-        jumps = self.shard.size == 1  # other ranks are told one token a row
-        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps, processors)
-        self.facts = Facts(
-            groups=[
-                CacheGroup(pages, group.window, nbytes)
-                for pages, group, nbytes in zip(size.pages, groups, pool.page_bytes)
-            ],
-            page_size=config.page_size,
-            slots=slots,
-            context_len=size.context_len,
-            vocab_size=spec.vocab,
-            step_tokens=step_tokens,
-            dtype=dtype,
-            device="cpu",
-            ledger={"weights": weights, "kv": size.bytes},
-            notes=[note for note in (kernels, size.note) if note],
-            grammars=True,
-            processors=list(processors),
-            scores=True,
-            hidden=0 if self._kept is None else spec.hidden,
-            drafts=(config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0,
-        )
+    @abstractmethod
+    def _load(self, config: Config, source: ModelSource) -> None:
+        """Check what is asked for, then make the model with its weights."""
 
-    def _load_model(
-        self,
-        config: Config,
-        source: ModelSource,
-        dtype: str,
-        context_len: int,
-        report: Callable[[Progress], None],
-    ) -> CausalLM:
-        return load_model(
-            source, dtype, config.quantization, self.shard, context_len, report, config.random_seed or 0
-        )
+    def _settle(self, config: Config) -> None:  # noqa: B027  (most do nothing)
+        """What is done between loading and the first step."""
 
-    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
-        return make_forward(self.model, self.kv, limits, self._threads, native, self._kept)
-
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """All ranks return the same tokens; logprobs come from rank 0."""
-        self.tables.apply(plan)
-        if plan.zeroed:
-            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
-        for new in plan.new:
-            self.sampler.admit(new.slot, new.prompt_len, new.sampling)
-            self._drafter.admit(new.slot)
-            if new.sampling.pool is not None:
-                self._labels[new.slot] = new.sampling.pool
-        columns, wanted = read(plan, self.tables, self._drafter.guess(plan) if plan.drafts else None)
-        parts = cut(columns, self._most_logits)
-        vectors: list[bytes] = []
-        hidden: list[bytes] = []
-        if len(parts) == 1 and wanted.plain:
-            batch = build(columns, self.tables)
-            if self.shard.rank == 0:
-                batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
-            samples, counts = self._sample(self._forward(batch), wanted, batch.draws)
-        else:
-            samples, counts = self._score_and_sample(parts, wanted, vectors, hidden)
-        self._profiler.step()
-        tokens, brought = ragged(samples, wanted.first, counts)
-        return StepResult(
-            step=plan.step,
-            tokens=tokens,
-            counts=brought,
-            logprobs=samples.logprobs,
-            failed=samples.failed,
-            vectors=vectors,
-            hidden=hidden,
-            guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
-        )
-
-    def _sample(
-        self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None
-    ) -> tuple[Samples, Int32s]:
-        """The next token of each sampled row, in the token table of every rank; of a row with drafts as many
-        as come. Returns also how many each row has."""
-        tables, counts = self.tables, np.ones_like(wanted.runs)
-        samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], {}, set())
-        if not len(samples.tokens):
-            return samples, counts
-        if len(wanted.rows) > len(wanted.runs):  # there is one rank
-            drafts = tables.tokens[wanted.slots, wanted.positions]
-            samples, counts = verify(self.sampler, logits.numpy(), wanted, drafts, draws)
-            self._drafter.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
-        else:
-            if self.shard.rank == 0:
-                columns = wanted.rows, wanted.slots, wanted.positions
-                samples = self.sampler.sample(logits.numpy(), *columns, draws)
-            self.shard.broadcast(torch.from_numpy(samples.tokens))
-            tables.tokens[wanted.slots, wanted.positions] = samples.tokens
-        slots, limits = wanted.slots[wanted.first], tables.limit[wanted.slots[wanted.first]]
-        ended = (limits > 0) & (wanted.positions[wanted.first] >= limits)  # the host did not know yet
-        reached = wanted.positions[wanted.first + counts - 1]
-        tables.computed[slots] = np.where(ended, limits - 1, reached)
-        return samples, np.where(ended, 0, counts).astype(np.int32)
-
-    def _score_and_sample(
-        self, parts: list[Columns], wanted: Wanted, vectors: list[bytes], hidden: list[bytes]
-    ) -> tuple[Samples, Int32s]:
-        """A step with prompt logprobs, scores of labels, which go to ``vectors``, or states that go to
-        ``hidden``; in parts, so that few rows of logits exist at a time."""
-        scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
-        states: list[list[bytes]] = [[] for _ in wanted.stated]
-        rows: list[torch.Tensor] = []
-        failed: list[Failed] = []
-        at = 0
-        for part in parts:
-            logits, tokens = self._forward(build(part, self.tables)), part.logits + at
-            at += int(part.q_lens.sum())
-            if self.shard.rank:
-                continue
-            rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
-            for row in wanted.pooled:
-                for index in np.flatnonzero(tokens == row.token):
-                    values = label_logprobs(logits[index], self._labels[row.slot])
-                    vectors.append(values.tobytes())
-                    if np.isnan(values).any():
-                        failed.append(faults.no_logprobs(row.row))
-            for span, found in zip(wanted.prompt_spans, scores):
-                inside = np.flatnonzero((tokens >= span.first) & (tokens < span.end))
-                if len(inside):
-                    start = span.start + int(tokens[inside[0]]) - span.first
-                    targets = self.tables.tokens[span.slot, start : start + len(inside)]
-                    k = int(self.tables.prompt_logprobs[span.slot])
-                    part_logits = logits.numpy()[inside[0] : inside[-1] + 1]
-                    found.append(score(part_logits, targets, k, self.sampler.logprob_ids(span.slot)))
-            for stated, pieces in zip(wanted.stated, states):
-                assert self._kept is not None
-                own = (tokens >= stated.first) & (tokens < stated.end)
-                pieces.append(self._kept.states.numpy()[own].tobytes())
-        hidden += map(b"".join, states)
-        samples, counts = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
-        prompts = []
-        for span, found in zip(wanted.prompt_spans, scores):
-            if not found:
-                continue
-            whole = join_scores(found)
-            if whole.sound:
-                asked = len(self.sampler.logprob_ids(span.slot))
-                prompts.append(whole.block(span.row, True, span.start, asked))
-            else:
-                failed.append(faults.no_logprobs(span.row))
-        return samples._replace(logprobs=prompts + samples.logprobs, failed=failed + samples.failed), counts
-
+    @abstractmethod
     def _warm_up(self) -> None:
-        """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""
-        one, zero = np.ones(1, np.int32).tobytes(), np.zeros(1, np.int32).tobytes()
-        new = NewRow(slot=0, tokens=zero, prompt_len=1, pages=[], sampling=RowSampling())
-        self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
+        """Steps without a request, so that the first one does not wait."""
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the step."""
 
     def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``;
-        ``profile_stop``; those of ``grammar/matcher.py``.
-
-        Raises UnsupportedField, InvalidField.
-        """
+        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``; those of
+        ``grammar/matcher.py``, for models that generate. Raises UnsupportedField, InvalidField."""
         match command.verb:
             case "memory":
-                return {"ledger": self.facts.ledger | resident_bytes()}
+                return {"ledger": self.facts.ledger | self.place.usage()}
             case "profile_start":
-                return self._profiler.start(command.args)
+                return self.profiler.start(command.args)
             case "profile_stop":
-                return self._profiler.stop()
-            case "vocabulary" | "grammar":
+                return self.profiler.stop()
+            case "vocabulary" | "grammar" if self.facts.grammars:
                 return self.matchers.control(command.verb, command.args) if self.matchers else {}
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
 
-
-def label_logprobs(logits: torch.Tensor, labels: list[int]) -> NDArray[np.float32]:
-    """float32[labels]: log-probabilities of these tokens; logits ``[V]``."""
-    return logits.log_softmax(-1)[labels].numpy()
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Adds to the seconds that ``Facts.timings`` has under this name."""
+        begun = clock.now()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + clock.now() - begun

@@ -13,6 +13,7 @@ from sgla.kernels.native import library, prepare
 from sgla.messages import Pooling, Progress
 from sgla.model.pooling import read_pooling
 from sgla.model.spec import ModelSpec
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.pooled import PooledRunner
 from sgla.worker.runner import Runner
@@ -25,7 +26,7 @@ def cpu_runner(
     size: int,
     rendezvous: str,
     report: Callable[[Progress], None],
-) -> Runner | EncoderRunner:
+) -> Runner:
     """Raises ConfigError and its kin."""
     if config.native_kernels:
         prepare(
@@ -40,9 +41,9 @@ def cpu_runner(
             param="logits_processors",
         )
     if pooling is None:
-        return Runner(config, source, rank, size, rendezvous, report)
+        return CpuRunner(config, source, rank, size, rendezvous, report)
     if pooling.encoder:
-        return EncoderRunner(config, source, pooling, rank, size, report)
+        return EncoderRunner(config, source, pooling, rank, size, rendezvous, report)
     return PooledRunner(config, source, pooling, rank, size, rendezvous, report)
 
 

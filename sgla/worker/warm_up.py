@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,11 +23,9 @@ from sgla.sampling.constraints import Masks
 from sgla.sampling.device import Pending
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Peak, within_memory
+from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import DecodeGraphs
 from sgla.worker.prompt_graphs import PromptGraphs
-
-if TYPE_CHECKING:
-    from sgla.worker.cuda import CudaRunner
 
 SIZES = 600, 1000, 2000, 4000, 8000, 3  # tokens of prompts: the libraries have kernels for each size
 EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for grammars
@@ -54,93 +51,92 @@ def wake_triton(device: int) -> None:
     step.wake()
 
 
-def rehearse(runner: CudaRunner, woken: Future[None]) -> None:
+def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
     """The model has its layers, but no weights: a few of the layers stand for all. Every row has the dummy
     page. ``woken``: Triton is ready."""
-    torch.cuda.set_device(runner.shard.rank)
+    torch.cuda.set_device(steps.shard.rank)
     woken.result()
-    layers = layers_of_all_kinds(runner.model.spec)
+    layers = layers_of_all_kinds(steps.model.spec)
     with torch.inference_mode(), rehearsing():
-        if runner.kv_dtype != runner.dtype:
-            runner.measure_scales()
-        runner.kv = runner.allocate(1, runner.tables.page_size, runner.kv_dtype)[:layers]
-        longest = max(1, runner.context_len - 1)
-        most = min(runner.step_tokens, runner.slots * longest)
+        if steps.kv_dtype != steps.dtype:
+            steps.measure_scales()
+        steps.kv = steps.allocate(1, steps.tables.page_size, steps.kv_dtype)[:layers]
+        longest = max(1, steps.context_len - 1)
+        most = min(steps.step_tokens, steps.slots * longest)
         sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first
         alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
-        for decodes, size in (*alone, (1, sizes[0]), (runner.slots, sizes[0])):
+        for decodes, size in (*alone, (1, sizes[0]), (steps.slots, sizes[0])):
             for half in (0, 1):
-                runner.run_eagerly(_behind(decodes, size, half, runner.slots, longest))
-        for size in runner.ops.sizes(most):
-            runner.run_eagerly(_behind(0, size, 0, runner.slots, longest))
-        DecodeGraphs(runner).rehearse()
-        if not runner.deterministic:
-            PromptGraphs(runner).rehearse()
-        measure(runner)
-        for plan in _plans(runner):
-            runner.tables.apply(plan, runner.sampler)
+                steps.run_eagerly(_behind(decodes, size, half, steps.slots, longest))
+        for size in steps.ops.sizes(most):
+            steps.run_eagerly(_behind(0, size, 0, steps.slots, longest))
+        DecodeGraphs(steps).rehearse()
+        if not steps.deterministic:
+            PromptGraphs(steps).rehearse()
+        measure(steps)
+        for plan in _plans(steps):
+            steps.tables.apply(plan, steps.sampler)
 
 
-def measure(runner: CudaRunner) -> Peak:
+def measure(steps: GpuSteps) -> Peak:
     """Run the largest steps there can be. Every row has the dummy page."""
     with within_memory("sampling", lambda: FEWER_ROWS):
-        kept = _peak(_admit_all, runner)
-        samples = _peak(_sample_most, runner)
+        kept = _peak(_admit_all, steps)
+        samples = _peak(_sample_most, steps)
     with within_memory("reading prompts", lambda: FEWER_TOKENS):
-        prompts = _peak(_read_most, runner)
+        prompts = _peak(_read_most, steps)
     return Peak(kept + prompts, kept + samples)
 
 
-def _admit_all(runner: CudaRunner) -> None:
-    for slot in range(runner.slots):
+def _admit_all(steps: GpuSteps) -> None:
+    for slot in range(steps.slots):
         new = NewRow(
-            slot=slot, tokens=bytes(4), prompt_len=runner.context_len, pages=[b""], sampling=EVERYTHING
+            slot=slot, tokens=bytes(4), prompt_len=steps.context_len, pages=[b""], sampling=EVERYTHING
         )
-        runner.tables.apply(_step([(slot, 0, 1)], new), runner.sampler)
+        steps.tables.apply(_step([(slot, 0, 1)], new), steps.sampler)
 
 
-def _peak(run: Callable[[CudaRunner], None], runner: CudaRunner) -> int:
+def _peak(run: Callable[[GpuSteps], None], steps: GpuSteps) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    run(runner)
+    run(steps)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_reserved() - before
 
 
-def _read_most(runner: CudaRunner) -> None:
+def _read_most(steps: GpuSteps) -> None:
     """Full steps: of prompts whose logprobs are wanted, and of prompts behind histories, with decode rows."""
-    slots, context = runner.slots, runner.context_len
-    tokens = min(runner.step_tokens, slots * context)
+    slots, context = steps.slots, steps.context_len
+    tokens = min(steps.step_tokens, slots * context)
     prompts = [(slot, 0, min(context, tokens - at)) for slot, at in enumerate(range(0, tokens, context))]
-    runner.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
+    steps.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
     decodes, half = min(slots // 2, tokens // 2), max(1, min(tokens, context) // 2)
-    parts = runner.attention.extend, runner.attention.decode
+    parts = steps.attention.extend, steps.attention.decode
     start = context - half if any(isinstance(part, TorchExtend | TorchDecode) for part in parts) else half
     left = range(0, tokens - decodes, half)[: slots - decodes]
     behind = [(decodes + i, start, min(half, tokens - decodes - at)) for i, at in enumerate(left)]
-    runner.run_eagerly(_step([*((slot, start, 1) for slot in range(decodes)), *behind]))
+    steps.run_eagerly(_step([*((slot, start, 1) for slot in range(decodes)), *behind]))
 
 
-def _sample_most(runner: CudaRunner) -> None:
+def _sample_most(steps: GpuSteps) -> None:
     """Every row wants everything."""
-    slots = np.arange(runner.slots, dtype=np.int32)
-    ends = np.full_like(slots, runner.context_len)
+    slots = np.arange(steps.slots, dtype=np.int32)
+    ends = np.full_like(slots, steps.context_len)
     d_slots, d_ends = upload(np.stack([slots, ends]))
-    spec, out = runner.model.spec, torch.zeros_like(d_slots)
-    logits = runner.logits_of(torch.zeros(runner.slots, spec.hidden, dtype=runner.dtype, device="cuda"))
-    words = torch.zeros(runner.slots, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
-    runner.sampler.sample(
+    spec, out = steps.model.spec, torch.zeros_like(d_slots)
+    logits = steps.logits_of(torch.zeros(steps.slots, spec.hidden, dtype=steps.dtype, device="cuda"))
+    words = torch.zeros(steps.slots, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
+    steps.sampler.sample(
         Pending(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words, d_ends)
     )
 
 
-def warm_up(runner: CudaRunner) -> None:
+def warm_up(steps: GpuSteps, execute: Callable[[StepPlan], object]) -> None:
     """Every row has the dummy page."""
-    for plan in _plans(runner):
-        runner.execute(plan)
-    runner.tables.put(np.array([[runner.slots], [0], [0]]))
-    runner.flights.forget()
+    for plan in _plans(steps):
+        execute(plan)
+    steps.tables.put(np.array([[steps.slots], [0], [0]]))
 
 
 def layers_of_all_kinds(spec: ModelSpec) -> int:
@@ -165,15 +161,15 @@ def _behind(decodes: int, size: int, half: int, slots: int, longest: int) -> Ste
     return _step(rows)
 
 
-def _plans(runner: CudaRunner) -> Iterator[StepPlan]:
+def _plans(steps: GpuSteps) -> Iterator[StepPlan]:
     """Prompts as a whole and behind a prefix, then a decode step with a new page."""
-    for size in _below(min(runner.step_tokens + 1, runner.context_len), SIZES):
+    for size in _below(min(steps.step_tokens + 1, steps.context_len), SIZES):
         for start in (0, size // 2):
             row = NewRow(
                 slot=0,
                 tokens=bytes(4 * size),
                 prompt_len=size,
-                pages=[bytes(4 * -(-size // runner.tables.page_size))],
+                pages=[bytes(4 * -(-size // steps.tables.page_size))],
                 sampling=EVERYTHING,
             )
             yield _step([(0, start, size - start)], row)

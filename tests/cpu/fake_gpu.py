@@ -172,18 +172,20 @@ class Launches:
 def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind prefixes; and prompts of
     ``sizes`` tokens together."""
-    half = runner.context_len // 2
+    half = runner.steps.context_len // 2
     three = min(3, half)
-    for rows in range(1, runner.slots + 1):
+    for rows in range(1, runner.steps.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
-    for decodes in (0, 1, 5, runner.slots - 1):
+    for decodes in (0, 1, 5, runner.steps.slots - 1):
         for start, size in ((0, 2), (0, 100), (1, 17), (0, half), (half, 300)):
-            if 0 < size <= min(runner.context_len - start, runner.step_tokens - decodes):
-                yield plan([*((slot, start, 1) for slot in range(decodes)), (runner.slots - 1, start, size)])
+            if 0 < size <= min(runner.steps.context_len - start, runner.steps.step_tokens - decodes):
+                yield plan(
+                    [*((slot, start, 1) for slot in range(decodes)), (runner.steps.slots - 1, start, size)]
+                )
         yield plan(
             [
                 *((slot, three, 1) for slot in range(decodes)),
-                *((slot, 0, max(1, three)) for slot in range(decodes, runner.slots)),
+                *((slot, 0, max(1, three)) for slot in range(decodes, runner.steps.slots)),
             ]
         )
     for size in sizes:

@@ -12,17 +12,17 @@ from sgla.errors import ConfigError
 from sgla.kernels.build import BuildError
 from sgla.messages import Submit, TokenLogprob
 from sgla.worker import start
-from sgla.worker.runner import Runner
+from sgla.worker.cpu import CpuRunner
 
 
 @pytest.fixture(scope="module", params=[("float32", None), ("bfloat16", None), ("bfloat16", "int8")], ids=str)
-def runner(request: pytest.FixtureRequest) -> Runner:
+def runner(request: pytest.FixtureRequest) -> CpuRunner:
     dtype, quantization = request.param
     config = tiny_config(
         native_kernels=True, threads=2, dtype=dtype, quantization=quantization, deterministic=True
     )
     source = tiny_source(hidden_size=128, intermediate_size=192, max_position_embeddings=1024)
-    return Runner(config, source, 0, 1, "", lambda progress: None)
+    return CpuRunner(config, source, 0, 1, "", lambda progress: None)
 
 
 def prompt(n: int, seed: int) -> list[int]:
@@ -41,7 +41,7 @@ def scores(result: Any) -> list[list[TokenLogprob | None]]:
 
 
 @pytest.mark.native
-def test_batch_chunks_and_cache_do_not_show(runner: Runner) -> None:
+def test_batch_chunks_and_cache_do_not_show(runner: CpuRunner) -> None:
     alone = scores(run(runner, [subject()], prefix_cache=False))
     assert len(alone[1]) == 8
     others = [submit(f"other-{i}", prompt(20 * i + 1, i), 12, temperature=1.0, seed=i) for i in range(5)]

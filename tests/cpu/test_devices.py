@@ -16,7 +16,7 @@ from sgla.errors import ConfigError
 from sgla.executor.procs import runner_of
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
-from sgla.worker.runner import Runner
+from sgla.worker.cpu import CpuRunner
 
 # bf16, fp8, tma, wgmma, pdl; KiB of shared memory of a block
 FACTS = {
@@ -55,7 +55,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
     [
         ("third_device:LOST", "cannot be loaded: AttributeError: .*LOST"),
         ("lost_device:PLATFORM", "cannot be loaded: ModuleNotFoundError: .*lost_device"),
-        ("third_device:ThirdRunner", "is no sgla.device.Platform but of type type"),
+        ("third_device:ThirdRunner", "is no sgla.device.Platform but of type ABCMeta"),
     ],
 )
 def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
@@ -86,7 +86,7 @@ def test_a_third_device_runs_by_torch_bodies(monkeypatch: pytest.MonkeyPatch) ->
     make = getattr(importlib.import_module(module), name)
     requests = [submit("greedy", [5, 9, 2], 12), submit("drawn", [7] * 30, 12, temperature=0.9, seed=3)]
     tokens = run(make(config, tiny_source(), 0, 1, "", lambda p: None), requests).tokens()
-    own = Runner(tiny_config(native_kernels=False), tiny_source(), 0, 1, "", lambda p: None)
+    own = CpuRunner(tiny_config(native_kernels=False), tiny_source(), 0, 1, "", lambda p: None)
     assert tokens == run(own, requests).tokens()
 
 

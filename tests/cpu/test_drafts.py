@@ -11,16 +11,16 @@ from config_cases import gemma3
 from tiny import VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.messages import Submit
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.drafts import NGrams
-from sgla.worker.runner import Runner
 
 
-def make_runner(**changes: Any) -> Runner:
-    return Runner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
+def make_runner(**changes: Any) -> CpuRunner:
+    return CpuRunner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def runner(request: pytest.FixtureRequest) -> Runner:
+def runner(request: pytest.FixtureRequest) -> CpuRunner:
     runner = make_runner(native_kernels=request.param == "native")
     if request.param == "native" and "torch" in runner.facts.notes[0]:
         pytest.skip(runner.facts.notes[0])
@@ -63,7 +63,7 @@ def alone() -> Transcript:
         {"drafts": 5, "pages": 12, "reserve": 0.0},
     ],
 )
-def test_text_is_the_same(runner: Runner, alone: Transcript, limits: dict[str, Any]) -> None:
+def test_text_is_the_same(runner: CpuRunner, alone: Transcript, limits: dict[str, Any]) -> None:
     core = make_core(runner.facts, **limits)
     for _ in range(2):  # the second time behind cached prefixes
         got = run(runner, make_requests(), core)
@@ -80,7 +80,7 @@ def entries(deltas: list[Any]) -> list[Any]:
     return [entry for delta in deltas for entry in delta.logprobs or []]
 
 
-def test_guesses_that_are_right_save_steps(runner: Runner) -> None:
+def test_guesses_that_are_right_save_steps(runner: CpuRunner) -> None:
     greedy = make_requests()[0]
     always = submit("always", [5, 6, 7], 60, allowed=[9])
 
@@ -93,7 +93,7 @@ def test_guesses_that_are_right_save_steps(runner: Runner) -> None:
     assert steps(always, 8) < 0.3 * steps(always, 0)
 
 
-def test_guesses_are_counted(runner: Runner) -> None:
+def test_guesses_are_counted(runner: CpuRunner) -> None:
     core = make_core(runner.facts, drafts=6, depth=2)
     found = run(runner, make_requests(), core)
     stats = core.stats()
@@ -107,7 +107,7 @@ def test_guesses_are_counted(runner: Runner) -> None:
     assert make_core(runner.facts).stats().verifies == 0
 
 
-def test_a_request_may_end_in_the_middle_of_what_a_row_brings(runner: Runner, alone: Transcript) -> None:
+def test_a_request_may_end_in_the_middle_of_what_a_row_brings(runner: CpuRunner, alone: Transcript) -> None:
     tokens = alone.tokens()["greedy"]
     for at in (20, 33, 34, 35):
         first = tokens.index(tokens[at])
@@ -123,7 +123,7 @@ def test_windows_slide_behind_what_is_certain() -> None:
     source.config.update(
         gemma3(vocab_size=VOCAB, num_hidden_layers=3, sliding_window=20, max_position_embeddings=512)
     )
-    runner = Runner(tiny_config(), source, 0, 1, "", lambda progress: None)
+    runner = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
     check_draws(runner)
     expected = run(runner, make_requests(), depth=1).tokens()
     for depth in (1, 3):

@@ -18,7 +18,7 @@ from sgla.hub.source import open_source
 from sgla.model import registry
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
-from sgla.worker.runner import Runner
+from sgla.worker.cpu import CpuRunner
 
 PROMPTS = random_prompts([1, 7, 33, 90])
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
@@ -89,7 +89,7 @@ async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)
     requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
-    one = Runner(tiny_config(), source, 0, 1, "", lambda progress: None)
+    one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
     executor = ProcsExecutor(tiny_config(tp=2), source)
     try:
         both = await run_executor(executor, await executor.start(lambda progress: None), requests)

@@ -16,7 +16,7 @@ from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, 
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.messages import Submit
-from sgla.worker.runner import STATE_BYTES, Runner
+from sgla.worker.cpu import STATE_BYTES, CpuRunner
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -68,7 +68,7 @@ def test_states_are_those_of_transformers(layout: str, native: bool, tmp_path: P
     model_type, changes = LAYOUTS[layout]
     hf = save_checkpoint(tmp_path, model_type, **changes)
     config = tiny_config(native_kernels=native, enable_return_hidden_states=True)
-    runner = Runner(config, open_source(tmp_path), 0, 1, "", lambda progress: None)
+    runner = CpuRunner(config, open_source(tmp_path), 0, 1, "", lambda progress: None)
     if native and "torch" in runner.facts.notes[0]:
         pytest.skip(runner.facts.notes[0])
     width = runner.facts.hidden
@@ -87,7 +87,7 @@ def test_states_are_those_of_transformers(layout: str, native: bool, tmp_path: P
 
 def test_states_beside_rows_that_guess() -> None:
     """Rows of requests that want states do not guess; the others do, and no state changes."""
-    runner = Runner(
+    runner = CpuRunner(
         tiny_config(enable_return_hidden_states=True), tiny_source(), 0, 1, "", lambda progress: None
     )
     stem = [5, 9, 2, 7, 11]
@@ -115,7 +115,7 @@ def test_states_beside_rows_that_guess() -> None:
 
 async def test_ranks_and_alone(tmp_path: Path) -> None:
     """Alone, and of two ranks in processes of their own."""
-    one = Runner(
+    one = CpuRunner(
         tiny_config(enable_return_hidden_states=True), tiny_source(), 0, 1, "", lambda progress: None
     )
     wanted = requests(one.facts.vocab_size)
@@ -138,5 +138,5 @@ def test_as_many_run_as_have_room_in_a_result() -> None:
     source = tiny_source(
         hidden_size=STATE_BYTES // 4 // 3, vocab_size=8, intermediate_size=16, num_hidden_layers=1
     )
-    runner = Runner(tiny_config(enable_return_hidden_states=True), source, 0, 1, "", lambda progress: None)
+    runner = CpuRunner(tiny_config(enable_return_hidden_states=True), source, 0, 1, "", lambda progress: None)
     assert runner.facts.slots == 3

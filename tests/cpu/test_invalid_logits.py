@@ -13,7 +13,7 @@ from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import ModelSource, open_source
 from sgla.messages import Submit
-from sgla.worker.runner import Runner
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.start import cpu_runner
 
 POISON = 13  # its embedding is NaN
@@ -37,9 +37,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("native", marks=pytest.mark.native)])
-def runner(request: pytest.FixtureRequest, source: ModelSource) -> Runner:
+def runner(request: pytest.FixtureRequest, source: ModelSource) -> CpuRunner:
     config = tiny_config(native_kernels=request.param == "native", max_running_requests=12)
-    return Runner(config, source, 0, 1, "", lambda progress: None)
+    return CpuRunner(config, source, 0, 1, "", lambda progress: None)
 
 
 def good() -> list[Submit]:
@@ -63,12 +63,12 @@ def bad() -> list[Submit]:
     ]
 
 
-def exact(runner: Runner) -> bool:
+def exact(runner: CpuRunner) -> bool:
     """The batch does not change bits."""
     return "torch" not in runner.facts.notes[0]
 
 
-def same(found: dict[str, list[int]], expected: dict[str, list[int]], runner: Runner) -> bool:
+def same(found: dict[str, list[int]], expected: dict[str, list[int]], runner: CpuRunner) -> bool:
     """Whether outputs are equal: in length alone where bits differ, for a draw may be a close one."""
     if exact(runner):
         return found == expected
@@ -78,7 +78,7 @@ def same(found: dict[str, list[int]], expected: dict[str, list[int]], runner: Ru
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_requests_of_a_broken_input_end_alone(runner: Runner, depth: int) -> None:
+def test_requests_of_a_broken_input_end_alone(runner: CpuRunner, depth: int) -> None:
     names = [request.rid for request in good()]
     alone = run(runner, good(), depth=depth)
     assert not any(POISON in tokens for tokens in alone.tokens().values())
@@ -100,7 +100,7 @@ def test_requests_of_a_broken_input_end_alone(runner: Runner, depth: int) -> Non
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_nothing_of_a_broken_request_is_left_in_the_cache(runner: Runner, kept: bool) -> None:
+def test_nothing_of_a_broken_request_is_left_in_the_cache(runner: CpuRunner, kept: bool) -> None:
     """Its tokens were computed beside those of a prefix that others have, and its pages go to others."""
     shared = list(range(60, 100))
     after = [submit("after", [*shared, 3], 8), submit("other", [4] * 70, 30)]

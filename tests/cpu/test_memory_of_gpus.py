@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.model.spec import ModelSpec
-from sgla.worker.cuda import CudaRunner
-from sgla.worker.gpu_memory import Advice, Peak, Weights, size_pool, splits, within_memory
+from sgla.worker import gpu_memory
+from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[1] / "bench/models"
@@ -209,13 +208,10 @@ def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1000 MiB with 900 free and nothing else kept, 0.75 leaves 650 to the pool, and 0.01 too little."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (900 * MIB, 1000 * MIB))
-    monkeypatch.setattr("sgla.worker.cuda.ledger_of", lambda peak, graphs: {"reserve": 0})
-    state = types.SimpleNamespace(
-        slots=1, step_tokens=1, prompts=types.SimpleNamespace(limit=1), _captures=False, ledger={}, kv_dtype=None,
-        allocate=lambda *sizes: None, _smaller_pool=None,
-    )  # fmt: skip
+    monkeypatch.setattr(gpu_memory, "RESERVE", 0)
+    budget = Budget(Weights(spec("qwen3-0.6b"), "bfloat16", None, 1, False), 1, 1)
     for fraction, pages in ((1.0, 900), (0.75, 650)):
-        assert CudaRunner._pool(state, Config(memory_fraction=fraction), MIB, Peak(0, 0)) == pages  # type: ignore[arg-type]
+        assert budget.pool(Config(memory_fraction=fraction), MIB, Peak(0, 0), 0) == pages
     with pytest.raises(OutOfMemory, match="raise --memory-fraction") as caught:
-        CudaRunner._pool(state, Config(memory_fraction=0.1), MIB, Peak(0, 0))  # type: ignore[arg-type]
+        budget.pool(Config(memory_fraction=0.1), MIB, Peak(0, 0), 0)
     assert caught.value.param == "memory_fraction"

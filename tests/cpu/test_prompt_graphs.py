@@ -18,7 +18,7 @@ SLOTS, TILE = 300, 32
 
 def without_a_gpu() -> Any:
     graphs = PromptGraphs.__new__(PromptGraphs)
-    graphs._runner = SimpleNamespace(slots=SLOTS)  # type: ignore[assignment]
+    graphs._steps = SimpleNamespace(slots=SLOTS)  # type: ignore[assignment]
     graphs.tokens, graphs.limit, graphs._tile = list(TOKENS), TOKENS[-1], TILE
     graphs._tiles = TOKENS[-1] // TILE + REAL
     size = sum(graphs._lengths(SLOTS))

@@ -12,8 +12,8 @@ from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
 from sgla.messages import StepPlan, Submit
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.sched.memory import Memory
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.memory import size_kv
-from sgla.worker.runner import Runner
 
 WINDOW, PAGE = 40, 16
 MODEL = gemma3(
@@ -21,15 +21,15 @@ MODEL = gemma3(
 )
 
 
-def make_runner(**changes: Any) -> Runner:
+def make_runner(**changes: Any) -> CpuRunner:
     source = tiny_source()
     source.config.clear()
     source.config.update(MODEL)
-    return Runner(tiny_config(**changes), source, 0, 1, "", lambda progress: None)
+    return CpuRunner(tiny_config(**changes), source, 0, 1, "", lambda progress: None)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def runner(request: pytest.FixtureRequest) -> Runner:
+def runner(request: pytest.FixtureRequest) -> CpuRunner:
     runner = make_runner(native_kernels=request.param == "native")
     if request.param == "native" and "torch" in runner.facts.notes[0]:
         pytest.skip(runner.facts.notes[0])
@@ -63,7 +63,7 @@ def alone() -> dict[str, list[int]]:
     return tokens
 
 
-def test_layers_are_grouped_by_their_windows(runner: Runner) -> None:
+def test_layers_are_grouped_by_their_windows(runner: CpuRunner) -> None:
     full, window = runner.facts.groups
     assert (full.window, window.window) == (0, WINDOW)
     assert {layer.group for layer in runner.kv} == {0, 1}
@@ -73,7 +73,7 @@ def test_layers_are_grouped_by_their_windows(runner: Runner) -> None:
 
 @pytest.mark.parametrize("limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 9}, {"step_tokens": 64}])
 def test_text_is_the_same_as_with_all_pages(
-    runner: Runner, alone: dict[str, list[int]], limits: dict[str, Any]
+    runner: CpuRunner, alone: dict[str, list[int]], limits: dict[str, Any]
 ) -> None:
     core = make_core(runner.facts, **limits)
     assert run(runner, requests(), core).tokens() == alone
@@ -82,7 +82,7 @@ def test_text_is_the_same_as_with_all_pages(
     assert cached["second"][0].cached_tokens >= 3 * WINDOW // PAGE * PAGE
 
 
-def test_pages_of_windows_are_used_again(runner: Runner, alone: dict[str, list[int]]) -> None:
+def test_pages_of_windows_are_used_again(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
     """With no more of them than all rows read at a time, and nothing left for the tree; what they hold meanwhile is of others."""
     core = make_core(runner.facts, windows=[1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)], reserve=0.0)
     for _ in range(2):
@@ -92,7 +92,9 @@ def test_pages_of_windows_are_used_again(runner: Runner, alone: dict[str, list[i
     assert stats.pages_cached > 30
 
 
-def test_what_others_leave_behind_a_window_is_not_read(runner: Runner, alone: dict[str, list[int]]) -> None:
+def test_what_others_leave_behind_a_window_is_not_read(
+    runner: CpuRunner, alone: dict[str, list[int]]
+) -> None:
     """Not even to multiply it with 0: it may be no number."""
     core = make_core(runner.facts, depth=1, prefix_cache=False)
     memory, plan, given_back = core._memory, core.plan, set[int]()

@@ -18,8 +18,8 @@ from sgla.layers.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.worker.batch import Columns, build, cut, read
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
-from sgla.worker.runner import Runner
 from sgla.worker.state import SlotTables
 
 
@@ -27,8 +27,8 @@ def ints(values: Any) -> bytes:
     return array("i", values).tobytes()
 
 
-def make_runner(**changes: Any) -> Runner:
-    return Runner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
+def make_runner(**changes: Any) -> CpuRunner:
+    return CpuRunner(tiny_config(**changes), tiny_source(), 0, 1, "", lambda progress: None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_a_gpu_cannot_do_is_refused_by_name(
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def runner(request: pytest.FixtureRequest) -> Runner:
+def runner(request: pytest.FixtureRequest) -> CpuRunner:
     runner = make_runner(native_kernels=request.param == "native")
     if request.param == "native" and "torch" in runner.facts.notes[0]:
         pytest.skip(runner.facts.notes[0])
@@ -96,17 +96,19 @@ def alone() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_batch_gives_what_each_request_gives_alone(
-    runner: Runner, alone: dict[str, list[int]], depth: int
+    runner: CpuRunner, alone: dict[str, list[int]], depth: int
 ) -> None:
     assert run(runner, make_requests(), depth=depth).tokens() == alone
 
 
 @pytest.mark.parametrize("step_tokens", [9, 16, 23])
-def test_chunked_prefill_equals_whole(runner: Runner, alone: dict[str, list[int]], step_tokens: int) -> None:
+def test_chunked_prefill_equals_whole(
+    runner: CpuRunner, alone: dict[str, list[int]], step_tokens: int
+) -> None:
     assert run(runner, make_requests(), step_tokens=step_tokens, depth=2).tokens() == alone
 
 
-def test_a_warm_cache_equals_a_cold_one(runner: Runner, alone: dict[str, list[int]]) -> None:
+def test_a_warm_cache_equals_a_cold_one(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
     core = make_core(runner.facts)
     assert run(runner, make_requests(), core).tokens() == alone
     warm = run(runner, make_requests(), core)
@@ -114,7 +116,7 @@ def test_a_warm_cache_equals_a_cold_one(runner: Runner, alone: dict[str, list[in
     assert max(d.cached_tokens for deltas in warm.values() for d in deltas) >= 64
 
 
-def test_preempted_requests_resume_the_same_stream(runner: Runner, alone: dict[str, list[int]]) -> None:
+def test_preempted_requests_resume_the_same_stream(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
     core = make_core(runner.facts, pages=18, depth=2, reserve=0.0)
     assert run(runner, make_requests(), core).tokens() == alone
     assert core.stats().preemptions > 0
@@ -135,7 +137,7 @@ async def test_executors_equal_the_runner(kind: str, alone: dict[str, list[int]]
         await executor.close()
 
 
-def test_logprobs_of_prompt_and_outputs_are_the_models(runner: Runner) -> None:
+def test_logprobs_of_prompt_and_outputs_are_the_models(runner: CpuRunner) -> None:
     rng = random.Random(5)
     prompt = [rng.randrange(VOCAB) for _ in range(90)]
     request = submit("r", prompt, 6, logprobs=3, prompt_logprobs=2, temperature=1.0, seed=1)
@@ -160,7 +162,7 @@ def test_logprobs_of_prompt_and_outputs_are_the_models(runner: Runner) -> None:
             assert lp.rank == 1 + int((row > row[lp.token]).sum())
 
 
-def forward(runner: Runner, tokens: list[int]) -> torch.Tensor:
+def forward(runner: CpuRunner, tokens: list[int]) -> torch.Tensor:
     """Logits [T, V] of one sequence in one step."""
     tables = SlotTables(1, runner.facts.context_len, runner.facts.page_size)
     pages = range(1, 2 + len(tokens) // runner.facts.page_size)
@@ -331,7 +333,7 @@ def test_wrong_settings_are_typed_errors() -> None:
         make_runner(kv_cache_bytes=1 << 50)
 
 
-def test_control_commands(runner: Runner, tmp_path: Path) -> None:
+def test_control_commands(runner: CpuRunner, tmp_path: Path) -> None:
     assert runner.control(Control(verb="memory"))["ledger"]["weights"] > 0
     with pytest.raises(InvalidField):
         runner.control(Control(verb="profile_stop"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sgla.device import Device, Platform
 from sgla.kernels.program import Limits
-from sgla.worker.runner import Forward, Runner
+from sgla.worker.cpu import CpuRunner, Forward
 
 
-class ThirdRunner(Runner):
+class ThirdRunner(CpuRunner):
     def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
         return super()._make_forward(limits, False)
 

@@ -148,7 +148,7 @@ def test_the_runner_reads_prefixes_once(lone: int, monkeypatch: pytest.MonkeyPat
     assert len(runs) == 24
     for i, both in enumerate(runs):
         assert_same_bits(both, ROWS, logits=i >= 12)
-    runner.cascade = None
+    runner.steps.cascade = None
     apart = decode(runner, new, 12)
     same = (apart == shared).cumprod(0).sum() / apart.size  # bf16: a near tie may fall the other way
     assert same >= 0.8

@@ -156,9 +156,9 @@ def compare_in_runner(runner: Any) -> None:
     generate(runner, {3: prompt(3, 250)}, 8, False)
 
     def logits(run: Callable[[], None]) -> Tensor:
-        runner.logits.zero_()
+        runner.steps.logits.zero_()
         run()
-        return runner.logits[0].clone()
+        return runner.steps.logits[0].clone()
 
     with torch.inference_mode():
         captured = logits(graphs._graphs[1].replay)

@@ -182,7 +182,7 @@ def test_mixtral_equals_torch() -> None:
         rows = [(2, 300 + i, 1, SAMPLE)] + [(row.slot, 40 + i // 2, 1, SAMPLE) for row in others] * (i % 2)
         blocks += runner.execute(plan(3 + i, rows)).logprobs[:1]
     found = torch.cat([torch.from_numpy(np.frombuffer(b.values, np.float32).copy()) for b in blocks])
-    ids = runner.tables.tokens[2, :309].clone()
+    ids = runner.steps.tables.tokens[2, :309].clone()
     expected = oracle(runner, ids)[: len(found)]
     assert len(found) == 299 + 9
     errors = (found.cuda() - expected).abs()
@@ -194,9 +194,11 @@ def test_mixtral_equals_torch() -> None:
 def oracle(runner: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logprobs of all tokens but the first, by torch's operations in float32."""
     pages = -(-len(ids) // 16)
-    batch = runner.extend_batch(*(np.array([n], np.int32) for n in (2, 0, len(ids))))
+    batch = runner.steps.extend_batch(*(np.array([n], np.int32) for n in (2, 0, len(ids))))
     batch.ids = ids
     with torch.inference_mode():
-        kv = runner.allocate(max(int(runner.tables.page_table[2].max()) + 1, pages), 16, torch.float32)
-        logits = runner.model.logits(runner.model.forward(batch, kv))
+        kv = runner.steps.allocate(
+            max(int(runner.steps.tables.page_table[2].max()) + 1, pages), 16, torch.float32
+        )
+        logits = runner.steps.model.logits(runner.steps.model.forward(batch, kv))
     return logits[:-1].log_softmax(-1).gather(1, ids[1:, None].long())[:, 0]

@@ -140,7 +140,7 @@ class Twice:
 
 def twice(graphs: Any, monkeypatch: pytest.MonkeyPatch, name: str, forward: Callable[..., None]) -> list[Any]:
     """What is kept from now on of the graphs in the attribute ``name``."""
-    written = [graphs._runner.logits, graphs._out if hasattr(graphs, "_out") else graphs.out]
+    written = [graphs._steps.logits, graphs._out if hasattr(graphs, "_out") else graphs.out]
     kept: list[Any] = []
     found = {
         key: Twice(graph, partial(forward, *np.atleast_1d(key).tolist()), written, kept)
@@ -188,11 +188,11 @@ def assert_rows_alone_equal_all(runner: Any, bound: float, share: float = 1.0) -
     runner.execute(plan(0, [(slot, 0, len(tokens), SAMPLE) for slot, tokens in enumerate(prompts)], new))
     columns = (np.array(column, np.int32) for column in (range(len(q_lens)), starts, q_lens))
     with torch.inference_mode():
-        batch = runner.extend_batch(*columns)
+        batch = runner.steps.extend_batch(*columns)
 
         def forward(*rows: torch.Tensor) -> torch.Tensor:
-            with runner.ops.fused(batch.tokens):
-                return force(runner.model.forward(batch, runner.kv, *rows)).float().clone()
+            with runner.steps.ops.fused(batch.tokens):
+                return force(runner.steps.model.forward(batch, runner.steps.kv, *rows)).float().clone()
 
         every = forward()
         for count in (1, 3, 20, 150):
@@ -292,7 +292,7 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
     expected = [generate(runner, prompts, 6, True) for prompts in many]
     try:
         other = make(decode_attention_backend=decode, prefill_attention_backend=prefill)
-        assert (other.attention.decode.name, other.attention.extend.name) == (decode, prefill)
+        assert (other.steps.attention.decode.name, other.steps.attention.extend.name) == (decode, prefill)
         for prompts, tokens in zip(many, expected):
             assert agreement(generate(other, prompts, 6, True), tokens) >= 0.6
     finally:
@@ -341,5 +341,5 @@ def test_a_broken_input_fails_alone_in_graphs_and_eagerly(rows: int, sampling: d
 @cache
 def broken_runner() -> Any:
     runner = make(TINY | {"tie_word_embeddings": False})
-    runner.model.embed.weight.data[BROKEN] = float("nan")
+    runner.steps.model.embed.weight.data[BROKEN] = float("nan")
     return runner

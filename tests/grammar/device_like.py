@@ -22,8 +22,8 @@ from sgla.sampling.draw import Distribution, draw
 from sgla.sampling.faults import NONE_LEFT
 from sgla.sampling.rules import Rule, make_rules
 from sgla.worker.batch import build, read
+from sgla.worker.cpu import CpuRunner
 from sgla.worker.flights import Flight, Flights
-from sgla.worker.runner import Runner
 from sgla.worker.state import column
 
 
@@ -92,7 +92,7 @@ sampling.sample, sampling.mask = choose, mask  # type: ignore[assignment]
 device.DeviceRules = HostRules  # type: ignore[misc, assignment]
 
 
-class DeviceLike(Runner):
+class DeviceLike(CpuRunner):
     def _load(self, *args: Any) -> None:
         super()._load(*args)
         tables, vocab = self.tables, self.model.spec.vocab

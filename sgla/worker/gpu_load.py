@@ -1,0 +1,80 @@
+"""What is decided before a GPU gets its weights: sizes, kernels, and whether all of it can be."""
+
+from __future__ import annotations
+
+import torch
+
+from sgla import attention
+from sgla.attention.cascade import Cascade
+from sgla.config import Config
+from sgla.device import check as check_device
+from sgla.kernels.gpu import GpuOps
+from sgla.layers.linear import split_heads
+from sgla.messages import LONGEST
+from sgla.model.spec import ModelSpec
+from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
+from sgla.worker.gpu_steps import Kernels, Sizes
+from sgla.worker.place import Gpu
+
+SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def dtype_of(config: Config) -> str:
+    """In which a model computes."""
+    return "bfloat16" if config.dtype == "auto" else config.dtype
+
+
+def choose_sizes(config: Config, spec: ModelSpec) -> Sizes:
+    return Sizes(
+        config.max_running_requests or SLOTS,
+        config.step_tokens or STEP_TOKENS,
+        config.context_length or min(spec.context_len, LONGEST),
+        config.page_size,
+    )
+
+
+def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) -> tuple[Kernels, list[str]]:
+    """Also notes on what was decided why. Raises ConfigError for a model that this GPU cannot run."""
+    dtype, mixture = dtype_of(config), spec.moe is not None
+    check_device(place.device, config, spec.head_dim, dtype, mixture, spec.quantization)
+    heads, kv_heads = split_heads(spec.heads, spec.kv_heads, place.shard)
+    fp8_kv = config.kv_cache_dtype == "fp8"
+    shape = attention.Shape(
+        heads=len(heads),
+        kv_heads=len(kv_heads),
+        head_dim=spec.head_dim,
+        page_size=sizes.page_size,
+        dtype=DTYPES[dtype],
+        windows=frozenset(spec.windows),
+        softcap=spec.attention_softcap,
+        max_rows=sizes.slots,
+        fp8_kv=fp8_kv,
+        deterministic=config.deterministic,
+        context_len=sizes.context_len + 1,
+    )
+    with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
+        backend, notes = attention.choose(
+            config.attention_backend,
+            shape,
+            spec.attention_scale,
+            place.device,
+            decode=config.decode_attention_backend,
+            prefill=config.prefill_attention_backend,
+        )
+    e4m3 = (config.quantization or spec.quantization) == "fp8"
+    ops = GpuOps(backend, config.deterministic, e4m3, mixture)
+    cascade = Cascade.of(shape, backend, place.device)
+    kv_dtype = torch.float8_e4m3fn if fp8_kv else DTYPES[dtype]
+    return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
+
+
+def weights_of(config: Config, spec: ModelSpec, place: Gpu) -> Weights:
+    return Weights(
+        spec,
+        dtype_of(config),
+        config.quantization or spec.quantization,
+        place.shard.size,
+        place.device.fp8 and not config.deterministic,
+        () if config.deterministic else splits(spec, torch.cuda.device_count()),
+    )

@@ -1,0 +1,230 @@
+"""Steps on a GPU, kernel by kernel: what every kind of step needs, and those that are no graph."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla import attention
+from sgla.attention import Attention, DeviceBatch, ExtendRows
+from sgla.attention.base import DevicePrefixes
+from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
+from sgla.kernels.dispatch import using
+from sgla.kernels.gpu import GpuOps
+from sgla.kernels.lazy import force
+from sgla.kernels.ops import KVLayer
+from sgla.messages import PROMPT_LOGPROBS, SAMPLE, StepPlan
+from sgla.model.base import CausalLM
+from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
+from sgla.worker.device_state import DeviceTables, upload, upload_columns
+from sgla.worker.state import column
+
+LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
+EAGER = 3000.0  # microseconds that an eager step takes longer to launch
+CALIBRATION = 512  # random tokens that the scales of an 8-bit KV cache are measured on
+E4M3_MAX = 448.0
+
+
+class Kernels(NamedTuple):
+    """What computes the ops of a model. ``cascade``: None where prefixes are not read once for all rows.
+    ``kv_dtype``: of the pages."""
+
+    attention: Attention
+    ops: GpuOps
+    cascade: Cascade | None
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    deterministic: bool
+
+
+class Sizes(NamedTuple):
+    """Rows, and tokens of a step and of a request, that there may be; tokens of a page."""
+
+    slots: int
+    step_tokens: int
+    context_len: int
+    page_size: int
+
+
+def sizes_up_to(limit: int) -> list[int]:
+    """Batch sizes that get a graph: a batch runs in the next larger one."""
+    sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
+    return [size for size in sizes if size < limit] + [limit]
+
+
+class GpuSteps:
+    """A model with its tables, sampler and pages on the GPU. ``kv`` is set when its size is known, and again
+    whenever that changes; ``logits`` float32[slots, this rank's part of V] are those of graphs;
+    ``scales``: of k and v of each layer."""
+
+    kv: list[KVLayer]
+
+    def __init__(self, model: CausalLM, kernels: Kernels, sizes: Sizes) -> None:
+        self.model, self.shard = model, model.shard
+        self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
+        self.slots, self.step_tokens, self.context_len, page_size = sizes
+        self.windows = sorted(set(model.spec.windows))
+        self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
+        self.scales = [(1.0, 1.0)] * model.spec.layers
+        self.tables = DeviceTables(self.slots, self.context_len, page_size)
+        self.logits = torch.empty(self.slots, len(model.lm_head.own), device="cuda")
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """What rows have asked of the sampler."""
+        self.sampler = DeviceSampler(self.tables.tokens, self.model.spec.vocab, self.shard)
+
+    def measure_scales(self) -> list[tuple[float, float]]:
+        """Scales that put the largest k and v of a random prompt at a half of what e4m3 can hold."""
+        tables, slot = self.tables, self.slots
+        count = min(CALIBRATION, self.step_tokens, self.context_len)
+        pages = -(-count // tables.page_size)
+        self.kv = self.allocate(pages + 1, tables.page_size, self.dtype)
+        tables.page_table[slot, :pages] = torch.arange(1, pages + 1, device="cuda")
+        ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
+        tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
+        batch = self.extend_batch(
+            np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
+        )
+        with using(self.ops):
+            force(self.model.forward(batch, self.kv))
+        tables.page_table[slot] = 0
+        most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
+        return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
+
+    def allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
+        """Tokens of one page and head lie together, so that a kernel reads them in one go.
+        Zeros: see ``worker/kv.py``."""
+        state = self.model.state()
+        shape = (len(state), 2, pages, state[0].kv_heads, page_size, state[0].head_dim)
+        pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
+        scales = self.scales if dtype == self.kv_dtype else [(1.0, 1.0)] * len(state)
+        return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
+
+    def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Pending | None]:
+        """Decode rows go first, then what has a history (see ``ExtendRows``),
+        which the row numbers of the result must not show."""
+        slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
+        flags = np.frombuffer(plan.flags, np.uint8)
+        order = np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable").astype(np.int32)
+        slots, starts, q_lens = slots[order], starts[order], q_lens[order]
+        picked = np.flatnonzero(flags[order] & SAMPLE)
+        picked = picked[np.argsort(order[picked])]  # in the plan's row order
+        count = len(picked)
+        # As many as a graph has, so that no kernel is new; a row that is not wanted is the first token's.
+        host = np.zeros((3, next(size for size in self._sampled if size >= count)), np.int32)
+        host[:, :count] = q_lens.cumsum()[picked] - 1, slots[picked], (starts + q_lens)[picked]
+        at, where, positions = upload(host)
+        batch = self.extend_batch(slots, starts, q_lens)
+        scores = bool((flags & PROMPT_LOGPROBS).any())
+        with self.ops.fused(batch.tokens):
+            hidden = force(self.model.forward(batch, self.kv, None if scores else at))
+        scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order) if scores else []
+        if not count:
+            return batch.ids, 0, scored, None
+        host, where, positions = host[:, :count], where[:count], positions[:count]
+        logits = self.logits_of(hidden[at[:count]] if scores else hidden[:count])
+        out = torch.empty(count, dtype=torch.int32, device="cuda")
+        if self.sampler.plain(host[1]):
+            self.sampler.draw(logits, where, positions, out)
+            return out, count, scored, None
+        return out, count, scored, Pending(logits, where, positions, out, order[picked], (host[1], host[2]))
+
+    def extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
+        """Rows with any number of tokens; those with one come first."""
+        rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
+        q_start = np.zeros(rows + 1, np.int32)
+        np.cumsum(q_lens, out=q_start[1:])
+        kv_lens = starts + q_lens
+        prefixes, skip = self._shared_prefixes(slots[:decodes], starts[:decodes])
+        cums = [self._tiles(kv_lens[:decodes], window, skip) for window in self.windows]
+        packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
+        d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
+        ids, positions, out_loc = torch.empty(3, tokens, dtype=torch.int32, device="cuda")
+        self.tables.prepare_extend(d_slots, d_starts, d_q_start, int(q_lens.max()), ids, positions, out_loc)
+        extend = None
+        if decodes < rows:
+            extend = ExtendRows(
+                slots[decodes:], q_lens[decodes:], kv_lens[decodes:], self.tables.host.page_table[0]
+            )
+        batch = DeviceBatch(
+            rows=rows,
+            tokens=tokens,
+            ids=ids,
+            positions=positions,
+            slots=d_slots,
+            q_start=d_q_start,
+            kv_len=d_kv_len,
+            out_loc=out_loc,
+            page_table=self.tables.page_table,
+            page_size=self.tables.page_size,
+            sample_rows=d_q_start,  # not used: the runner gathers by itself
+            decode_rows=decodes,
+            cum=dict(zip(self.windows, packed[4:])),
+            extend=extend,
+            prefixes=prefixes,
+        )
+        self.attention.plan(batch)
+        return batch
+
+    def _shared_prefixes(self, slots: Any, starts: Any) -> tuple[DevicePrefixes | None, Any]:
+        """What these decode rows share, and ``skip``."""
+        rows, plan = len(slots), self._plan_prefixes(slots, starts)
+        if plan is None:
+            return None, np.zeros(rows, np.int32)
+        return unpack(upload(pack(plan, rows)), rows), plan.skip
+
+    def _plan_prefixes(self, slots: Any, starts: Any) -> Prefixes | None:
+        if self.cascade is None or not len(slots):
+            return None
+        return self.cascade.plan(
+            slots, starts, self.tables.host.page_table[0], self.tables.admissions, len(slots)
+        )
+
+    def share_much(self, slots: Any, starts: Any) -> bool:
+        """Whether an eager step, which reads what rows share once,
+        beats a graph of a mixed step, which does not."""
+        plan = self._plan_prefixes(slots, starts)
+        return plan is not None and plan.gain * len(self.kv) > EAGER
+
+    def _tiles(self, kv_lens: Any, window: int, skip: Any) -> Any:
+        """``DeviceBatch.cum`` on the host."""
+        tile = attention.TILE
+        tiles = -(-kv_lens // tile)
+        if window:
+            tiles = tiles - np.where(kv_lens > window, (kv_lens - window) // tile, 0)
+        else:
+            tiles = tiles - skip // tile
+        return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)
+
+    def logits_of(self, hidden: Any) -> Tensor:
+        """Of this rank's part of the vocabulary."""
+        with self.ops.float32_output():
+            return self.model.logits_part(hidden)
+
+    def _score_prompts(
+        self, plan: StepPlan, hidden: Tensor, slots: Any, starts: Any, q_lens: Any, order: Any
+    ) -> list[Scored]:
+        """Logprobs of the prompt tokens that rows owe, a few rows of logits at a time."""
+        flags = np.frombuffer(plan.flags, np.uint8)[order]
+        scored = []
+        first = np.cumsum(q_lens) - q_lens
+        for r in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist():
+            slot, start = int(slots[r]), int(starts[r])
+            count = min(start + int(q_lens[r]), int(self.tables.host.prompt_len[slot]) - 1) - start
+            k = max(0, int(self.tables.host.prompt_logprobs[slot]))
+            parts, asked = [], self.sampler.logprob_ids(slot)
+            for at in range(0, count, LOGIT_ROWS):
+                size = min(LOGIT_ROWS, count - at)
+                with self.ops.float32_output():
+                    logits = self.model.logits(hidden[first[r] + at : first[r] + at + size])
+                targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
+                parts.append(score(logits, targets, k, asked))
+            if parts:
+                values, ranks, ids, tops = (to_host(torch.cat(column)) for column in zip(*parts))
+                others = 0 if asked is None else len(asked)
+                scored.append(Scored(int(order[r]), True, start + 1, others, values, ranks, ids, tops))
+        return scored

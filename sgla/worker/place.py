@@ -1,0 +1,75 @@
+"""Where a rank computes: its threads or its GPU, and its memory."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from sgla.config import Config
+from sgla.device import Device
+from sgla.dist import Shard, join
+from sgla.kernels.device import describe, use
+from sgla.worker.memory import available_bytes, resident_bytes
+
+
+class Place(Protocol):
+    """``torch`` is where tensors are made; ``notes`` are for the start-up report."""
+
+    shard: Shard
+    device: Device
+    torch: torch.device
+    notes: list[str]
+
+    def free(self) -> int:
+        """Bytes that can still be had."""
+
+    def usage(self) -> dict[str, int]:
+        """What the rank takes now, by name, in bytes."""
+
+
+class Cpu:
+    """Threads of this machine. ``threads``: how many this rank has."""
+
+    def __init__(self, config: Config, rank: int, size: int, store: Path) -> None:
+        self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
+        torch.set_num_threads(1 if config.native_kernels else self.threads)
+        self._group = ExitStack()
+        self.shard = self._group.enter_context(join(rank, size, store))
+        self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
+
+    def free(self) -> int:
+        return available_bytes()
+
+    def usage(self) -> dict[str, int]:
+        return resident_bytes()
+
+
+class Gpu:
+    """The NVIDIA GPU that has the rank's number."""
+
+    def __init__(self, rank: int, size: int, store: Path) -> None:
+        from sgla.dist.gpus import join_gpus
+
+        self.shard, ranks = join_gpus(rank, size, store)
+        torch.set_num_threads(1)
+        self.device, self.torch = describe(), torch.device("cuda")
+        use(self.device)
+        self.notes = [ranks] if ranks else []
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+    def usage(self) -> dict[str, int]:
+        free, total = torch.cuda.mem_get_info()
+        return {"free": free, "total": total}
+
+
+def take_place(config: Config, rank: int, size: int, store: Path) -> Cpu | Gpu:
+    """That of rank ``rank`` of ``size``, which meet through the file ``store``. Raises ConfigError."""
+    if config.device == "cuda":
+        return Gpu(rank, size, store)
+    return Cpu(config, rank, size, store)
