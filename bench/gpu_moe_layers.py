@@ -22,7 +22,7 @@ from sgla.attention import DeviceBatch
 from sgla.kernels import gpu
 from sgla.kernels.ops import KVLayer
 from sgla.model.spec import ModelSpec
-from sgla.quant import Weight, pack
+from sgla.quant.weight import Weight, pack
 
 BF16 = torch.bfloat16
 LAYERS, SHORTEST, LONGEST, PAGE, MOST = 6, 100, 1472, 16, 256  # MOST rows

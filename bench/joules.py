@@ -26,7 +26,7 @@ from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.gpu import FusedDecode, GpuOps
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
-from sgla.quant import Weight
+from sgla.quant.plain import BF16 as Plain
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, PAGE = 32, 8, 128, 4096, 12288, 16
@@ -134,7 +134,7 @@ class Model:
         self.rows = rows
         self.layers = [
             {
-                name: Weight("bf16", n, k, torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5)
+                name: Plain(n, k, torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5)
                 for name, (n, k) in SHAPES.items()
             }
             for _ in range(layers)

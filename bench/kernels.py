@@ -20,7 +20,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
 from sgla.kernels.program import Limits, Program
-from sgla.quant import Weight, pack
+from sgla.quant.weight import Weight, pack
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, FFN, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
@@ -91,7 +91,7 @@ class Bench:
     def _linear(self, kind: Kind, n: int, k: int) -> None:
         one = pack(torch.randn(n, k), kind)
         copies = max(1, int(80e6 / one.nbytes))
-        weights = [Weight(kind, n, k, one.data.clone(), one.scale, one.minimum) for _ in range(copies)]
+        weights = [type(one)(n, k, one.data.clone(), *one.tensors[1:]) for _ in range(copies)]
         table = torch.randn(VOCAB, k)
         nbytes = one.nbytes
 

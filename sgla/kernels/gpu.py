@@ -34,7 +34,7 @@ from sgla.kernels.triton import elementwise, fp8, invariant
 
 if TYPE_CHECKING:
     from sgla.layers.batch import ForwardBatch
-    from sgla.quant import Weight
+    from sgla.quant.weight import Weight
 
 
 R = TypeVar("R")

@@ -17,7 +17,7 @@ from sgla.kernels.ops import Activation, Norm
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
-    from sgla.quant import Weight
+    from sgla.quant.weight import Weight
 
 ROUTED = 16  # tokens up to which norm and router are one kernel
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16

@@ -20,7 +20,7 @@ from sgla.kernels.dispatch import op
 
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
-    from sgla.quant import Weight
+    from sgla.quant.weight import Weight
 
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -41,7 +41,8 @@ _PER_DWORD = {"f32": 1, "bf16": 2}  # elements of the plain tensor; others: 4 by
 
 @dataclass(slots=True)
 class Panels:
-    """One linear's weight ``[n, k]``; the plain tensors are as in ``quant.Weight``.
+    """One linear's weight ``[n, k]``; the plain tensors are those of ``quant.Weight``. ``isa``: the
+    level of the kernels that read them.
 
     ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8 and int4 in groups of 32 led by 32 scales
     and 32 minima in float16, q8_0, q5_0 and q4_0 by scales alone, ``fixed`` in groups of 64 led by 32 scales
@@ -52,26 +53,34 @@ class Panels:
     n: int
     k: int
     data: Tensor
+    isa: str
 
     @classmethod
     def of(
-        cls, kind: Kind, k: int, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str = ""
+        cls,
+        kind: Kind,
+        k: int,
+        data: Tensor,
+        scale: Tensor | None = None,
+        minimum: Tensor | None = None,
+        *,
+        isa: str = "",
+        out: Tensor | None = None,
     ) -> Panels:
-        """Reorder plain CPU tensors for the kernels of level ``isa`` (default: the best library's)."""
+        """Reorder plain CPU tensors for the kernels of level ``isa`` (default: the best library's).
+        ``out``: where such panels lie already."""
         n, isa = data.shape[0], isa or library().isa
-        if kind in HALF and isa == "generic":
-            assert scale is not None
-            data = join_fifth(data) if kind == "q5_0" else data
-            kind, minimum = "int4" if kind == "q4_0" else "int8", scale * -HALF[kind]
+        kind, data, scale, minimum = _known(kind, data, scale, minimum, isa)
         if kind == "bf16" and isa in FIXED_LEVELS:
-            return cls._fixed(n, k, data)
+            return cls._fixed(n, k, data, isa, out)
         per_dword = _PER_DWORD.get(kind, 4)
         data = _padded(data, per_dword)
         dwords = data.shape[1] // per_dword
         constants = [values for values in (scale, minimum) if values is not None]
         group, head = GROUP_ROWS.get(kind, dwords), len(constants) * WIDTH * 2
         count = -(-n // WIDTH)
-        out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
+        if out is None:
+            out = memory.take(count * (dwords // group * head + dwords * WIDTH * 4))
         pack, row, panel = library().dll.sgla_pack, dwords * 4, out.numel() // count
 
         def pack_some(first: int, last: int) -> None:
@@ -91,21 +100,39 @@ class Panels:
             for part, values in enumerate(constants):
                 padded = F.pad(values, (0, 0, 0, -n % WIDTH)).view(count, WIDTH, -1)
                 heads[:, :, part * WIDTH : (part + 1) * WIDTH] = padded.transpose(1, 2)
-        return cls(kind, n, k, out)
+        return cls(kind, n, k, out, isa)
+
+    def put(
+        self, at: int, kind: Kind, data: Tensor, scale: Tensor | None = None, minimum: Tensor | None = None
+    ) -> None:
+        """Replace the rows from ``at`` on, in place. The tensors are as ``of`` was given them."""
+        first, last = at // WIDTH, -(-(at + data.shape[0]) // WIDTH)
+        start, stop = first * WIDTH, min(last * WIDTH, self.n)
+        size = self.data.numel() // -(-self.n // WIDTH)
+        out = self.data[first * size : last * size]
+        kind, *given = _known(kind, data, scale, minimum, self.isa)
+        if data.shape[0] < stop - start:  # some panels keep rows
+            whole = replace(self, n=stop - start, data=out).plain()
+            for kept, new in zip(whole, given):
+                if kept is not None and new is not None:
+                    kept[at - start : at - start + new.shape[0]] = new
+            given = list(whole)
+        assert given[0] is not None
+        Panels.of(kind, self.k, given[0], given[1], given[2], isa=self.isa, out=out)
 
     @classmethod
-    def _fixed(cls, n: int, k: int, data: Tensor) -> Panels:
+    def _fixed(cls, n: int, k: int, data: Tensor, isa: str, out: Tensor | None) -> Panels:
         data = _padded(data, FIXED_GROUP)
         count, width = -(-n // WIDTH), data.shape[1]
         panel = width // FIXED_GROUP * (FIXED_HEAD + FIXED_GROUP * WIDTH * 2)
-        out, pack = memory.take(count * panel), library().dll.sgla_pack_fixed
+        out, pack = memory.take(count * panel) if out is None else out, library().dll.sgla_pack_fixed
 
         def pack_some(first: int, last: int) -> None:
             rows = min(n, last * WIDTH) - first * WIDTH
             pack(data.data_ptr() + first * WIDTH * width * 2, rows, width, out.data_ptr() + first * panel)
 
         _in_threads(count, pack_some)
-        return cls("fixed", n, k, out)
+        return cls("fixed", n, k, out, isa)
 
     def plain(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The tensors ``of`` was given: data (of ``fixed`` as rounded), scale, minimum."""
@@ -132,6 +159,17 @@ class Panels:
         """Dwords [panels, k, 32] -> plain rows [n, ...]."""
         rows = dwords.transpose(1, 2).reshape(-1, dwords.shape[1])[: self.n]
         return rows.clone(memory_format=torch.contiguous_format).view(_DTYPES.get(self.kind, torch.uint8))
+
+
+def _known(
+    kind: Kind, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str
+) -> tuple[Kind, Tensor, Tensor | None, Tensor | None]:
+    """As a kind that the kernels of this level have."""
+    if kind not in HALF or isa != "generic":
+        return kind, data, scale, minimum
+    assert scale is not None
+    data = join_fifth(data) if kind == "q5_0" else data
+    return "int4" if kind == "q4_0" else "int8", data, scale, scale * -HALF[kind]
 
 
 # Bit i of the first dword of a group of q5_0 is the fifth bit of the value in this place (csrc/cpu/gemm.h).

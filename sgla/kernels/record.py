@@ -37,7 +37,7 @@ from sgla.kernels.trace import (
 
 if TYPE_CHECKING:
     from sgla.kernels.ops import Activation, KVLayer, Ranks
-    from sgla.quant import Weight
+    from sgla.quant.weight import Weight
 
 R = TypeVar("R")
 INPUTS = ("ids", "positions", "slots", "q_start", "kv_len", "out_loc", "page_table", "sample_rows")
@@ -242,9 +242,14 @@ class Recorder:
             return NotImplemented
         if isinstance(weight, Tensor):
             kind: Kind = "bf16" if weight.dtype == torch.bfloat16 else "f32"
-            panels = Panels.of(kind, weight.shape[1], weight, None, None, self._isa)
+            panels = Panels.of(kind, weight.shape[1], weight, isa=self._isa)
         else:
-            panels = weight.to_panels(self._isa)
+            moved = weight.to_panels(self._isa)
+            if moved is None:
+                taken = torch.empty(ids.shape[0], weight.k, device="meta")
+                found: Tensor = self._record(ops.embedding.body, (ids, weight, scale), {}, taken)
+                return found
+            panels = moved
         out, y = self._make(panels.k, False)
         self.nodes.append(
             Node(
@@ -294,7 +299,12 @@ class Recorder:
 
     @LOWERINGS.of(ops.linear)
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-        source, panels = self.buffer(x), w.to_panels(self._isa)
+        panels = w.to_panels(self._isa)
+        if panels is None:  # a call, or the program would keep what the storage holds now, in float32
+            like = torch.empty(x.shape[0], w.n, device="meta")
+            made: Tensor = self._record(ops.linear.body, (x, w, bias), {}, like)
+            return made
+        source = self.buffer(x)
         assert source.width == w.k
         out, y = self._make(w.n, source.sampled)
         tensors = [panels.data, None if bias is None else _floats(bias)]
@@ -383,6 +393,8 @@ class Recorder:
         def run(views: list[Tensor], experts: list[Callable[[Tensor], Tensor]]) -> None:
             views[1].copy_(ops.mix(views[0], router, lambda e, rows: experts[e](rows), top_k, normalize))
 
+        if not (gate_up.native and down.native):
+            return NotImplemented
         source = self.buffer(x)
         out, y = self._make(source.width, source.sampled)
         bodies = [mlp(*pair) for pair in zip(gate_up.split(router.n), down.split(router.n))]

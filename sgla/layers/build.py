@@ -8,32 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgla.dist import Shard
-from sgla.errors import ConfigError
-from sgla.quant import GROUP, LEVELS, Kind, Weight, pack
+from sgla.quant.formats import storage
+from sgla.quant.weight import SourceTensor, Weight
 
 CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory beyond the final weights
-
-
-class SourceTensor(Protocol):
-    """One tensor of a checkpoint, read on demand."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def dense(self, rows: range | None = None) -> Tensor:
-        """Any floating-point type; ``rows`` of the first dim, or everything."""
-        ...
-
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        """Rows, or a part of their columns, in the format ``kind``; without a detour over floats where the
-        file has that format. Scales are those of whole rows."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +36,7 @@ class Share:
     def dense(self, rows: range | None = None) -> Tensor:
         return self.source.dense(rows)
 
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         return self.source.weight(kind, rows, columns)
 
 
@@ -72,7 +56,7 @@ class Reordered:
         heads, index = self._heads(rows or range(self.shape[0]))
         return self.source.dense(heads)[index]
 
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         heads, index = self._heads(rows)
         return self.source.weight(kind, heads, columns).pick(index)
 
@@ -112,18 +96,18 @@ class Build:
     """
 
     shard: Shard = field(default_factory=Shard)
-    kind: Kind = "f32"
-    vocab_kind: Kind = "f32"
-    plain: Kind = "f32"
+    kind: str = "f32"
+    vocab_kind: str = "f32"
+    plain: str = "f32"
     table: dict[str, Slot] = field(default_factory=dict)
     stacks: dict[str, tuple[tuple[int, ...], list[Part]]] = field(default_factory=dict)
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
-    def kind_of(self, name: str) -> Kind:
+    def kind_of(self, name: str) -> str:
         """The format of the linear layer that has the tensor ``name``."""
         return self.kinds.get(name, self.kind)
 
-    def vocab_kind_of(self, name: str) -> Kind:
+    def vocab_kind_of(self, name: str) -> str:
         """The same of embedding and output layer."""
         return self.kinds.get(name, self.vocab_kind)
 
@@ -142,31 +126,9 @@ class Build:
         return vector
 
 
-def empty_weight(n: int, k: int, kind: Kind) -> Weight:
+def empty_weight(n: int, k: int, kind: str) -> Weight:
     """An uninitialized Weight ``[n, k]``."""
-    model = pack(torch.zeros(1, k), kind)
-    parts = (
-        None if t is None else t.new_empty(n, *t.shape[1:]) for t in (model.data, model.scale, model.minimum)
-    )
-    data, scale, minimum = parts
-    assert data is not None
-    return Weight(kind, n, k, data, scale, minimum)
-
-
-def columns_of(weight: Weight, columns: range | None) -> Weight:
-    """A part of the columns, or all; 8 bits are rounded again where they are cut inside of a group. Raises
-    ConfigError if fewer cannot be cut there."""
-    if columns is None or len(columns) == weight.k:
-        return weight
-    whole = columns.start % GROUP == 0 and (columns.stop % GROUP == 0 or columns.stop == weight.k)
-    if weight.kind in ("int8", "q8_0") and not whole:
-        return pack(weight.dequant()[:, columns.start : columns.stop], weight.kind)
-    if weight.kind in LEVELS and not whole:
-        raise ConfigError(
-            f"{weight.kind} weights split over ranks in groups of {GROUP}; "
-            "use another --tp or --quantization int8"
-        )
-    return weight.columns(columns.start, columns.stop)
+    return storage(kind).empty(n, k)
 
 
 def fill(
@@ -187,8 +149,4 @@ def fill(
         source = Reordered(source, order)
     for start in starts:
         taken = range(start, min(start + step, rows.stop))
-        part = source.weight(weight.kind, taken, columns)
-        place = weight.rows(at + start - rows.start, at + taken.stop - rows.start)
-        for name in ("data", "scale", "minimum"):
-            if (values := getattr(part, name)) is not None:
-                getattr(place, name).copy_(values)
+        weight.put(taken, columns, source, at + start - rows.start)

@@ -13,8 +13,9 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
-from sgla.layers.build import Build, Part, Reordered, SourceTensor, empty_weight, fill
-from sgla.quant import GROUP
+from sgla.kernels.panels import GROUP
+from sgla.layers.build import Build, Part, Reordered, empty_weight, fill
+from sgla.quant.weight import SourceTensor
 
 
 class MergedColumnLinear:

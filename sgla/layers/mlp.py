@@ -6,9 +6,9 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
+from sgla.kernels.panels import GROUP
 from sgla.layers.build import Build
 from sgla.layers.linear import GateUpLinear, MergedColumnLinear, RowLinear
-from sgla.quant import GROUP
 
 
 class GatedMLP:

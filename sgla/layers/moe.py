@@ -9,8 +9,9 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
-from sgla.layers.build import Build, Part, SourceTensor, empty_weight, fill
-from sgla.quant import GROUP, Weight
+from sgla.kernels.panels import GROUP
+from sgla.layers.build import Build, Part, empty_weight, fill
+from sgla.quant.weight import SourceTensor, Weight
 
 
 class ExpertNames(NamedTuple):

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sgla.errors import WeightError
-from sgla.layers.build import SourceTensor, columns_of
-from sgla.quant import Kind, Weight, pack
+from sgla.quant.channels import E4M3
+from sgla.quant.formats import storage
+from sgla.quant.weight import SourceTensor, Weight
 
 _SCALE = re.compile(r"(.*)_scale(_inv)?$")
 _UNUSED = re.compile(r".*\.(input|output|activation|q|k|v|kv)_scale$")
@@ -48,13 +49,13 @@ class Scaled:
         numbers = self.numbers.dense(rows)
         return numbers.float() * columns.to(numbers.device)
 
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         """As it is, if whole rows have one scale;
         blocks of a row are brought to one, which rounds once more."""
         if kind != "fp8" or self.block[1] < self.shape[1]:
-            return columns_of(pack(self.dense(rows), kind), columns)
+            return storage(kind).read(self, rows, columns)
         scale = self._scale(rows)[:, 0].contiguous()
-        return columns_of(Weight("fp8", len(rows), self.shape[1], self.numbers.dense(rows), scale), columns)
+        return E4M3(len(rows), self.shape[1], self.numbers.dense(rows), scale).cut(columns)
 
 
 def join_scales(

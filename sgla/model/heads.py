@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import WeightError
-from sgla.layers.build import Build, SourceTensor
+from sgla.layers.build import Build
 from sgla.messages import Dense, Pooling
+from sgla.quant.weight import SourceTensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.layers.build import CHUNK, Build, Share, Slot, SourceTensor, columns_of
+from sgla.kernels.panels import GROUP
+from sgla.layers.build import CHUNK, Build, Share, Slot
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.fp8 import join_scales
@@ -27,7 +28,9 @@ from sgla.model.registry import model_class
 from sgla.model.sizes import wide_matrices
 from sgla.model.spec import ModelSpec, scale_block
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
-from sgla.quant import GROUP, HALF, LEVELS, Kind, Weight, pack
+from sgla.quant.formats import storage
+from sgla.quant.groups import Groups
+from sgla.quant.weight import SourceTensor, Weight
 
 OnProgress = Callable[[Progress], None]
 
@@ -126,9 +129,9 @@ def load_weights(
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
 
 
-def kinds_of(dtype: str, quantization: str | None) -> tuple[Kind, Kind, Kind]:
+def kinds_of(dtype: str, quantization: str | None) -> tuple[str, str, str]:
     """Formats of linear layers, of embedding and output layer, and of what is never quantized."""
-    plain: Kind = "f32" if dtype == "float32" else "bf16"
+    plain: str = "f32" if dtype == "float32" else "bf16"
     if quantization in ("int8", "int4"):
         return ("int8" if quantization == "int8" else "int4"), "int8", plain
     if quantization == "fp8":
@@ -152,20 +155,20 @@ def decoder_build(
 
 
 # Formats that have the values of others without loss, the smaller ones first.
-_HOLDS: dict[Kind, set[Kind]] = {
+_HOLDS: dict[str, set[str]] = {
     "q5_0": {"q5_0", "q4_0"},
     "q8_0": {"q8_0", "q5_0", "q4_0"},
     "int4": {"int4", "q4_0"},
-    "int8": {"int8", "int4", *HALF},
+    "int8": {"int8", "int4", "q8_0", "q5_0", "q4_0"},
 }
 
 
-def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: Kind, ranks: int) -> dict[str, Kind]:
+def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
     """The formats of the matrices of a GGUF file;
     those that are multiplied as one have the smallest that is enough for all."""
     if source.gguf_path is None:
         raise ConfigError("--quantization gguf is for GGUF files; leave it out", param="quantization")
-    kinds = {tensor.name: cast(Kind, tensor.kept or plain) for tensor in source.gguf().tensors()}
+    kinds = {tensor.name: tensor.kept or plain for tensor in source.gguf().tensors()}
     for i in range(spec.layers):
         layer = f"model.layers.{i}"
         for module, parts in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
@@ -330,7 +333,7 @@ class _Stored:
     place: Stored | None
     first_row: int = 0  # of what ``place`` has
 
-    def dense(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+    def dense(self, rows: range | None = None) -> Tensor:
         if not self.shape:
             return torch.as_tensor(self.view[...]).view(1)
         rows = rows or range(self.shape[0])
@@ -340,7 +343,7 @@ class _Stored:
             values = self.read(rows)
         if not values.is_floating_point():
             raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
-        return values if columns is None else values[:, columns.start : columns.stop]
+        return values
 
     def part(self, rows: range) -> _Stored:
         return replace(self, shape=(len(rows), *self.shape[1:]), first_row=self.first_row + rows.start)
@@ -349,10 +352,8 @@ class _Stored:
         values: Tensor = self.view[self.first_row + rows.start : self.first_row + rows.stop]
         return values
 
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        if kind in ("f32", "bf16"):
-            return pack(self.dense(rows, columns), kind)
-        return columns_of(pack(self.dense(rows), kind), columns)
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
 
 
 @dataclass(frozen=True)
@@ -381,18 +382,15 @@ class _Packed:
     def dense(self, rows: range | None = None) -> Tensor:
         return torch.from_numpy(self.tensor.numpy(rows))
 
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         """Types in groups of 32 have the same constants as ours, so where these are wide enough for their
         quants they are taken over as they are."""
-        bits, room = self.tensor.bits, LEVELS.get(kind, 0).bit_length()
-        if bits is None or bits > room or (kind in HALF and not self.tensor.symmetric):
-            return columns_of(pack(self.dense(rows), kind), columns)
+        made, bits = storage(kind), self.tensor.bits
+        if bits is None or not (issubclass(made, Groups) and made.holds(bits, self.tensor.symmetric)):
+            return made.read(self, rows, columns)
         parts = self.tensor.quants(rows)
         assert parts is not None
-        q, scale, minimum = map(torch.from_numpy, parts)
-        if kind not in HALF:
-            return columns_of(Weight.of_groups(kind, q, scale, minimum), columns)
-        return columns_of(Weight.of_groups(kind, q + (HALF[kind] - (1 << bits - 1)), scale, None), columns)
+        return made.of(bits, *map(torch.from_numpy, parts)).cut(columns)
 
 
 @lru_cache(1)
@@ -430,5 +428,5 @@ class _Dummy:
             values = noise[torch.arange(at, at + count, device=self.device) % POOL]
         return values.view(len(rows), width) * width**-0.5
 
-    def weight(self, kind: Kind, rows: range, columns: range | None = None) -> Weight:
-        return columns_of(pack(self.dense(rows), kind), columns)
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgla.kernels import build, ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.program import Limits, Program
-from sgla.quant import pack
+from sgla.quant.weight import pack
 from sgla.worker.encoder import make_batch
 
 pytestmark = pytest.mark.native

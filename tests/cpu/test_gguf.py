@@ -433,9 +433,8 @@ def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
     blocks = blocks_like(np.zeros((6, 512), np.float32), kind)
     want = torch.from_numpy(dequantize(blocks, kind)[1:])
     weight = _Packed(LazyTensor("w", kind.name, (6, 512), blocks)).weight(ours, range(1, 6))
-    assert weight.scale is not None
-    assert weight.minimum is not None
-    room = (32 * weight.scale + weight.minimum.abs()).float().repeat_interleave(32, 1) * 2**-11
+    _, scale, minimum = weight.tensors
+    room = (32 * scale + minimum.abs()).float().repeat_interleave(32, 1) * 2**-11
     assert bool(((weight.dequant() - want).abs() <= room).all())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from sgla.kernels.native import DRAW
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import FIXED_LEVELS, KINDS, Kind, Panels
 from sgla.kernels.program import Limits, Program
-from sgla.quant import Weight, pack
+from sgla.quant.formats import storage
+from sgla.quant.groups import Int4
+from sgla.quant.weight import Weight, pack
 
 pytestmark = pytest.mark.native
 
@@ -134,12 +137,55 @@ def test_panels_keep_the_weight(kind: Kind) -> None:
         assert torch.equal(w.rows(0, n).take(ints([n - 1])), w.dequant()[n - 1 :].float())
 
 
+class Rows(NamedTuple):
+    """A matrix as a checkpoint has it."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.values if rows is None else self.values[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_put_into_a_weight_that_has_moved_is_computed_with(isa: str, kind: Kind) -> None:
+    """Rows that begin and end inside of panels; the others keep their bits, and parts and views follow."""
+    torch.manual_seed(0)
+    n, k = 120, 70
+    old, new = pack(torch.randn(n, k), kind), Rows(torch.randn(50, k))
+    parts, view = pack(old.dequant(), kind), old.rows(20, 90)
+    x = torch.randn(3, k)
+
+    def run_all() -> list[Tensor]:
+        moved = [old, view, *parts.split(3)]
+        return [run(lambda b, x, w=w: ops.linear(x, w), tokens(3), x, 1, isa) for w in moved]
+
+    before = run_all()
+    for weight in (old, parts):
+        weight.put(range(5, 45), None, new, at=37)
+    after = run_all()
+    expected = storage(kind).read(new, range(5, 45), None)
+    wanted = run(lambda b, x: ops.linear(x, expected), tokens(3), x, 1, isa)
+    for found, was, first in zip(after, before, (0, 20, 0, 40, 80)):
+        rows = torch.arange(first, first + found.shape[1])
+        inside = (rows >= 37) & (rows < 77)
+        assert torch.equal(found[:, inside], wanted[:, rows[inside] - 37])
+        assert torch.equal(found[:, ~inside], was[:, ~inside])
+
+
 @pytest.mark.skipif(not set(FIXED_LEVELS) & set(LEVELS), reason="needs AVX2")
 def test_fixed_panels_round_only_the_small() -> None:
     torch.manual_seed(0)
     plain = (torch.randn(70, 200) * torch.logspace(-30, 30, 70)[:, None]).bfloat16()
     plain[3], plain[4, :64] = 0, 1e-37
-    got = Panels.of("bf16", 200, plain, None, None, FIXED_LEVELS[-1]).plain()[0].float()
+    got = Panels.of("bf16", 200, plain, isa=FIXED_LEVELS[-1]).plain()[0].float()
     groups = torch.nn.functional.pad(plain.float(), (0, 56)).view(70, 4, 64)
     top = groups.abs().amax(2, keepdim=True).expand_as(groups).reshape(70, -1)[:, :200]
     large = plain.float().abs() >= top / 16
@@ -372,8 +418,8 @@ def test_attention_does_not_depend_on_batch_chunks_or_threads(isa: str, window: 
 def test_panels_refuse_nothing_they_can_hold() -> None:
     scale, low = torch.rand(3, 1).half(), torch.rand(3, 1).half()
     q = torch.randint(0, 16, (3, 20))
-    w = Weight.of_groups("int4", q, scale, low)
-    plain = Panels.of("int4", 20, w.data, w.scale, w.minimum).plain()
+    w = Int4.of(4, q, scale, low)
+    plain = Panels.of("int4", 20, *w.tensors).plain()
     assert all(
         torch.equal(a, b)
         for a, b in zip(plain, (w.data, scale, low), strict=True)

@@ -25,7 +25,7 @@ from sgla.kernels.panels import KINDS, Kind
 from sgla.kernels.program import Limits, Program
 from sgla.kernels.record import Recorder
 from sgla.messages import Progress
-from sgla.quant import Weight, pack
+from sgla.quant.weight import Weight, pack
 from sgla.sampling.draw import Distribution, draw
 from sgla.worker import start
 

@@ -19,7 +19,7 @@ from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.program import Limits, Program
 from sgla.kernels.trace import NotRecorded
-from sgla.quant import pack
+from sgla.quant.weight import pack
 from sgla.worker.forward import compiled
 
 pytestmark = pytest.mark.native

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from sgla.kernels import ops
 from sgla.kernels.triton import moe, moe_tiles
 from sgla.kernels.triton.moe import Tile
-from sgla.quant import pack
+from sgla.quant.weight import pack
 
 
 def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:

@@ -11,7 +11,7 @@ from test_gpu_runner import TINY, agreement, assert_rows_alone_equal_all, genera
 from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.triton import fp8
-from sgla.quant import pack
+from sgla.quant.weight import pack
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16

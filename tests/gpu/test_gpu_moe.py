@@ -25,7 +25,7 @@ from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router
 from sgla.kernels.triton import elementwise, moe
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
-from sgla.quant import pack
+from sgla.quant.weight import pack
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16

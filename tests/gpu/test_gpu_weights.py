@@ -16,7 +16,7 @@ from sgla.layers.build import Build
 from sgla.model.load import load_model
 from sgla.model.registry import model_class
 from sgla.model.spec import ModelSpec
-from sgla.quant import Weight
+from sgla.quant.weight import Weight
 
 MODELS = Path(__file__).parents[2] / "bench/models"
 SMALL: dict[str, Any] = {

@@ -1,0 +1,45 @@
+"""The storages of matrices by name. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sgla.quant.weight import Weight
+
+
+@dataclass(frozen=True)
+class Format:
+    """``storage``: module and class of its ``Weight``. ``bytes``: of one weight with its share of the
+    constants."""
+
+    name: str
+    storage: str
+    bytes: float
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register(format: Format) -> None:
+    """Add a storage, which may be a class of any module."""
+    FORMATS[format.name] = format
+
+
+def storage(name: str) -> type[Weight]:
+    """The class of a registered format."""
+    module, _, attribute = FORMATS[name].storage.partition(":")
+    found: type[Weight] = getattr(import_module(module), attribute)
+    return found
+
+
+register(Format("f32", "sgla.quant.plain:F32", 4.0))
+register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
+register(Format("fp8", "sgla.quant.channels:E4M3", 1.0))
+register(Format("int8", "sgla.quant.groups:Int8", 1.125))
+register(Format("int4", "sgla.quant.groups:Int4", 0.625))
+register(Format("q8_0", "sgla.quant.groups:Q8_0", 1.0625))
+register(Format("q5_0", "sgla.quant.groups:Q5_0", 0.6875))
+register(Format("q4_0", "sgla.quant.groups:Q4_0", 0.5625))
