@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
-from sgla.quant.formats import storage
-from sgla.quant.weight import SourceTensor, Weight
+from sgla.quant.weight import SourceTensor, Weight, storage
 
 CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory beyond the final weights
 

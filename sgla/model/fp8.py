@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sgla.errors import WeightError
 from sgla.quant.channels import E4M3
-from sgla.quant.formats import storage
-from sgla.quant.weight import SourceTensor, Weight
+from sgla.quant.weight import SourceTensor, Weight, storage
 
 _SCALE = re.compile(r"(.*)_scale(_inv)?$")
 _UNUSED = re.compile(r".*\.(input|output|activation|q|k|v|kv)_scale$")

@@ -28,9 +28,8 @@ from sgla.model.registry import model_class
 from sgla.model.sizes import wide_matrices
 from sgla.model.spec import ModelSpec, scale_block
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
-from sgla.quant.formats import storage
 from sgla.quant.groups import Groups
-from sgla.quant.weight import SourceTensor, Weight
+from sgla.quant.weight import SourceTensor, Weight, storage
 
 OnProgress = Callable[[Progress], None]
 

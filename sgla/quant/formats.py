@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sgla.quant.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -26,13 +21,6 @@ FORMATS: dict[str, Format] = {}
 def register(format: Format) -> None:
     """Add a storage, which may be a class of any module."""
     FORMATS[format.name] = format
-
-
-def storage(name: str) -> type[Weight]:
-    """The class of a registered format."""
-    module, _, attribute = FORMATS[name].storage.partition(":")
-    found: type[Weight] = getattr(import_module(module), attribute)
-    return found
 
 
 register(Format("f32", "sgla.quant.plain:F32", 4.0))

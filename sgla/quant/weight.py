@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from importlib import import_module
 from typing import ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.panels import Kind, Panels
-from sgla.quant.formats import storage
+from sgla.quant.formats import FORMATS
 
 
 class SourceTensor(Protocol):
@@ -186,6 +187,13 @@ class Weight(ABC):
             return self
         kind = "bf16" if self.panels.kind == "fixed" else self.panels.kind
         return storage(kind)(self.n, self.k, *(t for t in self.panels.plain() if t is not None))
+
+
+def storage(kind: str) -> type[Weight]:
+    """The class of a registered format."""
+    module, _, attribute = FORMATS[kind].storage.partition(":")
+    found: type[Weight] = getattr(import_module(module), attribute)
+    return found
 
 
 def pack(dense: Tensor, kind: str) -> Weight:

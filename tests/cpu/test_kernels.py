@@ -16,9 +16,8 @@ from sgla.kernels.native import DRAW
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import FIXED_LEVELS, KINDS, Kind, Panels
 from sgla.kernels.program import Limits, Program
-from sgla.quant.formats import storage
 from sgla.quant.groups import Int4
-from sgla.quant.weight import Weight, pack
+from sgla.quant.weight import Weight, pack, storage
 
 pytestmark = pytest.mark.native
 

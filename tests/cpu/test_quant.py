@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sgla.kernels.panels import HALF
-from sgla.quant.formats import FORMATS, storage
+from sgla.quant.formats import FORMATS
 from sgla.quant.groups import Groups
-from sgla.quant.weight import pack
+from sgla.quant.weight import pack, storage
 
 KINDS = ["f32", "bf16", "int8", "int4", "q8_0", "q5_0", "q4_0", "fp8"]
 LEVELS = {"int8": 255, "int4": 15, "q8_0": 255, "q5_0": 31, "q4_0": 15}  # the largest quant
