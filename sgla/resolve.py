@@ -17,9 +17,9 @@ from sgla.device import devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
-from sgla.model.sizes import kv_bytes_per_token, read_spec
+from sgla.model.sizes import read_spec
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool, kv_groups, state_of
+from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
 
@@ -106,7 +106,7 @@ def resolve(
     dtype = filling.settle("dtype", choose_dtype(encoder))
     if device == "cuda" and isinstance(spec, ModelSpec):
         for gpu in machine.gpus[: config.tp]:
-            check_device(gpu, config, spec.head_dim, dtype, spec.moe is not None, spec.quantization)
+            check_device(gpu, config, spec.widest_head, dtype, spec.moe is not None, spec.quantization)
     filling.settle("threads", choose_threads(machine, config.tp))
     settle_steps(filling, device == "cuda")
     settle_cache(filling, machine, device, spec, dtype)
@@ -301,7 +301,7 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens)
-    return Pool(kv_groups(state_of(spec, config.tp), context), config.page_size, dtype, demand)
+    return Pool(kv_groups(state_of(spec, config.tp), context, dtype), config.page_size, demand)
 
 
 def choose_threads(machine: Machine, tp: int) -> Settled:
@@ -317,8 +317,8 @@ def choose_kv_bytes(
     machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, ranks: int
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free."""
-    token = kv_bytes_per_token(spec, dtype) if isinstance(spec, ModelSpec) else 0
-    wanted = max(512 * MIB, token * ROOM_TOKENS // ranks)
+    token = token_bytes(state_of(spec, ranks), dtype) if isinstance(spec, ModelSpec) else 0
+    wanted = max(512 * MIB, token * ROOM_TOKENS)
     limit = machine.memory_available // 4
     if wanted > limit > 0:
         return Settled(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")

@@ -18,7 +18,8 @@ from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
-from sgla.model.sizes import kv_bytes_per_token, read_spec, weight_bytes
+from sgla.model.sizes import read_spec, weight_bytes
+from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
 
@@ -58,11 +59,12 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
     quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
     weights = weight_bytes(spec, config.dtype, quantization, config.tp) * config.tp
-    per_token = kv_bytes_per_token(spec, config.dtype, config.kv_cache_dtype)
+    dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
+    states = [state_of(spec, config.tp, rank) for rank in range(config.tp)]
+    per_token = sum(token_bytes(state, dtype) for state in states)
     if config.kv_cache_bytes is None:
         return {"weights": weights, "kv_bytes_per_token": per_token}
     kv = config.kv_cache_bytes * config.tp
-    dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
     pages = kv_pool(config, spec, dtype).tokens(config.kv_cache_bytes) // config.page_size
     return {
         "weights": weights,

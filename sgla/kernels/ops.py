@@ -8,7 +8,7 @@ Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -28,14 +28,18 @@ Activation = Literal["silu", "gelu_tanh"]
 @dataclass(slots=True)
 class KVLayer:
     """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is
-    contiguous. Pages of float8_e4m3fn, on GPUs alone, are meant to be multiplied by the scales. ``group``:
-    whose pages of a row they are."""
+    contiguous. ``vd`` may be another width than ``hd``: 0 where a layer keeps no v. Pages of float8_e4m3fn,
+    on GPUs alone, are meant to be multiplied by the scales. ``group``: whose pages of a row they are."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
-    v: Tensor  # [pages, page_size, Hkv, hd]
+    v: Tensor  # [pages, page_size, Hkv, vd]
     k_scale: float = 1.0
     v_scale: float = 1.0
     group: int = 0
+
+    def latent(self, width: int) -> KVLayer:
+        """The same pages where v is the first ``width`` values of k (multi-head latent attention)."""
+        return replace(self, v=self.k[..., :width], v_scale=self.k_scale)
 
 
 class Norm(NamedTuple):

@@ -70,8 +70,7 @@ class Decoder(CausalLM):
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         super().__init__(spec, build, positions)
-        self.cos_sin = self._rope(spec.rope)
-        self.local_cos_sin = self.cos_sin if spec.local_rope == spec.rope else self._rope(spec.local_rope)
+        self._angles: dict[tuple[RopeSpec | None, int], Tensor] = {}
         self.embed = VocabEmbedding(
             build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale
         )
@@ -92,20 +91,19 @@ class Decoder(CausalLM):
         return RMSNorm(build, name, spec.hidden, spec.eps, spec.norm_offset)
 
     def attention(self, build: Build, name: str, index: int) -> SelfAttention:
-        spec = self.spec
-        window = spec.windows[index]
+        spec, layer = self.spec, self.spec.attention[index]
         return SelfAttention(
             build,
             name,
             hidden=spec.hidden,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            cos_sin=self._table(index),
-            scale=spec.attention_scale,
+            heads=layer.heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            cos_sin=self.angles(layer.rope, layer.head_dim),
+            scale=layer.scale,
             eps=spec.eps,
-            window=window,
-            softcap=spec.attention_softcap,
+            window=layer.window,
+            softcap=layer.softcap,
             qkv_bias=spec.qkv_bias,
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,
@@ -141,12 +139,14 @@ class Decoder(CausalLM):
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]
 
-    def _table(self, index: int) -> Tensor:
-        """The angles of a layer."""
-        if index in self.spec.unrotated:
-            half = torch.ones(self.positions, self.cos_sin.shape[1] // 2)
-            return torch.cat([half, torch.zeros_like(half)], dim=1)
-        return self.local_cos_sin if self.spec.windows[index] else self.cos_sin
-
-    def _rope(self, rope: RopeSpec) -> Tensor:
-        return rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)
+    def angles(self, rope: RopeSpec | None, dims: int) -> Tensor:
+        """``cos_sin`` of a layer; without ``rope`` ``dims`` stay as they are."""
+        if rope is not None:
+            dims = rope.dim
+        if (rope, dims) not in self._angles:
+            ones = torch.ones(self.positions, dims // 2)
+            table = torch.cat([ones, torch.zeros_like(ones)], dim=1)
+            if rope is not None:
+                table = rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, self.positions)
+            self._angles[rope, dims] = table
+        return self._angles[rope, dims]

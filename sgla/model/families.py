@@ -25,13 +25,17 @@ class Family:
     class does. ``same``: keys it does not read, each with the one that says the same.
 
     ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures
-    that make vectors of it. The others are values of ``ModelSpec`` that no key says."""
+    that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
+    layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
+    families have. The others are values of ``ModelSpec`` that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
+    attention: str = ""
+    layers_differ: bool = False  # heads, KV heads and head_dim may be lists
     pooled: bool = False
     also: tuple[str, ...] = ()  # other architectures that it runs
     qkv_bias: bool = False

@@ -176,7 +176,8 @@ def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int)
             if len(found) > 1:
                 kinds |= dict.fromkeys(names, next((k for k, held in _HOLDS.items() if found <= held), plain))
         out = f"{layer}.self_attn.o_proj.weight"
-        if spec.heads // ranks * spec.head_dim % GROUP and kinds[out] != plain:
+        attention = spec.attention[i]
+        if attention.heads // ranks * attention.v_dim % GROUP and kinds[out] != plain:
             kinds[out] = "q8_0"  # which may be cut inside of a group
     return kinds
 

@@ -38,7 +38,7 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     if isinstance(spec, EncoderSpec):
         return spec.values * BYTES[quantization or dtype]
     gguf = quantization == "gguf"
-    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
     mixed = len(spec.moe.layers) if spec.moe else 0
     mlps = (spec.layers - mixed) * spec.intermediate
     if spec.moe:
@@ -46,7 +46,7 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     vocab = BYTES["int8" if quantization in ("int8", "int4") else dtype]
     table = spec.vocab * spec.hidden * (spec.packed if gguf else vocab)
     head = 0.0 if spec.tied else table / ranks
-    layers = spec.layers * attention + (3 if spec.gated else 2) * spec.hidden * mlps
+    layers = attention + (3 if spec.gated else 2) * spec.hidden * mlps
     return layers * (spec.packed if gguf else BYTES[quantization or dtype]) / ranks + table + head
 
 
@@ -59,10 +59,10 @@ def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: F
     ends = [i for i in range(spec.layers) if i < eighth or i >= spec.layers - eighth]
     some = ends + [i for i in range(eighth, spec.layers - eighth) if (i - eighth) % 3 == 2]
     dense = [i for i in some if spec.gated and (spec.moe is None or i not in spec.moe.layers)]
-    qkv = spec.hidden * spec.head_dim * (spec.heads + 2 * spec.kv_heads)
+    qkv = [spec.hidden * a.head_dim * (a.heads + 2 * a.kv_heads) for a in spec.attention]
     inner = spec.hidden * spec.intermediate
     wanted: list[tuple[int, str, tuple[str, ...], int]] = [
-        *((i, "self_attn", ("q", "k", "v"), qkv) for i in range(spec.layers)),
+        *((i, "self_attn", ("q", "k", "v"), qkv[i]) for i in range(spec.layers)),
         *((i, "mlp", ("down",), inner) for i in dense),
         *((i, "mlp", ("gate", "up"), 2 * inner) for i in dense),
     ]
@@ -75,9 +75,3 @@ def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: F
             found.update(names)
             added += cost
     return Wide(frozenset(found), added)
-
-
-def kv_bytes_per_token(spec: ModelSpec, dtype: str, kv_cache_dtype: str = "auto") -> int:
-    """Of all layers and ranks together."""
-    value = BYTES["fp8" if kv_cache_dtype == "fp8" else dtype]
-    return int(2 * spec.layers * spec.kv_heads * spec.head_dim * value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
@@ -58,7 +59,7 @@ class RopeSpec:
     theta: float
     dim: int
     kind: str = "default"
-    scaling: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -78,25 +79,58 @@ class MoESpec:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Numbers of a decoder. ``windows[i]`` is the sliding window of layer i (0: full attention)."""
+class StateTensor(NamedTuple):
+    """A tensor that a layer keeps of a token, by the name that ``KVLayer`` has for it. ``dtype``: where it
+    is not the KV cache's."""
 
-    architecture: str
-    layers: int
-    hidden: int
-    intermediate: int
+    name: str
+    shape: tuple[int, ...]  # of a token
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer: ``heads`` of queries, ``kv_heads`` of keys and values, each of ``head_dim``
+    values. ``rope`` None: positions are not rotated; ``window`` 0: a token reads all before it. ``sinks``:
+    each head has a score that takes its share of the softmax and has no value. A family whose layers are
+    others has a subclass."""
+
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    reads: int | None = None  # the layer whose keys and values it reads, with the same window; None: its own
+
+    @property
+    def v_dim(self) -> int:
+        """Values of a head of v."""
+        return self.head_dim
+
+    def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
+        """What a rank with so many KV heads keeps of a token."""
+        return StateTensor("k", (kv_heads, self.head_dim)), StateTensor("v", (kv_heads, self.v_dim))
+
+    def weights(self, hidden: int) -> int:
+        """Values of its matrices."""
+        return hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Numbers of a decoder. ``attention``: of each layer."""
+
+    architecture: str
+    hidden: int
+    intermediate: int
+    attention: tuple[AttentionSpec, ...]
     vocab: int
     eps: float
     activation: Activation
     context_len: int
-    rope: RopeSpec
-    local_rope: RopeSpec  # of layers with a window; other than ``rope`` in Gemma
-    windows: tuple[int, ...]
-    attention_scale: float
     final_softcap: float
     qkv_bias: bool
     out_bias: bool
@@ -109,16 +143,27 @@ class ModelSpec:
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     gated: bool = True  # MLPs
     interleaved: bool = False  # rotation of dims 2i and 2i + 1 together
-    unrotated: frozenset[int] = frozenset()  # layers without rotary positions
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
-    attention_softcap: float = 0.0  # no family has one: transformers does not apply Gemma 3's
     moe: MoESpec | None = None
     quantization: Literal["fp8"] | None = None  # of the checkpoint
     packed: float = 0.0  # bytes of a weight as a CPU keeps those of a quantized GGUF file; 0 of others
 
     notes: tuple[str, ...] = ()  # about the file
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def widest_head(self) -> int:
+        return max(layer.head_dim for layer in self.attention)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Sliding windows of the layers; 0: full attention."""
+        return tuple(layer.window for layer in self.attention)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -180,47 +225,20 @@ def _text(architecture: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(c: Reader, family: Family) -> ModelSpec:
-    hidden, heads = c.integer("hidden_size", WIDTH), c.integer("num_attention_heads", HEADS)
+    hidden, positions = c.integer("hidden_size", WIDTH), c.integer("max_position_embeddings", POSITIONS)
     layers = c.integer("num_hidden_layers", LAYERS)
-    kv_heads = c.integer("num_key_value_heads", HEADS) if c.given("num_key_value_heads") else heads
-    if heads % kv_heads:
-        raise ConfigError(
-            f"config.json: {heads} attention heads (num_attention_heads) do not divide among {kv_heads} KV "
-            "heads (num_key_value_heads)",
-            param="model",
-        )
-    head_dim = c.integer("head_dim", HEAD_DIM) if c.given("head_dim") else hidden // heads
-    if head_dim % 2 or not head_dim:
-        raise ConfigError(
-            f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
-        )
-    context_len = c.integer("max_position_embeddings", POSITIONS)
-    rope, local_rope = _ropes(c, head_dim, context_len, "partial_rotary_factor" in family.defaults)
-    if rope.kind == "yarn":
-        extended = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
-        context_len = min(max(context_len, int(extended)), POSITIONS)
-    context_len = min(context_len, _dual_chunk(c) or context_len)
-    scale = c.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else head_dim
-    windows = _windows(c, family, layers)
+    attention = _attention(c, family, hidden, layers, positions)
     bias = _flag(c, family, "attention_bias", "use_bias")
     return ModelSpec(
         architecture=c.architecture,
-        layers=layers,
         hidden=hidden,
         intermediate=c.integer("intermediate_size", INNER),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        attention=attention,
         vocab=c.integer("vocab_size", VOCAB),
         eps=c.number(next(key for key in _EPS if key in family.defaults), 1.0),
         activation=_activation(c, family),
-        context_len=context_len,
-        rope=rope,
-        local_rope=local_rope,
-        windows=windows,
-        attention_scale=_number(c, family, "attention_multiplier", scale**-0.5),
+        context_len=_context(c, attention, positions),
         final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
-        attention_softcap=_number(c, family, "attn_logit_softcapping", 0.0),
         qkv_bias=family.qkv_bias or bias or _flag(c, family, "use_qkv_bias"),
         out_bias=_out_bias(c, family, bias),
         mlp_bias=_flag(c, family, "mlp_bias", "use_bias"),
@@ -233,13 +251,76 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         norm_offset=family.norm_offset,
         gated=family.gated,
         interleaved=family.interleaved,
-        unrotated=_unrotated(c, family, windows),
         embedding_scale=_number(
             c, family, "embedding_multiplier", hidden**0.5 if family.scaled_embedding else 1.0
         ),
         residual_scale=_number(c, family, "residual_multiplier", 1.0),
         logit_scale=_number(c, family, "logit_scale", 1.0) / _number(c, family, "logits_scaling", 1.0),
     )
+
+
+def _attention(
+    c: Reader, family: Family, hidden: int, layers: int, positions: int
+) -> tuple[AttentionSpec, ...]:
+    """That of each layer: by the family's own function, or from the keys that most families have."""
+    if family.attention:
+        module, name = family.attention.split(":")
+        own: tuple[AttentionSpec, ...] = getattr(import_module(module), name)(c, layers, positions)
+        return own
+    windows = _windows(c, family, layers)
+    unrotated = _unrotated(c, family, windows)
+    heads = _of_layers(c, family, "num_attention_heads", layers, HEADS)
+    kv_heads = heads
+    if c.given("num_key_value_heads"):
+        kv_heads = _of_layers(c, family, "num_key_value_heads", layers, HEADS)
+    dims = [hidden // count for count in heads]
+    if c.given("head_dim"):
+        dims = _of_layers(c, family, "head_dim", layers, HEAD_DIM)
+    found = []
+    for i, (head_dim, window) in enumerate(zip(dims, windows)):
+        if heads[i] % kv_heads[i]:
+            raise ConfigError(
+                f"config.json: {heads[i]} attention heads (num_attention_heads) do not divide among "
+                f"{kv_heads[i]} KV heads (num_key_value_heads)",
+                param="model",
+            )
+        if head_dim % 2 or not head_dim:
+            raise ConfigError(
+                f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
+            )
+        rope, local = ropes(c, head_dim, positions, "partial_rotary_factor" in family.defaults)
+        known = "query_pre_attn_scalar" in family.defaults
+        scale = c.number("query_pre_attn_scalar") if known else head_dim
+        layer = AttentionSpec(
+            heads=heads[i],
+            kv_heads=kv_heads[i],
+            head_dim=head_dim,
+            scale=_number(c, family, "attention_multiplier", scale**-0.5),
+            rope=None if i in unrotated else local if window else rope,
+            window=window,
+            softcap=_number(c, family, "attn_logit_softcapping", 0.0),
+        )
+        found.append(layer)
+    return tuple(found)
+
+
+def _of_layers(c: Reader, family: Family, key: str, layers: int, most: int) -> list[int]:
+    """The key's number for each layer: one for all, or, in families whose layers differ, a list."""
+    if not (family.layers_differ and isinstance(c.values.get(key), list)):
+        return [c.integer(key, most)] * layers
+    found = c.integers(key, most)
+    if len(found) != layers or 0 in found:
+        raise c.error(key, f"a list of {layers} numbers above 0, one for each layer")
+    return found
+
+
+def _context(c: Reader, attention: tuple[AttentionSpec, ...], positions: int) -> int:
+    """Tokens of the longest sequence."""
+    for rope in (layer.rope for layer in attention):
+        if rope is not None and rope.kind == "yarn":
+            extended = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
+            positions = min(max(positions, int(extended)), POSITIONS)
+    return min(positions, _dual_chunk(c) or positions)
 
 
 def _number(c: Reader, family: Family, key: str, otherwise: float) -> float:
@@ -486,7 +567,7 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
     return kinds
 
 
-def _ropes(c: Reader, head_dim: int, positions: int, partial: bool) -> tuple[RopeSpec, RopeSpec]:
+def ropes(c: Reader, head_dim: int, positions: int, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
     """Global and local rotary embedding:
     ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
     old, new = c.table("rope_scaling"), c.table("rope_parameters")

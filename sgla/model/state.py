@@ -4,28 +4,34 @@ shared out between these. Loads no torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from sgla.model.sizes import BYTES
-from sgla.model.spec import ModelSpec
+from sgla.model.spec import ModelSpec, StateTensor
 
 
 class LayerState(NamedTuple):
-    """What a layer keeps, on one rank, of every token that a later one may read:
-    k and v of ``kv_heads * head_dim`` values."""
+    """What a layer keeps, on one rank, of every token that a later one may read. ``window``: tokens that a
+    token reads, itself included; 0: all. A layer without tensors keeps nothing, or it reads what the layer
+    ``reads`` keeps."""
 
-    window: int  # tokens that a token reads, itself included; 0: all
-    kv_heads: int
-    head_dim: int
+    window: int
+    tensors: tuple[StateTensor, ...]
+    reads: int | None = None
+
+    def token_bytes(self, dtype: str) -> float:
+        """``dtype``: of the KV cache."""
+        return sum(prod(tensor.shape) * BYTES[tensor.dtype or dtype] for tensor in self.tensors)
 
 
 class KVGroup(NamedTuple):
-    """Layers that keep the same tokens share page numbers. ``layers``: indices; ``values``: k and v that they
-    keep of a token together; ``window`` 0: they keep all tokens."""
+    """Layers that keep the same tokens share page numbers. ``layers``: indices; ``token_bytes``: of what they
+    keep of a token together, on one rank; ``window`` 0: they keep all tokens."""
 
     window: int
     layers: tuple[int, ...]
-    values: int
+    token_bytes: float
 
 
 class Demand(NamedTuple):
@@ -38,27 +44,36 @@ class Demand(NamedTuple):
 def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
     """Of each layer, on ``rank`` or on the one that has most. The KV heads are split as ``Shard.range`` does;
     with fewer of them than ranks each rank has one."""
-    heads = spec.kv_heads
-    if heads < ranks:
-        own = 1
-    elif rank is None:
-        own = -(-heads // ranks)
-    else:
-        own = (rank + 1) * heads // ranks - rank * heads // ranks
-    return [LayerState(window, own, spec.head_dim) for window in spec.windows]
+
+    def own(heads: int) -> int:
+        if heads < ranks:
+            return 1
+        if rank is None:
+            return -(-heads // ranks)
+        return (rank + 1) * heads // ranks - rank * heads // ranks
+
+    state = []
+    for layer in spec.attention:
+        kept = layer.kept(own(layer.kv_heads)) if layer.reads is None else ()
+        state.append(LayerState(layer.window, kept, layer.reads))
+    return state
 
 
-def kv_groups(state: Sequence[LayerState], context_len: int) -> list[KVGroup]:
+def token_bytes(state: Sequence[LayerState], dtype: str) -> int:
+    """Of all layers, on one rank. ``dtype``: of the KV cache."""
+    return int(sum(layer.token_bytes(dtype) for layer in state))
+
+
+def kv_groups(state: Sequence[LayerState], context_len: int, dtype: str) -> list[KVGroup]:
     """The groups of a model, that of whole histories first.
-    If no layer needs whole histories, all keep them."""
+    If no layer needs whole histories, all keep them. ``dtype``: of the KV cache."""
     windows = [layer.window if layer.window < context_len else 0 for layer in state]
     if 0 not in windows:
         windows = [0] * len(windows)
     groups = []
     for window in sorted(set(windows)):
         layers = tuple(i for i, other in enumerate(windows) if other == window)
-        values = sum(2 * state[i].kv_heads * state[i].head_dim for i in layers)
-        groups.append(KVGroup(window, layers, values))
+        groups.append(KVGroup(window, layers, sum(state[i].token_bytes(dtype) for i in layers)))
     return groups
 
 
@@ -71,13 +86,12 @@ class Pool(NamedTuple):
 
     groups: Sequence[KVGroup]
     page_size: int
-    dtype: str
     demand: Demand
 
     @property
     def page_bytes(self) -> list[int]:
         """Of a page of each group, on one rank."""
-        return [int(group.values * self.page_size * BYTES[self.dtype]) for group in self.groups]
+        return [int(group.token_bytes * self.page_size) for group in self.groups]
 
     def needed(self, context: int) -> int:
         """Bytes for one request of ``context`` tokens."""
@@ -98,7 +112,7 @@ class Pool(NamedTuple):
     def tokens(self, budget: int) -> int:
         """Tokens of whole histories that ``budget`` bytes hold for certain."""
         if len(self.groups) == 1:
-            return int(budget // (self.groups[0].values * BYTES[self.dtype]))
+            return int(budget // self.groups[0].token_bytes)
         return self.split(budget)[0] * self.page_size
 
     @property

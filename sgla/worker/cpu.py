@@ -64,8 +64,8 @@ class CpuRunner(Runner):
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
         check_weights(weights, self.place.free())
         state = state_of(spec, self.shard.size, self.shard.rank)
-        groups = kv_groups(state, config.context_length or spec.context_len)
-        pool = Pool(groups, config.page_size, dtype, Demand(slots, step_tokens))
+        groups = kv_groups(state, config.context_length or spec.context_len, dtype)
+        pool = Pool(groups, config.page_size, Demand(slots, step_tokens))
         size = size_kv(
             pool,
             budget=config.kv_cache_bytes,

@@ -24,7 +24,7 @@ from sgla.messages import SAMPLE, CacheGroup, Facts, Progress, StepCost, StepPla
 from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
-from sgla.model.state import kv_groups
+from sgla.model.state import token_bytes
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.sampling.device import Pending, Scored
 from sgla.worker.device_state import upload
@@ -107,9 +107,8 @@ class CudaRunner(Runner):
     def _size(self, config: Config) -> None:
         """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
         steps, vocab = self.steps, self.steps.model.spec.vocab
-        [group] = kv_groups(steps.model.state(), 0)  # no kernel reads several page tables yet
-        page = group.values * config.page_size * steps.kv_dtype.itemsize
-        if steps.kv_dtype != steps.dtype:
+        page = int(token_bytes(steps.model.state(), steps.kv_dtype) * config.page_size)
+        if steps.kv_dtype == "fp8":
             steps.scales = steps.measure_scales()
             self.notes.append(
                 "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"

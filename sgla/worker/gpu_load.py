@@ -14,10 +14,10 @@ from sgla.messages import LONGEST
 from sgla.model.spec import ModelSpec
 from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
+from sgla.worker.kv import DTYPES
 from sgla.worker.place import Gpu
 
 SLOTS, STEP_TOKENS = 256, 8192  # where the configuration leaves them open
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def dtype_of(config: Config) -> str:
@@ -37,19 +37,19 @@ def choose_sizes(config: Config, spec: ModelSpec) -> Sizes:
 def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) -> tuple[Kernels, list[str]]:
     """Also notes on what was decided why. Raises ConfigError for a model that this GPU cannot run."""
     dtype, mixture = dtype_of(config), spec.moe is not None
-    check_device(place.device, config, spec.head_dim, dtype, mixture, spec.quantization)
-    heads, kv_heads = split_heads(spec.heads, spec.kv_heads, place.shard)
-    fp8_kv = config.kv_cache_dtype == "fp8"
+    check_device(place.device, config, spec.widest_head, dtype, mixture, spec.quantization)
+    layer, kv_dtype = spec.attention[0], "fp8" if config.kv_cache_dtype == "fp8" else dtype
+    heads, kv_heads = split_heads(layer.heads, layer.kv_heads, place.shard)
     shape = attention.Shape(
         heads=len(heads),
         kv_heads=len(kv_heads),
-        head_dim=spec.head_dim,
+        head_dim=layer.head_dim,
         page_size=sizes.page_size,
         dtype=DTYPES[dtype],
         windows=frozenset(spec.windows),
-        softcap=spec.attention_softcap,
+        softcap=layer.softcap,
         max_rows=sizes.slots,
-        fp8_kv=fp8_kv,
+        fp8_kv=kv_dtype == "fp8",
         deterministic=config.deterministic,
         context_len=sizes.context_len + 1,
     )
@@ -57,7 +57,7 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
         backend, notes = attention.choose(
             config.attention_backend,
             shape,
-            spec.attention_scale,
+            layer.scale,
             place.device,
             decode=config.decode_attention_backend,
             prefill=config.prefill_attention_backend,
@@ -65,7 +65,6 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     e4m3 = (config.quantization or spec.quantization) == "fp8"
     ops = GpuOps(backend, config.deterministic, e4m3, mixture)
     cascade = Cascade.of(shape, backend, place.device)
-    kv_dtype = torch.float8_e4m3fn if fp8_kv else DTYPES[dtype]
     return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
 
 

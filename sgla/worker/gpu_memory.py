@@ -109,7 +109,8 @@ def splits(spec: ModelSpec, gpus: int) -> tuple[int, ...]:
 
     def fits(ranks: int) -> bool:
         try:
-            split_heads(spec.heads, spec.kv_heads, Shard(0, ranks))
+            for layer in set(spec.attention):
+                split_heads(layer.heads, layer.kv_heads, Shard(0, ranks))
         except ConfigError:
             return False
         return True

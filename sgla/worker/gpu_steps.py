@@ -18,8 +18,10 @@ from sgla.kernels.lazy import force
 from sgla.kernels.ops import KVLayer
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, StepPlan
 from sgla.model.base import CausalLM
+from sgla.model.state import kv_groups, token_bytes
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
+from sgla.worker.kv import Arena, allocate_kv
 from sgla.worker.state import column
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
@@ -36,7 +38,7 @@ class Kernels(NamedTuple):
     ops: GpuOps
     cascade: Cascade | None
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_dtype: str
     deterministic: bool
 
 
@@ -82,7 +84,7 @@ class GpuSteps:
         tables, slot = self.tables, self.slots
         count = min(CALIBRATION, self.step_tokens, self.context_len)
         pages = -(-count // tables.page_size)
-        self.kv = self.allocate(pages + 1, tables.page_size, self.dtype)
+        self.kv = self.allocate(pages + 1, tables.page_size, "bfloat16")
         tables.page_table[slot, :pages] = torch.arange(1, pages + 1, device="cuda")
         ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
         tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
@@ -95,14 +97,16 @@ class GpuSteps:
         most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
-    def allocate(self, pages: int, page_size: int, dtype: torch.dtype) -> list[KVLayer]:
-        """Tokens of one page and head lie together, so that a kernel reads them in one go.
-        Zeros: see ``worker/kv.py``."""
+    def allocate(self, pages: int, page_size: int, dtype: str) -> list[KVLayer]:
+        """See ``worker/kv.py``. All layers are one group: no kernel reads several page tables yet."""
         state = self.model.state()
-        shape = (len(state), 2, pages, state[0].kv_heads, page_size, state[0].head_dim)
-        pool = torch.zeros(shape, dtype=dtype, device="cuda").transpose(3, 4)
-        scales = self.scales if dtype == self.kv_dtype else [(1.0, 1.0)] * len(state)
-        return [KVLayer(layer[0], layer[1], *pair) for layer, pair in zip(pool, scales)]
+        nbytes = int(token_bytes(state, dtype) * page_size) * pages
+        arena = Arena(nbytes, sum(len(layer.tensors) for layer in state))
+        groups = kv_groups(state, 0, dtype)
+        layers = allocate_kv(state, groups, [pages] * len(groups), page_size, dtype, arena.zeros)
+        for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
+            layer.k_scale, layer.v_scale = scales
+        return layers
 
     def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Pending | None]:
         """Decode rows go first, then what has a history (see ``ExtendRows``),

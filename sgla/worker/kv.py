@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -12,20 +13,38 @@ from torch import Tensor
 from sgla.kernels.ops import KVLayer
 from sgla.model.state import KVGroup, LayerState
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+ALIGNED = 256  # bytes
+
+# (pages, tokens of a page, shape of a token, type) -> zeros [pages, tokens, *shape]
+Zeros = Callable[[int, int, tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocate_kv(
-    state: Sequence[LayerState], groups: Sequence[KVGroup], pages: Sequence[int], page_size: int, dtype: str
+    state: Sequence[LayerState],
+    groups: Sequence[KVGroup],
+    pages: Sequence[int],
+    page_size: int,
+    dtype: str,
+    zeros: Zeros | None = None,
 ) -> list[KVLayer]:
     """``pages`` of each group.
     Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
+    zeros = zeros or untouched
     group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
-    layers = []
+    layers: list[KVLayer] = []
     for i, layer in enumerate(state):
-        shape = (pages[group_of[i]], page_size, layer.kv_heads, layer.head_dim)
-        k, v = _zeros(shape, DTYPES[dtype]), _zeros(shape, DTYPES[dtype])
-        layers.append(KVLayer(k, v, group=group_of[i]))
+        if layer.reads is not None:
+            layers.append(replace(layers[layer.reads]))
+            continue
+        group = group_of[i]
+        made = {
+            tensor.name: zeros(pages[group], page_size, tensor.shape, DTYPES[tensor.dtype or dtype])
+            for tensor in layer.tensors
+        }
+        assert made.keys() <= {"k", "v"}, "KVLayer has no other tensors"
+        k = made["k"] if made else zeros(pages[group], page_size, (0, 0), DTYPES[dtype])
+        layers.append(KVLayer(k, made.get("v", k[..., :0]), group=group))
     return layers
 
 
@@ -37,8 +56,23 @@ def zero_pages(kv: list[KVLayer], pages: Sequence[Tensor]) -> None:
             x.index_fill_(0, pages[layer.group], 0)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def untouched(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Unlike ``torch.zeros`` this touches nothing:
     the system gives memory to a place when it is first written."""
-    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    size = (pages, page_size, *shape)
+    memory = mmap.mmap(-1, max(1, prod(size)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)[: prod(size)].view(size)
+
+
+class Arena:
+    """One allocation of ``nbytes`` on a GPU, and so much that all parts are aligned, which are given away.
+    Tokens of one page and head lie together, so that a kernel reads them in one go."""
+
+    def __init__(self, nbytes: int, tensors: int) -> None:
+        self._left = torch.zeros(nbytes + ALIGNED * tensors, dtype=torch.uint8, device="cuda")
+
+    def zeros(self, pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        heads, width = shape
+        size = pages * page_size * heads * width * dtype.itemsize
+        part, self._left = self._left[:size], self._left[-(-size // ALIGNED) * ALIGNED :]
+        return part.view(dtype).view(pages, heads, page_size, width).transpose(1, 2)

@@ -22,10 +22,10 @@ def match(model: CausalLM, kv: list[KVLayer]) -> DecodeStep | None:
     layers = [weights for block in blocks if (weights := _weights(block)) is not None]
     alike = len(layers) == spec.layers and len({type(weights) for weights in layers}) == 1
     plain = model.embed.weight.kind == model.lm_head.weight.kind == "bf16" and model.embed.scale == 1.0
-    usual = (
-        spec.norm == "rms" and spec.residual_scale == 1.0 and not spec.unrotated and spec.qk_norm != "width"
-    )
-    whole_heads = spec.head_dim == model.cos_sin.shape[1] == HEAD_DIM
+    usual = spec.norm == "rms" and spec.residual_scale == 1.0 and spec.qk_norm != "width"
+    attention = spec.attention[0]
+    rotated = attention.rope is not None and attention.rope.dim == HEAD_DIM
+    whole_heads = len(set(spec.attention)) == 1 and rotated and attention.head_dim == HEAD_DIM
     if model.shard.size > 1 or not (alike and plain and usual and whole_heads) or not model.lm_head.plain:
         return None
     page_size = kv[0].k.shape[1]
@@ -33,18 +33,19 @@ def match(model: CausalLM, kv: list[KVLayer]) -> DecodeStep | None:
     if isinstance(layers[0], MixtureWeights):
         assert spec.moe is not None
         shape = MixtureShape(
-            spec.hidden, spec.heads, spec.kv_heads, spec.moe.intermediate, spec.moe.experts, spec.moe.top_k,
-            spec.moe.normalize, bool(spec.qk_norm), page_size,
+            spec.hidden, attention.heads, attention.kv_heads, spec.moe.intermediate, spec.moe.experts,
+            spec.moe.top_k, spec.moe.normalize, bool(spec.qk_norm), page_size,
         )  # fmt: skip
     else:
         shape = Shape(
-            spec.hidden, spec.heads, spec.kv_heads, spec.intermediate, bool(spec.qk_norm), page_size
+            spec.hidden, attention.heads, attention.kv_heads, spec.intermediate, bool(spec.qk_norm), page_size
         )
     if not shape.pays(spec.layers, spec.vocab):
         return None
     embedding, head = model.embed.weight.data, model.lm_head.weight.data
+    cos_sin = model.angles(attention.rope, HEAD_DIM)
     return DecodeStep(
-        shape, layers, kv, embedding, head, model.norm.weight, model.cos_sin, spec.eps, spec.attention_scale
+        shape, layers, kv, embedding, head, model.norm.weight, cos_sin, spec.eps, attention.scale
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -58,7 +59,7 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
     woken.result()
     layers = layers_of_all_kinds(steps.model.spec)
     with torch.inference_mode(), rehearsing():
-        if steps.kv_dtype != steps.dtype:
+        if steps.kv_dtype == "fp8":
             steps.measure_scales()
         steps.kv = steps.allocate(1, steps.tables.page_size, steps.kv_dtype)[:layers]
         longest = max(1, steps.context_len - 1)
@@ -142,7 +143,7 @@ def warm_up(steps: GpuSteps, execute: Callable[[StepPlan], object]) -> None:
 def layers_of_all_kinds(spec: ModelSpec) -> int:
     """How many of the first layers it takes, and one more, since the last one goes on with few rows."""
     mixtures = spec.moe.layers if spec.moe is not None else ()
-    kinds = [(window, index in mixtures) for index, window in enumerate(spec.windows)]
+    kinds = [(replace(layer, reads=None), index in mixtures) for index, layer in enumerate(spec.attention)]
     return min(spec.layers, max(2 + kinds.index(kind) for kind in kinds))
 
 

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sgla.kernels.ops import KVLayer
 from sgla.kernels.program import Limits
 from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
+from sgla.model.state import kv_groups
 from sgla.worker.forward import make_forward
+from sgla.worker.kv import allocate_kv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,14 +139,9 @@ class Eager:
         per_row = -(-length // self.page_size)
         order = torch.randperm(slots * per_row, generator=torch.Generator().manual_seed(7)) + 1
         self.page_table = order.to(torch.int32).view(slots, per_row)
-        shapes = [
-            (slots * per_row + 1, self.page_size, layer.kv_heads, layer.head_dim)
-            for layer in self.model.state()
-        ]
-        self.kv = [
-            KVLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
-            for shape in shapes
-        ]
+        state, dtype = self.model.state(), str(self.dtype).removeprefix("torch.")
+        groups = kv_groups(state, 0, dtype)
+        self.kv = allocate_kv(state, groups, [slots * per_row + 1], self.page_size, dtype)
 
         self.forward, _ = make_forward(self.model, self.kv, Limits(self.budget, slots), 1, self.native)
 

@@ -177,10 +177,12 @@ def test_every_type_gives_the_logits_of_its_decoded_weights(kind: Type, tmp_path
 def test_rope_tables_and_scaling_come_along(tmp_path: Path) -> None:
     factors = [1.0, 2.0, 4.0, 8.0]
     hf = save_checkpoint(tmp_path, "llama")
-    table = ModelSpec.from_config(read_gguf(convert(hf, tmp_path / "a.gguf", factors)).config).rope
+    table = (
+        ModelSpec.from_config(read_gguf(convert(hf, tmp_path / "a.gguf", factors)).config).attention[0].rope
+    )
     assert (table.kind, table.scaling["factors"]) == ("factors", factors)
     path = convert(hf, tmp_path / "b.gguf", rope__scaling__type="linear", rope__scaling__factor=4.0)
-    linear = ModelSpec.from_config(read_gguf(path).config).rope
+    linear = ModelSpec.from_config(read_gguf(path).config).attention[0].rope
     assert (linear.kind, linear.scaling["factor"]) == ("linear", 4.0)
 
 

@@ -108,7 +108,8 @@ def test_only_ranks_that_can_be_are_advised() -> None:
     plain = spec("qwen3-8b")
     assert splits(plain, 8) == (2, 4, 8)
     assert splits(plain, 2) == (2,)
-    assert splits(dataclasses.replace(plain, heads=28, kv_heads=4), 8) == (2, 4)
+    few = dataclasses.replace(plain.attention[0], heads=28, kv_heads=4)
+    assert splits(dataclasses.replace(plain, attention=(few,) * plain.layers), 8) == (2, 4)
     weights = Weights(plain, "bfloat16", None, 1, False, ())
     with pytest.raises(OutOfMemory, match="use a smaller model$"):
         weights.check(weights.bytes // 2)

@@ -10,6 +10,7 @@ from config_cases import gemma3
 from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.messages import StepPlan, Submit
+from sgla.model.spec import StateTensor
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.sched.memory import Memory
 from sgla.worker.cpu import CpuRunner
@@ -125,13 +126,14 @@ def test_what_others_leave_behind_a_window_is_not_read(
 
 
 def test_a_budget_is_shared_out_by_use() -> None:
-    state = [LayerState(0 if i % 6 == 5 else 512, 1, 256) for i in range(18)]
-    groups = kv_groups(state, 32768)
+    kept = StateTensor("k", (1, 256)), StateTensor("v", (1, 256))
+    state = [LayerState(0 if i % 6 == 5 else 512, kept) for i in range(18)]
+    groups = kv_groups(state, 32768, "bfloat16")
     assert [(group.window, len(group.layers)) for group in groups] == [(0, 3), (512, 15)]
 
     def pages(budget: int, rows: int) -> list[int]:
         limits = {"available": 1 << 40, "wanted_context": None, "model_context": 32768}
-        return size_kv(Pool(groups, PAGE, "bfloat16", Demand(rows, 512)), budget=budget, **limits).pages
+        return size_kv(Pool(groups, PAGE, Demand(rows, 512)), budget=budget, **limits).pages
 
     equal = (512 << 20) // (18 * 1024 * PAGE)
     full, window = pages(512 << 20, 32)

@@ -16,9 +16,11 @@ from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
+from sgla.model.spec import StateTensor
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.worker.batch import Columns, build, cut, read
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.kv import allocate_kv, zero_pages
 from sgla.worker.memory import MIB, available_bytes, resident_bytes, size_kv
 from sgla.worker.state import SlotTables
 
@@ -288,7 +290,32 @@ def test_a_slot_forgets_its_previous_request() -> None:
     assert tables.page_count.tolist() == [0, 3]
 
 
-STATE = [LayerState(0, kv_heads=2, head_dim=64)] * 4  # 4 KiB a token in float32, 64 KiB a page
+def test_layers_keep_what_they_say() -> None:
+    """k and v of other widths and another type, a latent without v, another layer's, and nothing."""
+    state = [
+        LayerState(0, (StateTensor("k", (2, 8)), StateTensor("v", (2, 6), "float32"))),
+        LayerState(0, (StateTensor("k", (1, 40)),)),
+        LayerState(0, (), reads=0),
+        LayerState(0, ()),
+    ]
+    [group] = kv_groups(state, 64, "bfloat16")
+    assert group.token_bytes == 2 * 16 + 4 * 12 + 2 * 40
+    first, latent, second, nothing = allocate_kv(state, [group], [3], 4, "bfloat16")
+    assert [tuple(x.shape) for x in (first.k, first.v, latent.k, latent.v)] == [
+        (3, 4, 2, 8), (3, 4, 2, 6), (3, 4, 1, 40), (3, 4, 1, 0),
+    ]  # fmt: skip
+    assert (first.k.dtype, first.v.dtype) == (torch.bfloat16, torch.float32)
+    first.k[1] = 1
+    assert second.k[1].all()
+    latent.k[:] = 1
+    assert latent.latent(32).v.shape[3] == 32
+    zero_pages([first, latent, second, nothing], [torch.tensor([1])])
+    assert not second.k.any()
+    assert [bool(page.any()) for page in latent.k] == [True, False, True]
+
+
+KEPT = StateTensor("k", (2, 64)), StateTensor("v", (2, 64))
+STATE = [LayerState(0, KEPT)] * 4  # 4 KiB a token in float32, 64 KiB a page
 
 
 def sized(**changes: Any) -> Any:
@@ -298,7 +325,7 @@ def sized(**changes: Any) -> Any:
         "wanted_context": None,
         "model_context": 2048,
     }
-    return size_kv(Pool(kv_groups(STATE, 2048), 16, "float32", Demand(32, 512)), **arguments | changes)
+    return size_kv(Pool(kv_groups(STATE, 2048, "float32"), 16, Demand(32, 512)), **arguments | changes)
 
 
 def test_the_kv_cache_is_sized_by_budget_memory_and_context() -> None:
