@@ -89,6 +89,7 @@ def _fuse_activation(nodes: list[Node], outputs: list[Buffer]) -> list[Node]:
             node.op == Opcode.ACT_MUL
             and source is not None
             and source.op == Opcode.LINEAR
+            and source.inputs[1] is None
             and uses[source.outputs[0]] == 1
             and node.n % WIDTH == 0
         ):

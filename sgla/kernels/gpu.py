@@ -385,7 +385,9 @@ class GpuOps:
         return elementwise.add_rms_norm(force(x), residual, weight, eps)
 
     @LOWERINGS.of(ops.linear)
-    def linear(self, x: Any, w: Weight, bias: Tensor | None = None) -> Any:
+    def linear(self, x: Any, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None) -> Any:
+        if addend is not None:  # which the fused kernels do not know
+            return self._product(x, w, bias).add_(force(addend))
         dense, e4m3 = w.kind == "bf16", w.kind == "fp8"
         x = force(x) if isinstance(x, LazySum) else x
         output = self._output
@@ -405,6 +407,11 @@ class GpuOps:
                     return lazy
                 if lazy.fusable:
                     return lazy.run(skinny_gemm.FLOAT32, output.out)
+        return self._product(x, w, bias)
+
+    def _product(self, x: Any, w: Weight, bias: Tensor | None) -> Tensor:
+        """A linear layer by itself."""
+        dense, e4m3, output = w.kind == "bf16", w.kind == "fp8", self._output
         aligned = w.n % 16 == w.k % 16 == 0 and output is None
         if e4m3 and w.scale is not None and aligned and not self._deterministic:
             return fp8.linear(rounded(x), w.data, w.scale, bias)

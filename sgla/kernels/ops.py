@@ -87,13 +87,15 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 @op
-def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """``x @ w.T + bias``: x [T, k], w [n, k], bias [n] -> [T, n].
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """``x @ w.T + bias + addend``: x [T, k], w [n, k], bias [n], addend [T, n] -> [T, n]. The addend is what
+    an adapter adds, before any activation that follows.
 
     Native kernels may round x, for weights that are not float32: to bfloat16 if the weight is, or to 14 bits
     under a scale for each row and 64 channels (csrc/cpu/fixed.h).
     """
-    return F.linear(x, w.dequant(x.dtype), None if bias is None else bias.to(x.dtype))
+    y = F.linear(x, w.dequant(x.dtype), None if bias is None else bias.to(x.dtype))
+    return y if addend is None else y + addend.to(y.dtype)
 
 
 @op

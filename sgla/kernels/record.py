@@ -298,18 +298,21 @@ class Recorder:
         return out
 
     @LOWERINGS.of(ops.linear)
-    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None
+    ) -> Tensor:
         panels = w.to_panels(self._isa)
         if panels is None:  # a call, or the program would keep what the storage holds now, in float32
             like = torch.empty(x.shape[0], w.n, device="meta")
-            made: Tensor = self._record(ops.linear.body, (x, w, bias), {}, like)
+            made: Tensor = self._record(ops.linear.body, (x, w, bias, addend), {}, like)
             return made
         source = self.buffer(x)
         assert source.width == w.k
         out, y = self._make(w.n, source.sampled)
         tensors = [panels.data, None if bias is None else _floats(bias)]
         a = [FORMATS.index(panels.kind), ACTIVATIONS["none"], 0, 0]
-        self.nodes.append(Node(Opcode.LINEAR, source.sampled, [source, None], [y], tensors, w.n, w.k, a))
+        added = None if addend is None else self.buffer(addend)
+        self.nodes.append(Node(Opcode.LINEAR, source.sampled, [source, added], [y], tensors, w.n, w.k, a))
         return out
 
     @LOWERINGS.of(ops.qk_norm_rope_store)

@@ -28,6 +28,7 @@ from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.model import registry
 from sgla.model.load import load_model
+from sgla.quant.weight import pack
 
 MODELS: dict[str, dict[str, Any]] = {
     "ToyForCausalLM": {"model_type": "toy"},
@@ -185,3 +186,39 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
         skinny.reset_mock()
         errors = (found.float() - expected[rows]).norm(dim=1) / expected[rows].norm(dim=1)
         assert (errors < 0.03).all()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "fp8", "int4"])
+def test_an_addend_comes_before_what_is_fused_behind(
+    kind: str, rows: int, exact: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that do the activation or the norm behind a linear layer do not know it, and are passed over."""
+    monkeypatch.setattr(gpu, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(skinny_gemm, "linear", skinny := Mock())
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, out_dtype, out: out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+    )
+    torch.manual_seed(0)
+    w, dtype = pack(torch.randn(128, 128) / 12, kind), torch.float32 if kind == "f32" else torch.bfloat16
+    x, addend = torch.randn(rows, 128).to(dtype), torch.randn(rows, 128).to(dtype)
+    residual, norm = torch.randn(rows, 128).to(dtype), torch.rand(128)
+    dispatcher = gpu.GpuOps(attend, e4m3=kind == "fp8")
+
+    def gated() -> Tensor:
+        return force(ops.act_mul(ops.linear(x, w, None, addend), "silu"))
+
+    def normed() -> Tensor:
+        return force(ops.add_rms_norm(ops.linear(x, w, None, addend), residual.clone(), norm, 1e-5)[0])
+
+    for fn in (gated, normed):
+        expected = fn()
+        with dispatcher.fused(rows):
+            found = fn()
+        assert (found - expected).norm() < 0.1 * expected.norm()
+    with dispatcher.float32_output(out=(out := torch.empty(rows, 128))):
+        logits = ops.linear(x, w, None, addend)
+    assert (logits - ops.linear(x, w, None, addend)).norm() < 0.1 * expected.norm()
+    assert kind != "bf16" or logits is out
+    assert not skinny.called

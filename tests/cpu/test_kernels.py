@@ -110,6 +110,24 @@ def test_linear(isa: str, kind: Kind, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int4"])
+def test_an_addend_comes_before_what_is_fused_behind(isa: str, kind: Kind) -> None:
+    torch.manual_seed(0)
+    w, x = pack(torch.randn(128, 64) / 8, kind), torch.randn(5, 64)
+    low, high = torch.randn(3, 64), torch.randn(128, 3)
+
+    def gated(b: ForwardBatch, x: Tensor) -> Tensor:
+        return ops.act_mul(ops.linear(x, w, torch.ones(128), (x @ low.T) @ high.T), "silu")
+
+    def residual(b: ForwardBatch, x: Tensor) -> Tensor:
+        y = ops.linear(x, w, None, (x @ low.T) @ high.T)
+        return ops.add(y, ops.linear(x, w))
+
+    for fn in (gated, residual):
+        close(run(fn, tokens(5), x, 1, isa), fn(tokens(5), x), 10 * tolerance(isa, kind))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_linear_does_not_depend_on_the_others(isa: str, kind: Kind) -> None:
     torch.manual_seed(0)
