@@ -22,7 +22,8 @@ def be_silent() -> None:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(be_silent)  # first, so it is called last
-settings.register_profile("ci", max_examples=40)  # .ci/run
+settings.register_profile("usual", max_examples=40)
+settings.load_profile("usual")
 settings.register_profile("full", max_examples=1000)  # .ci/full
 
 if not torch.cuda.is_available():

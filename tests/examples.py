@@ -8,6 +8,6 @@ USUAL = 100  # of hypothesis
 
 
 def examples(count: int) -> int:
-    """``count``; of a profile with more or fewer than usual as many times more or fewer
+    """``count``; as many times more or fewer as the profile has more or fewer than hypothesis
     (``--hypothesis-profile=full``: ten times)."""
     return count * settings.default.max_examples // USUAL
