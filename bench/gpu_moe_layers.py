@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lines
@@ -19,7 +20,7 @@ from gpu_kernels import decode_rows, time_us
 
 from sgla import attention
 from sgla.attention import DeviceBatch
-from sgla.kernels import gpu
+from sgla.kernels import gpu, ops
 from sgla.kernels.ops import KVLayer
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Weight, pack
@@ -47,6 +48,33 @@ class Layer:
         self.kv = KVLayer(pool[0], pool[1])
 
 
+class Chain:
+    """The layers, one behind the other, as a model."""
+
+    def __init__(self, spec: ModelSpec, layers: list[Layer]) -> None:
+        self.spec, self._layers = spec, layers
+        self.embed = SimpleNamespace(weight=weight(1000, spec.hidden))
+        self._cos_sin = torch.randn(LONGEST, spec.head_dim, device="cuda")
+
+    def forward(self, batch: Any, kv: Any, rows: Any = None) -> torch.Tensor:
+        spec = self.spec
+        assert spec.moe is not None
+        h = ops.embedding(batch.ids, self.embed.weight)
+        x = ops.rms_norm(h, self._layers[0].norm, 1e-6)
+        for layer in self._layers:
+            norms = layer.head_norm, layer.head_norm
+            qkv = ops.linear(x, layer.qkv)
+            q = ops.qk_norm_rope_store(
+                qkv, batch.positions, self._cos_sin, *norms, 1e-6, layer.kv, batch.out_loc
+            )
+            y = ops.linear(ops.attention(q, layer.kv, batch, spec.attention_scale), layer.o)
+            x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
+            experts = layer.router, layer.gate_up, layer.down
+            y = ops.moe(x, *experts, spec.moe.top_k, True, "silu")
+            x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
+        return x
+
+
 def mixed(rows: int) -> DeviceBatch:
     """Decode rows of lengths from SHORTEST to LONGEST."""
     return decode_rows(torch.linspace(SHORTEST, LONGEST, rows).int()[torch.randperm(rows)])
@@ -64,24 +92,11 @@ def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
     assert spec.moe is not None
     shape = attention.Shape(spec.heads, spec.kv_heads, spec.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST)
     attend = attention.choose("auto", shape, spec.attention_scale)[0]
-    ops, decode, top_k = gpu.GpuOps(attend, mixtures=True), attend.decode, spec.moe.top_k
-    batch, cos_sin = mixed(rows), torch.randn(LONGEST, spec.head_dim, device="cuda")
-    first, residual = torch.randn(2, rows, spec.hidden, dtype=BF16, device="cuda")
+    forward = gpu.Forward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    batch = mixed(rows)
 
     def body() -> None:
-        x: Any = first
-        h: Any = residual
-        with ops.fused(rows, decode):  # type: ignore[arg-type]
-            for layer in layers:
-                norms = layer.head_norm, layer.head_norm
-                qkv = ops.linear(x, layer.qkv)
-                q = ops.qk_norm_rope_store(
-                    qkv, batch.positions, cos_sin, *norms, 1e-6, layer.kv, batch.out_loc
-                )
-                y = ops.linear(ops.attention(q, layer.kv, batch, spec.attention_scale, 0, 0.0), layer.o)
-                x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
-                y = ops.moe(x, layer.router, layer.gate_up, layer.down, top_k, True, "silu")
-                x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
+        forward.hidden(batch, decode=attend.decode)
 
     us, floor = time_us(body, len(layers)), floor_us(spec, layers[0], batch)
     lines.emit({"bench": "moe_layers", "rows": rows, "us": round(us, 1), "floor_us": round(floor, 1)})

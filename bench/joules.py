@@ -15,15 +15,18 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import lines
 import torch
 from gpu_kernels import capture, decode_rows
 
 from sgla import attention
+from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm
-from sgla.kernels.gpu import FusedDecode, GpuOps
+from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.gpu import Forward, GpuOps
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.quant.plain import BF16 as Plain
@@ -147,7 +150,10 @@ class Model:
             self.kv.append(KVLayer(pool[0], pool[1]))
         shape = attention.Shape(HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256)
         self.attend = attention.choose("auto", shape, 0.088)[0]
-        self.gpu, self.decode = GpuOps(self.attend), cast(FusedDecode, self.attend.decode)
+        self.spec = SimpleNamespace(hidden=HIDDEN)
+        words = torch.randn(1000, HIDDEN, dtype=BF16, device="cuda")
+        self.embed = SimpleNamespace(weight=pack(words, "bf16"))
+        self._forward = Forward(self, [], GpuOps(self.attend))  # type: ignore[arg-type]
         self.cos_sin = torch.randn(8192, DIM, device="cuda")
         self.ones, self.norm = torch.ones(DIM, device="cuda"), torch.ones(HIDDEN, device="cuda")
         self.residual = torch.randn(rows, HIDDEN, dtype=BF16, device="cuda")
@@ -156,25 +162,31 @@ class Model:
         self.inner = torch.randn(rows, INNER, dtype=BF16, device="cuda")
         self.wide = torch.randn(rows, 2 * INNER, dtype=BF16, device="cuda")
 
-    def attention(self, qkv: Any, kv: KVLayer) -> torch.Tensor:
-        q = self.gpu.qk_norm_rope_store(
-            qkv, self.batch.positions, self.cos_sin, self.ones, self.ones, 1e-6, kv, self.batch.out_loc
+    def attention(self, qkv: Any, kv: KVLayer, batch: Any) -> torch.Tensor:
+        q = ops.qk_norm_rope_store(
+            qkv, batch.positions, self.cos_sin, self.ones, self.ones, 1e-6, kv, batch.out_loc
         )
-        return self.gpu.attention(q, kv, self.batch, 0.088, 0, 0.0)
+        return ops.attention(q, kv, batch, 0.088)
+
+    def forward(self, batch: Any, kv: Any, rows: Any = None) -> torch.Tensor:
+        """The layers, one behind the other, as a model has them."""
+        h = ops.embedding(batch.ids, self.embed.weight)
+        x = ops.rms_norm(h, self.norm, 1e-6)
+        for weights, pages in zip(self.layers, self.kv):
+            x = ops.linear(self.attention(ops.linear(x, weights["qkv"]), pages, batch), weights["o"])
+            x, h = ops.add_rms_norm(x, h, self.norm, 1e-6)
+            x = ops.linear(ops.act_mul(ops.linear(x, weights["gate_up"]), "silu"), weights["down"])
+            x, h = ops.add_rms_norm(x, h, self.norm, 1e-6)
+        return x
 
     def chain(self) -> None:
-        gpu, x, residual = self.gpu, self.x, self.residual
-        with gpu.fused(self.rows, self.decode):
-            for weights, kv in zip(self.layers, self.kv):
-                x = gpu.linear(self.attention(gpu.linear(x, weights["qkv"]), kv), weights["o"])
-                x, residual = gpu.add_rms_norm(x, residual, self.norm, 1e-6)
-                x = gpu.linear(gpu.act_mul(gpu.linear(x, weights["gate_up"]), "silu"), weights["down"])
-                x, residual = gpu.add_rms_norm(x, residual, self.norm, 1e-6)
+        self._forward.hidden(self.batch, decode=self.attend.decode)
 
     def attentions(self) -> None:
-        with self.gpu.fused(self.rows, self.decode):
-            for kv in self.kv:
-                self.attention(self.projected, kv)
+        decode: Any = self.attend.decode
+        projection = Projection(self.cos_sin, self.ones, self.ones, 1e-6)
+        for pages in self.kv:
+            decode.forward(self.projected, pages, self.batch, 0.088, 0, 0.0, projection)
 
     def linears(self, name: str, config: Config | None, epilogue: int = batch_gemm.STORE) -> None:
         x = self.inner if name == "down" else self.x

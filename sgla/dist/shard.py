@@ -57,11 +57,13 @@ class Shard:
         elif self.size > 1:
             dist.all_reduce(x)
 
-    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor | None:
-        """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result),
-        or None if x is too large for that."""
-        if self.exchange is None or not self.exchange.takes(x):
-            return None
+    def norms(self, x: Tensor) -> bool:
+        """Whether ``all_reduce_norm`` takes what looks like x. The same on every rank."""
+        return self.exchange is not None and self.exchange.takes(x)
+
+    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result)."""
+        assert self.exchange is not None
         return self.exchange.sum(x, norm)
 
     def max(self, keys: Tensor) -> None:

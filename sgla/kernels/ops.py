@@ -1,6 +1,6 @@
 """The ops a model is made of, beside plain torch operations. Each body here is the oracle in torch, on any
 device and dtype; what else may compute an op is in ``kernels/record.py`` (CPU programs) and
-``kernels/gpu.py``.
+``kernels/gpu``.
 
 Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
 """
@@ -55,7 +55,8 @@ class Ranks(Protocol):
     """What operations need of ``dist.Shard``."""
 
     def all_reduce(self, x: Tensor) -> None: ...
-    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor | None: ...
+    def norms(self, x: Tensor) -> bool: ...
+    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 
 
 @op

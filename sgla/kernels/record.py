@@ -79,6 +79,8 @@ class Recorder:
     """Collects nodes. ``isa``: level of the kernels.
     An op without a function here is the ops and torch operations of its body."""
 
+    device = torch.device("cpu")
+
     def __init__(self, isa: str = "") -> None:
         self._isa = isa
         self.nodes: list[Node] = []

@@ -46,7 +46,9 @@ class NotRecorded(Exception):
 
 
 class Tracer(Protocol):
-    """Who records the calls."""
+    """Who records the calls. ``device``: where they will run."""
+
+    device: torch.device
 
     def operation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -66,9 +68,9 @@ class Symbol(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func == DEVICE:
-                return torch.device("cpu")
+                return symbols_in((args, kwargs))[0].tracer.device
             if func == ON_GPU:
-                return False
+                return symbols_in((args, kwargs))[0].tracer.device.type == "cuda"
             if func in LOOKS:
                 return func(*args, **(kwargs or {}))
         return symbols_in((args, kwargs))[0].tracer.operation(func, args, kwargs or {})

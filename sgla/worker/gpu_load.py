@@ -62,8 +62,7 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
             decode=config.decode_attention_backend,
             prefill=config.prefill_attention_backend,
         )
-    e4m3 = (config.quantization or spec.quantization) == "fp8"
-    ops = GpuOps(backend, config.deterministic, e4m3, mixture)
+    ops = GpuOps(backend, config.deterministic)
     cascade = Cascade.of(shape, backend, place.device)
     return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
 

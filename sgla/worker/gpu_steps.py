@@ -12,9 +12,7 @@ from sgla import attention
 from sgla.attention import Attention, DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
-from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import GpuOps
-from sgla.kernels.lazy import force
+from sgla.kernels.gpu import Forward, GpuOps
 from sgla.kernels.ops import KVLayer
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, StepPlan
 from sgla.model.base import CausalLM
@@ -62,8 +60,6 @@ class GpuSteps:
     whenever that changes; ``logits`` float32[slots, this rank's part of V] are those of graphs;
     ``scales``: of k and v of each layer."""
 
-    kv: list[KVLayer]
-
     def __init__(self, model: CausalLM, kernels: Kernels, sizes: Sizes) -> None:
         self.model, self.shard = model, model.shard
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
@@ -74,6 +70,15 @@ class GpuSteps:
         self.tables = DeviceTables(self.slots, self.context_len, page_size)
         self.logits = torch.empty(self.slots, len(model.lm_head.own), device="cuda")
         self.forget_rows()
+
+    @property
+    def kv(self) -> list[KVLayer]:
+        """The pages of each layer. Steps read and write those that were set last."""
+        return self._kv
+
+    @kv.setter
+    def kv(self, kv: list[KVLayer]) -> None:
+        self._kv, self.forward = kv, Forward(self.model, kv, self.ops)
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""
@@ -91,8 +96,7 @@ class GpuSteps:
         batch = self.extend_batch(
             np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
         )
-        with using(self.ops):
-            force(self.model.forward(batch, self.kv))
+        self.forward.hidden(batch)
         tables.page_table[slot] = 0
         most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
@@ -124,8 +128,7 @@ class GpuSteps:
         at, where, positions = upload(host)
         batch = self.extend_batch(slots, starts, q_lens)
         scores = bool((flags & PROMPT_LOGPROBS).any())
-        with self.ops.fused(batch.tokens):
-            hidden = force(self.model.forward(batch, self.kv, None if scores else at))
+        hidden = self.forward.hidden(batch, None if scores else at)
         scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order) if scores else []
         if not count:
             return batch.ids, 0, scored, None
@@ -206,8 +209,7 @@ class GpuSteps:
 
     def logits_of(self, hidden: Any) -> Tensor:
         """Of this rank's part of the vocabulary."""
-        with self.ops.float32_output():
-            return self.model.logits_part(hidden)
+        return self.forward.logits(hidden)
 
     def _score_prompts(
         self, plan: StepPlan, hidden: Tensor, slots: Any, starts: Any, q_lens: Any, order: Any
@@ -223,8 +225,7 @@ class GpuSteps:
             parts, asked = [], self.sampler.logprob_ids(slot)
             for at in range(0, count, LOGIT_ROWS):
                 size = min(LOGIT_ROWS, count - at)
-                with self.ops.float32_output():
-                    logits = self.model.logits(hidden[first[r] + at : first[r] + at + size])
+                logits = self.forward.logits(hidden[first[r] + at : first[r] + at + size], whole=True)
                 targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
                 parts.append(score(logits, targets, k, asked))
             if parts:

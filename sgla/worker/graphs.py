@@ -184,13 +184,10 @@ class DecodeGraphs:
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it.
         fused = decode if isinstance(decode, NativeDecode) and not cascade else None
-        with steps.ops.fused(size, fused):
-            hidden = steps.model.forward(batch, steps.kv)
-            draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
-            drawing = draw if steps.model.lm_head.plain else None
-            with steps.ops.float32_output(steps.logits[:size], drawing) as output:
-                logits = steps.model.logits_part(hidden)
-        if output.drawn:
+        draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
+        drawing = draw if steps.model.lm_head.plain else None
+        logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)
+        if drawn:
             steps.sampler.land(draw, self.out[:size], landing)
             return
         if logits.data_ptr() != steps.logits.data_ptr():  # a soft cap or an all-gather made another tensor

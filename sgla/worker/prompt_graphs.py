@@ -148,10 +148,8 @@ class PromptGraphs:
             extend(q, kv, batch.page_table, tiles.view(-1, 4), scale, window, softcap, out)
             return out
 
-        with steps.ops.attending(attend), steps.ops.fused(size):
-            hidden = steps.model.forward(batch, steps.kv, at)
-            with steps.ops.float32_output(logits):
-                found = steps.model.logits_part(hidden)
+        with steps.ops.attending(attend):
+            found = steps.forward.step(batch, at, logits).logits
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)
         steps.sampler.draw(logits, where, ends, out)

@@ -69,7 +69,7 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
         for decodes, size in (*alone, (1, sizes[0]), (steps.slots, sizes[0])):
             for half in (0, 1):
                 steps.run_eagerly(_behind(decodes, size, half, steps.slots, longest))
-        for size in steps.ops.sizes(most):
+        for size in steps.forward.sizes(most):
             steps.run_eagerly(_behind(0, size, 0, steps.slots, longest))
         DecodeGraphs(steps).rehearse()
         if not steps.deterministic:

@@ -14,7 +14,6 @@ import torch
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.kernels.lazy import force
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
 
 TINY: dict[str, Any] = json.loads(
@@ -191,8 +190,7 @@ def assert_rows_alone_equal_all(runner: Any, bound: float, share: float = 1.0) -
         batch = runner.steps.extend_batch(*columns)
 
         def forward(*rows: torch.Tensor) -> torch.Tensor:
-            with runner.steps.ops.fused(batch.tokens):
-                return force(runner.steps.model.forward(batch, runner.steps.kv, *rows)).float().clone()
+            return runner.steps.forward.hidden(batch, *rows).float().clone()
 
         every = forward()
         for count in (1, 3, 20, 150):

@@ -1,10 +1,9 @@
-"""``ops.moe`` on an NVIDIA GPU: which kernels a number of tokens takes, and the sum over the experts held
-back until it is known whether it goes into the residual stream."""
+"""``ops.moe`` on an NVIDIA GPU: which kernels a number of tokens takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.device import this_device
-from sgla.kernels.lazy import Lazy
-from sgla.kernels.ops import Activation, Norm
+from sgla.kernels.ops import Activation
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
@@ -25,8 +23,20 @@ OURS = 64  # tokens up to which the linear layer before the router is our kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
 
 
+class Outputs(Protocol):
+    """What the chosen experts made of each token, not summed up yet."""
+
+    def sum(self) -> Tensor: ...
+
+    def add_to(self, residual: Tensor) -> None:
+        """Add the sum to ``residual`` in place."""
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum to ``residual`` in place and return its RMSNorm."""
+
+
 @dataclass(slots=True, eq=False)
-class Few(Lazy):
+class Few:
     """The inner activations of few tokens, times their probabilities."""
 
     inner: Tensor
@@ -34,15 +44,13 @@ class Few(Lazy):
     down: Weight
     width: int
 
-    def compute(self) -> Tensor:
+    def sum(self) -> Tensor:
         return self._down(None)
 
     def add_to(self, residual: Tensor) -> None:
-        """Add the result to ``residual`` in place."""
         self._down(residual)
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the result to ``residual`` in place and return its RMSNorm."""
         return elementwise.rms_norm(self._down(residual), weight, eps)
 
     def _down(self, out: Tensor | None) -> Tensor:
@@ -50,13 +58,13 @@ class Few(Lazy):
 
 
 @dataclass(slots=True, eq=False)
-class Grouped(Lazy):
+class Grouped:
     """The outputs of each pair of token and expert."""
 
     y: Tensor
     probabilities: Tensor
 
-    def compute(self) -> Tensor:
+    def sum(self) -> Tensor:
         return moe.combine(self.y, self.probabilities)
 
     def add_to(self, residual: Tensor) -> None:
@@ -64,18 +72,6 @@ class Grouped(Lazy):
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
-
-
-@dataclass(slots=True, eq=False)
-class AddNorm(Lazy):
-    """``x`` that an add into the residual and an RMSNorm are to follow:
-    a mixture's router does both on the way."""
-
-    x: Tensor
-    norm: Norm
-
-    def compute(self) -> Tensor:
-        return elementwise.add_rms_norm(self.x, *self.norm, in_place=True)[0]
 
 
 def run(
@@ -89,7 +85,7 @@ def run(
     activation: Activation,
     rounded: fp8.Rounded | None = None,
     residual: Tensor | None = None,
-) -> Few | Grouped:
+) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
@@ -145,7 +141,7 @@ def _route(
         )
     if residual is not None:
         assert weight is not None
-        x, weight = AddNorm(x, Norm(residual, weight, eps)).force(), None
+        x, weight = elementwise.add_rms_norm(x, residual, weight, eps, in_place=True)[0], None
     if x.shape[0] <= ROUTED:
         x, logits = moe.norm_router(x, weight, eps, router.data)
     else:

@@ -1,0 +1,109 @@
+"""Mixtures of experts, with the norm before and the sum behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.cuda.router import MAX_ROWS
+from sgla.kernels.gpu import mixture, tiles
+from sgla.kernels.gpu.e4m3 import NAME as ROUNDED
+from sgla.kernels.gpu.few import norm_apart
+from sgla.kernels.gpu.record import Node, Ref
+from sgla.kernels.gpu.rewrite import Work
+
+NAME = "sum of experts"  # of nodes that other rules look for
+
+
+def make(work: Work, node: Node, **more: Any) -> list[Node]:
+    """The experts, and their sum apart, which may go into the residual stream."""
+    outputs = work.value()
+    given = {"norm": None, "eps": 0.0, "rounded": None, "residual": None} | node.given | more
+    summed = Node(NAME, _sum, {"x": Ref(outputs)}, [node.results[0]], node.rows)
+    return [Node("mixture", _mixture, given, [outputs], node.rows), summed]
+
+
+def _mixture(
+    x: Tensor, norm: Tensor | None, eps: float, rounded: Any, residual: Tensor | None, **given: Any
+) -> mixture.Outputs:
+    normed = None if norm is None else (norm, eps)
+    return mixture.run(x, normed, rounded=rounded, residual=residual, **given)
+
+
+def _sum(x: mixture.Outputs) -> Tensor:
+    return x.sum()
+
+
+def alone(work: Work, moe: Node) -> list[Node]:
+    maker = work.maker(moe.given["x"])
+    small = Ref(maker.results[2]) if maker is not None and maker.op == ROUNDED else None
+    return make(work, moe, rounded=small)
+
+
+def norm_refuses(work: Work, norm: Node, moe: Node) -> str | None:
+    return None if work.few(moe) else f"the router takes at most {skinny_gemm.MAX_ROWS} rows with a norm"
+
+
+def norm(work: Work, before: Node, moe: Node) -> list[Node]:
+    given = before.given
+    return make(work, moe, x=given["x"], norm=given["weight"], eps=given["eps"])
+
+
+def add_refuses(work: Work, *chain: Node) -> str | None:
+    total, moe = chain[-2:]
+    if work.e4m3:
+        return "e4m3 weights want the norm rounded"
+    if work.rows(moe) > MAX_ROWS:
+        return f"the router takes at most {MAX_ROWS} rows"
+    if len(chain) == 3 and work.rows(moe) <= mixture.OURS:
+        return f"our kernel before the router pays up to {mixture.OURS} rows"
+    return None if work.free(total.given["residual"]) else "the residual stream is read again"
+
+
+def add(work: Work, *chain: Node) -> list[Node]:
+    """The router adds and normalizes. With more rows our kernel's exchange of sums, in the layer before,
+    would wait behind the experts' first weights: then cuBLAS does that layer."""
+    total, moe = chain[-2:]
+    given = total.given
+    before = [replace(chain[0], op="library", fn=tiles.library)] if len(chain) == 3 else []
+    made, summed = make(
+        work, moe, x=given["x"], norm=given["weight"], eps=given["eps"], residual=given["residual"]
+    )
+    made.fn, made.overwrites = _mixture_add, given["residual"].number
+    made.results.append(total.results[1])
+    return [*before, made, summed]
+
+
+def _mixture_add(residual: Tensor, **given: Any) -> tuple[mixture.Outputs, Tensor]:
+    return _mixture(residual=residual, **given), residual
+
+
+def sum_refuses(work: Work, summed: Node, add: Node) -> str | None:
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def sum_add(work: Work, summed: Node, add: Node) -> list[Node]:
+    outputs, residual = summed.given["x"], add.given["residual"]
+    given = {"outputs": outputs, "residual": residual}
+    if work.few(add):
+        normed, total = add.results
+        return [
+            Node("sum, added", _sum_add, given, [total], add.rows, residual.number),
+            norm_apart(normed, total, add),
+        ]
+    given |= {"weight": add.given["weight"], "eps": add.given["eps"]}
+    return [Node("sum, added", _sum_add_norm, given, add.results, add.rows, residual.number)]
+
+
+def _sum_add(outputs: mixture.Outputs, residual: Tensor) -> Tensor:
+    outputs.add_to(residual)
+    return residual
+
+
+def _sum_add_norm(
+    outputs: mixture.Outputs, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return outputs.add_norm(residual, weight, eps), residual

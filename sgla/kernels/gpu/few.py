@@ -1,0 +1,92 @@
+"""Linear layers of few rows: the kernel of ``skinny_gemm``, with a norm before and what follows behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.device import this_device
+from sgla.kernels.gpu.record import Node, Ref
+from sgla.kernels.gpu.rewrite import Work
+
+NAME = "few rows"  # of nodes that other rules look for
+WIDE = 8 << 20  # elements of a weight that is wide for few rows
+GATES = {"silu": skinny_gemm.SILU, "gelu_tanh": skinny_gemm.GELU}
+
+
+def refuses(work: Work, *chain: Node) -> str | None:
+    linear = chain[-1]
+    w, x = linear.given["w"], linear.given["x"]
+    e4m3, rows = w.kind == "fp8", work.rows(linear)
+    if not this_device().wgmma:
+        return "the GPU has no wgmma"
+    if rows > skinny_gemm.MAX_ROWS:
+        return f"it takes at most {skinny_gemm.MAX_ROWS} rows"
+    if w.kind not in ("bf16", "fp8") or work.record.dtypes[x.number] != torch.bfloat16:
+        return f"it multiplies bfloat16 with bfloat16 or e4m3, not {w.kind}"
+    if w.k % (128 if e4m3 else 64) or w.n < 64:
+        return "its tiles do not fit the weight"
+    maker = chain[0] if len(chain) == 2 else work.maker(x)
+    if rows > 8 and w.data.numel() > WIDE and maker is not None and maker.op == ops.rms_norm:
+        return "with more than 8 rows and a wide weight a norm apart and cuBLAS are faster"
+    return None
+
+
+def make(work: Work, *chain: Node) -> list[Node]:
+    linear = chain[-1]
+    w, bias = linear.given["w"], linear.given["bias"]
+    made = {
+        "x": linear.given["x"],
+        "weight": w.data,
+        "scale": w.scale,
+        "norm": None,
+        "eps": 0.0,
+        "bias": bias,
+    }
+    if len(chain) == 2:
+        norm = chain[0].given
+        made |= {"x": norm["x"], "norm": norm["weight"], "eps": norm["eps"]}
+    made |= {"epilogue": skinny_gemm.STORE, "out": None}
+    return [Node(NAME, _run, made, linear.results, linear.rows)]
+
+
+def _run(x: Tensor, weight: Tensor, **given: Any) -> Tensor:
+    return skinny_gemm.linear(x, weight, **given)
+
+
+def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
+    return "the layer has a bias" if linear.given["bias"] is not None else None
+
+
+def gate(work: Work, linear: Node, act: Node) -> list[Node]:
+    epilogue = GATES[act.given["kind"]]
+    return [replace(linear, given=linear.given | {"epilogue": epilogue}, results=act.results)]
+
+
+def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def add(work: Work, linear: Node, add: Node) -> list[Node]:
+    residual, (normed, total) = add.given["residual"], add.results
+    given = linear.given | {"epilogue": skinny_gemm.ADD, "out": residual}
+    return [
+        Node("few rows, added", _run, given, [total], add.rows, residual.number),
+        norm_apart(normed, total, add),
+    ]
+
+
+def norm_apart(normed: int, total: int, add: Node) -> Node:
+    """The norm of ``add_rms_norm``, where the sum is there."""
+    given = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"]}
+    return Node(ops.rms_norm, None, given, [normed], add.rows)
+
+
+def logits(work: Work, *chain: Node) -> list[Node]:
+    [node] = make(work, *chain)
+    return [replace(node, given=node.given | {"epilogue": skinny_gemm.FLOAT32, "out": work.input("out")})]

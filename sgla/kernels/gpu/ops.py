@@ -1,0 +1,202 @@
+"""A kernel for each op on an NVIDIA GPU: Triton, cuBLAS and CUDA C++, for every shape and number of tokens.
+
+Kernels that do several ops at once are put in their place by the rules of ``rules.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import prompt_gemm
+from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.dispatch import Lowerings, Op
+from sgla.kernels.gpu import mixture
+from sgla.kernels.ops import Activation, KVLayer, Ranks
+from sgla.kernels.triton import elementwise, fp8, invariant
+
+if TYPE_CHECKING:
+    from sgla.layers.batch import ForwardBatch
+    from sgla.quant.weight import Weight
+
+R = TypeVar("R")
+LOWERINGS = Lowerings()
+
+
+class Attend(Protocol):
+    """Attention over the pages: ``ops.attention``."""
+
+    def __call__(
+        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+    ) -> Tensor: ...
+
+
+class GpuOps:
+    """The ops of one model. An op without a function here runs its body.
+
+    ``deterministic``: a token's results do not depend on the others.
+    """
+
+    def __init__(self, attend: Attend, deterministic: bool = False) -> None:
+        self.attend, self.deterministic = attend, deterministic
+        self.float32 = False  # linear layers give float32, as logits should be
+
+    def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        made = LOWERINGS.run(self, op, args, kwargs)
+        return op.body(*args, **kwargs) if made is NotImplemented else made
+
+    @contextmanager
+    def attending(self, attend: Attend) -> Iterator[None]:
+        """Use another attention for a while."""
+        kept, self.attend = self.attend, attend
+        try:
+            yield
+        finally:
+            self.attend = kept
+
+    @property
+    def in_place(self) -> bool:
+        """Whether attention wants q, k and v side by side in this step."""
+        return getattr(self.attend, "in_place", False)
+
+    @LOWERINGS.of(ops.embedding)
+    def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
+        if isinstance(weight, Tensor):
+            return elementwise.take_rows(weight, ids, scale)
+        if weight.kind in ("f32", "bf16"):
+            return elementwise.take_rows(weight.data, ids, scale)
+        return (weight.take(ids) * scale).to(torch.bfloat16)
+
+    @LOWERINGS.of(ops.rms_norm)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.rms_norm(x.contiguous(), weight, eps)
+
+    @LOWERINGS.of(ops.add_rms_norm)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return elementwise.add_rms_norm(x, residual, weight, eps)
+
+    @LOWERINGS.of(ops.linear)
+    def linear(
+        self, x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None
+    ) -> Tensor:
+        if self.float32:
+            return self.logits(x, w, bias, addend, None)
+        y = self._product(x, w, bias)
+        return y if addend is None else y.add_(addend)
+
+    def logits(
+        self, x: Tensor, w: Weight, bias: Tensor | None, addend: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """``linear`` in float32, if possible in ``out``."""
+        y = self._float32(x, w, bias, out)
+        return y if addend is None else y.add_(addend)
+
+    def _product(self, x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+        if w.kind == "fp8" and w.scale is not None and w.n % 16 == w.k % 16 == 0 and not self.deterministic:
+            return fp8.linear(fp8.quantize(x), w.data, w.scale, bias)
+        weight = self._plain(x, w)
+        if self.deterministic:
+            return invariant.linear(x, weight, bias)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    def _float32(self, x: Tensor, w: Weight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        weight = self._plain(x, w)
+        if self.deterministic:
+            if out is None:
+                out = x.new_empty(x.shape[0], w.n, dtype=torch.float32)
+            return invariant.linear(x, weight, bias, out)
+        if weight.dtype == torch.bfloat16 and bias is None:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+    def _plain(self, x: Tensor, w: Weight) -> Tensor:
+        return w.data if w.kind in ("f32", "bf16") else w.dequant(x.dtype)
+
+    @LOWERINGS.of(ops.qk_norm_rope_store)
+    def qk_norm_rope_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv: KVLayer,
+        out_loc: Tensor,
+    ) -> Tensor:
+        return elementwise.qk_norm_rope_store(
+            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, out_loc, self.in_place,
+            (kv.k_scale, kv.v_scale),
+        )  # fmt: skip
+
+    def heads(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: Tensor,
+        projection: Projection,
+        kv: KVLayer,
+        out_loc: Tensor,
+    ) -> Tensor:
+        """``linear`` and ``qk_norm_rope_store`` of long prompts."""
+        return prompt_gemm.linear_heads(
+            x.contiguous(), weight, positions, projection, kv, out_loc, self.in_place, bias
+        )
+
+    @LOWERINGS.of(ops.attention)
+    def attention(
+        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
+    ) -> Tensor:
+        return self.attend(q, kv, batch, scale, window, softcap)
+
+    @LOWERINGS.of(ops.act_mul)
+    def act_mul(self, x: Tensor, kind: Activation) -> Tensor:
+        return elementwise.act_mul(x, kind)
+
+    @LOWERINGS.of(ops.layer_norm)
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+    @LOWERINGS.of(ops.activate)
+    def activate(self, x: Tensor, kind: str) -> Tensor:
+        return ops.activation(x, kind)
+
+    @LOWERINGS.of(ops.moe)
+    def moe(
+        self,
+        x: Tensor,
+        router: Weight,
+        gate_up: Weight,
+        down: Weight,
+        top_k: int,
+        normalize: bool,
+        activation: Activation,
+    ) -> Tensor:
+        return mixture.run(x, None, router, gate_up, down, top_k, normalize, activation).sum().to(x.dtype)
+
+    @LOWERINGS.of(ops.gather)
+    def gather(self, x: Tensor, rows: Tensor) -> Tensor:
+        return elementwise.take_rows(x, rows)
+
+    @LOWERINGS.of(ops.all_reduce)
+    def all_reduce(self, x: Tensor, ranks: Ranks) -> Tensor:
+        ranks.all_reduce(x)
+        return x
+
+    @LOWERINGS.of(ops.inplace)
+    def inplace(self, fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
+        fn(x)
+        return x
+
+    @LOWERINGS.of(ops.call)
+    def call(self, fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
+        out = x.new_empty(x.shape[0], width)
+        fn(x, out)
+        return out

@@ -1,0 +1,250 @@
+"""A model's forward pass on a GPU: recorded once, rewritten for each kind of step, and run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import batch_gemm, prompt_gemm
+from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
+from sgla.kernels.dispatch import using
+from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
+from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
+from sgla.kernels.gpu.rewrite import Asked, Work
+from sgla.kernels.gpu.rules import apply
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.trace import STAND_INS, NotRecorded
+
+if TYPE_CHECKING:
+    from sgla.layers.batch import ForwardBatch
+    from sgla.model.base import CausalLM
+
+ALIKE = ROUTED  # from so many rows on, steps whose layers take the same kernels are one program
+KEPT = 512  # programs
+
+
+class Output(NamedTuple):
+    """Logits, and whether the layer that computes them has drawn from them."""
+
+    logits: Tensor
+    drawn: bool
+
+
+class Step(NamedTuple):
+    """``fn(**fixed, **values)``. ``dead``: values that nobody reads later."""
+
+    fn: Callable[..., Any]
+    fixed: dict[str, Any]
+    values: list[tuple[str, int]]
+    results: list[int]
+    dead: list[int]
+
+
+class Program:
+    """The steps of one record for one kind of step."""
+
+    def __init__(self, gpu: GpuOps, work: Work) -> None:
+        self.work, self.outputs = work, work.record.outputs
+        self._inputs = work.record.inputs
+        self._count = work.values
+        self._steps = _steps(gpu, work)
+
+    def __call__(self, given: dict[str, Any]) -> list[Any]:
+        values: list[Any] = [given.get(name) for name in self._inputs]
+        values += [None] * (self._count - len(values))
+        for fn, fixed, reads, results, dead in self._steps:
+            made = fn(**fixed, **{name: values[number] for name, number in reads})
+            if len(results) == 1:
+                values[results[0]] = made
+            else:
+                for number, value in zip(results, made):
+                    values[number] = value
+            for number in dead:
+                values[number] = None
+        return [values[number] for number in self.outputs]
+
+    @property
+    def rules(self) -> Counter[str]:
+        """How often each rule was used."""
+        return Counter(node.rule for node in self.work.nodes.values() if node.rule)
+
+
+def _steps(gpu: GpuOps, work: Work) -> list[Step]:
+    nodes = list(work.nodes.values())
+    last: dict[int, int] = {}
+    for at, node in enumerate(nodes):
+        for number in (*node.reads, *node.results):
+            last[number] = at
+    ends: list[list[int]] = [[] for _ in nodes]
+    for number, at in last.items():
+        if number not in work.record.outputs:
+            ends[at].append(number)
+    steps = []
+    for node, dead in zip(nodes, ends):
+        fixed = {k: resolved(v, work.asked.sizes) for k, v in node.given.items() if not isinstance(v, Ref)}
+        reads = [(k, v.number) for k, v in node.given.items() if isinstance(v, Ref)]
+        steps.append(Step(node.fn or _plain(gpu, node), fixed, reads, node.results, dead))
+    return steps
+
+
+def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
+    """What computes a node that no rule gave a kernel."""
+    named: dict[Any, Callable[..., Any]] = {"heads": gpu.heads, "logits": gpu.logits}
+    return named.get(node.op) or partial(LOWERINGS[node.op], gpu)
+
+
+class Forward:
+    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op."""
+
+    def __init__(self, model: CausalLM, kv: list[KVLayer], gpu: GpuOps) -> None:
+        self._model, self._kv, self._gpu = model, kv, gpu
+        self._records: dict[tuple[str, bool], Record | None] = {}
+        self._programs: dict[Any, Program] = {}
+        self.notes: list[str] = []
+
+    def hidden(self, batch: ForwardBatch, rows: Tensor | None = None, decode: Any = None) -> Tensor:
+        """The final hidden states ``[S, d]`` of the tokens ``rows`` int32[S], or ``[T, d]`` of all.
+        ``decode``: see ``step``."""
+        return self._run("hidden", batch, rows, decode=decode)[0]
+
+    def step(
+        self,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        out: Tensor,
+        draw: batch_gemm.Draw | None = None,
+        decode: Any = None,
+    ) -> Output:
+        """The logits of this rank's part of the vocabulary, float32, if possible in ``out``. ``draw``: also
+        draw, if the kernel can. ``decode``: all rows are decode rows, and this kernel takes q, k and v from
+        the projection."""
+        return Output(*self._run("step", batch, rows, out, draw, decode))
+
+    def logits(self, hidden: Tensor, whole: bool = False) -> Tensor:
+        """Float32 logits of ``hidden``: this rank's part of the vocabulary, or the whole."""
+        batch: Any = None
+        return self._run("logits" if whole else "part", batch, hidden)[0]
+
+    def sizes(self, most: int) -> list[int]:
+        """Numbers of tokens up to ``most`` with which linear layers take every kernel that they take with
+        more than ``batch_gemm.MAX_ROWS``. Those come and go with how well tiles fill the GPU."""
+        record = self._record("hidden", True)
+        if record is None or self._gpu.deterministic:
+            return []
+        first: dict[Any, int] = {}
+        for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
+            for shape in _shapes(record):
+                first.setdefault((shape, _kernels(m, *shape)), m)
+        return sorted(set(first.values()))
+
+    def _run(
+        self,
+        what: str,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        out: Tensor | None = None,
+        draw: batch_gemm.Draw | None = None,
+        decode: Any = None,
+    ) -> tuple[Any, bool]:
+        record = self._record(what, rows is not None)
+        if record is None:
+            return self._call(what, batch, rows, self._gpu), False
+        sampled = 0 if rows is None else rows.shape[0]
+        sizes = {"tokens": sampled, "rows": 0, "sampled": sampled}
+        if batch is not None:
+            sizes |= {"tokens": batch.tokens, "rows": batch.rows}
+        program = self._program(record, Asked(sizes, decode, draw is not None, self._gpu.deterministic))
+        given: dict[str, Any] = {"batch": batch, "hidden": rows, "out": out, "draw": draw}
+        for name in record.inputs:
+            if name not in given:
+                given[name] = rows if name == "sample_rows" else getattr(batch, name)
+        return program(given)[0], program.work.drawn
+
+    def _program(self, record: Record, asked: Asked) -> Program:
+        alike = tuple(self._kind(record, m) for m in (asked.sizes["tokens"], asked.sizes["sampled"]))
+        exact = tuple(asked.sizes.values()) if record.sized else ()
+        key = id(record), alike, exact, id(asked.decode), asked.draws
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) == KEPT:
+                del self._programs[next(iter(self._programs))]
+            program = self._programs[key] = Program(self._gpu, apply(record, asked))
+        return program
+
+    def _kind(self, record: Record, m: int) -> Any:
+        """What steps with ``m`` rows have in common that are one program."""
+        if self._gpu.deterministic:
+            return None
+        if m <= ALIKE:
+            return m
+        sums = next((node for node in record.nodes if node.op is ops.all_reduce), None)
+        like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
+        reduced = sums is not None and sums.given["ranks"].norms(like)
+        return tuple(_kernels(m, *shape) for shape in _shapes(record)), reduced
+
+    def _record(self, what: str, rows: bool) -> Record | None:
+        if (what, rows) not in self._records:
+            try:
+                self._records[what, rows] = self._recorded(what, rows)
+            except NotRecorded as error:
+                self._records[what, rows] = None
+                self.notes.append(
+                    f"GPU kernels one op at a time (slow): this model cannot be recorded ({error})"
+                )
+        return self._records[what, rows]
+
+    def _recorded(self, what: str, rows: bool) -> Record:
+        recorder = Recorder(LOWERINGS)
+        batch: Any = None
+        given: Tensor | None = None
+        if what in ("part", "logits"):
+            given = recorder.input("hidden", (STAND_INS["sampled"], self._model.spec.hidden), self._dtype)
+        else:
+            batch = recorder.batch()
+            given = batch.sample_rows if rows else None
+        made = self._call(what, batch, given, recorder)
+        recorder.record.outputs.append(recorder.number(made))
+        return recorder.record
+
+    def _call(
+        self, what: str, batch: ForwardBatch, rows: Tensor | None, dispatcher: GpuOps | Recorder
+    ) -> Tensor:
+        model = self._model
+        with using(dispatcher):
+            if what in ("hidden", "step"):
+                hidden = model.forward(batch, self._kv, rows)
+            else:
+                assert rows is not None
+                hidden = rows
+            if what == "hidden":
+                return hidden
+            dispatcher.float32 = True
+            try:
+                return model.logits(hidden) if what == "logits" else model.logits_part(hidden)
+            finally:
+                dispatcher.float32 = False
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self._model.embed.weight.kind == "f32" else torch.bfloat16
+
+
+def _shapes(record: Record) -> list[tuple[int, int]]:
+    """Sides of the weights that our kernels of tiles multiply."""
+    plain = {(w.n, w.k): None for w in record.weights if w.kind == "bf16"}
+    return [shape for shape in plain if batch_gemm.refuses(*shape) is None]
+
+
+@lru_cache(1 << 12)
+def _kernels(m: int, n: int, k: int) -> tuple[Any, ...]:
+    """Which kernels multiply ``m`` rows with a weight ``[n, k]``, alone and with a gate behind."""
+    return tuple(
+        prompt_gemm.refuses(m, n, k, gated) is None or batch_gemm.choose(m, n, k, gated)
+        for gated in (False, True)
+    )

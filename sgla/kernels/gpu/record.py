@@ -1,0 +1,263 @@
+"""The record of a forward pass: the ops it calls, and the torch operations between them, in order.
+
+A node says which values it reads by number (``Ref``). Sizes that differ from step to step are ``Size``, as in
+``kernels/trace.py``, whose symbols stand for the values while the model runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from inspect import Signature, signature
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.dispatch import Op
+from sgla.kernels.trace import (
+    STAND_INS,
+    NotRecorded,
+    Rows,
+    Size,
+    Symbol,
+    changes,
+    infer,
+    size_of,
+    symbols_in,
+)
+
+R = TypeVar("R")
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+# What of a batch a forward may read, beside the whole of it, and what each is counted by.
+PARTS: dict[str, Rows] = {
+    "ids": "tokens",
+    "positions": "tokens",
+    "out_loc": "tokens",
+    "slots": "rows",
+    "kv_len": "rows",
+    "sample_rows": "sampled",
+}
+
+
+class Ref(NamedTuple):
+    """A value, by its number."""
+
+    number: int
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """``fn(**given)`` makes the values ``results``. ``op``: what rules look for: an op, or the name that a
+    rule gave to what it made. ``rows``: how many it works on. ``overwrites``: a value whose memory one of the
+    results takes. ``rule``: which put it here."""
+
+    op: Any
+    fn: Callable[..., Any] | None
+    given: dict[str, Any]
+    results: list[int]
+    rows: int | Size = 0
+    overwrites: int | None = None
+    rule: str = ""
+
+    @property
+    def reads(self) -> list[int]:
+        return [x.number for x in self.given.values() if isinstance(x, Ref)]
+
+
+@dataclass(slots=True)
+class Record:
+    """``inputs``: what the values with the first numbers are: ``batch``, parts of it, and ``hidden``;
+    ``outputs``: numbers of what the forward returns. ``logits``: the linear layer that computes them, if
+    there is one, by its place in ``nodes``."""
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    dtypes: list[torch.dtype] = field(default_factory=list)  # of each value
+    logits: Node | None = None
+    sized: bool = False  # some torch operation depends on the number of rows or tokens
+
+    @property
+    def weights(self) -> list[Any]:
+        """Of the linear layers, without that of the logits."""
+        return [n.given["w"] for n in self.nodes if n.op is ops.linear and n is not self.logits]
+
+
+class Recorder:
+    """Collects the nodes of one call of a forward. ``lowered``: ops that are nodes; of others the ops and
+    torch operations of their bodies are."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, lowered: dict[Op[..., Any], Any]) -> None:
+        self.record = Record()
+        self._lowered = lowered
+        self._known: dict[int, int] = {}  # number of a value by the identity of its symbol
+        self._kept: list[Any] = []  # so that identities stay
+        self.float32 = False  # the next linear layer computes the logits
+        for name in ("out", "draw"):
+            self.record.inputs.append(name)
+            self.record.dtypes.append(torch.float32)
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.record.inputs.append(name)
+        return self._new(shape, dtype)
+
+    def batch(self) -> ForwardBatch:
+        """The symbolic batch to record with. Only the first tokens of what it has are meant."""
+        number = len(self.record.dtypes)
+        self.record.inputs.append("batch")
+        self.record.dtypes.append(torch.int32)
+        parts: dict[str, Any] = {
+            name: self.input(name, (STAND_INS[of],), torch.int32) for name, of in PARTS.items()
+        }
+        rows, tokens = STAND_INS["rows"], STAND_INS["tokens"]
+        unread = torch.empty(0, dtype=torch.int32, device="meta")
+        batch = ForwardBatch(
+            rows=rows, tokens=tokens, page_size=1, q_start=unread, page_table=unread, **parts
+        )
+        self._known[id(batch)] = number
+        self._kept.append(batch)
+        return batch
+
+    def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        shapes = RESULTS.get(op) if op in self._lowered else None
+        if shapes is not None:
+            bound = parameters(op).bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            made = shapes(*given.values())
+            if isinstance(made, list):
+                return self._node(op, given, made)  # type: ignore[no-any-return]
+        count = len(self.record.nodes)
+        try:
+            return op.body(*args, **kwargs)
+        except NotRecorded:
+            if not op.like:
+                raise
+        del self.record.nodes[count:]
+        bound = parameters(op).bind(*args, **kwargs)
+        like = bound.arguments[op.like]
+        return self._node(op.body, bound.arguments, [(tuple(like.shape), like.dtype)], op.body)  # type: ignore[no-any-return]
+
+    def operation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a torch operation on symbols and return the symbols of its results. Raises NotRecorded."""
+        if changes(fn, kwargs):
+            raise NotRecorded(f"{getattr(fn, '__name__', fn)}: an operation in place")
+        like = infer(fn, args, kwargs)
+        leaves, form = tree_flatten((args, kwargs))
+
+        given = {f"_{i}": leaf for i, leaf in enumerate(leaves)}
+
+        def call(**leaves: Any) -> Any:
+            args, kwargs = tree_unflatten([leaves[name] for name in given], form)
+            made = [x for x in tree_flatten(fn(*args, **kwargs))[0] if isinstance(x, Tensor)]
+            return made if len(made) > 1 else made[0]
+
+        tensors = [x for x in tree_flatten(like)[0] if isinstance(x, Tensor)]
+        made = self._node(fn, given, [(tuple(x.shape), x.dtype) for x in tensors], call, whole=True)
+        symbols = iter(made)
+        return tree_map(lambda x: next(symbols) if isinstance(x, Tensor) else x, like)
+
+    def _node(
+        self,
+        op: Any,
+        given: dict[str, Any],
+        made: Shapes,
+        fn: Callable[..., Any] | None = None,
+        whole: bool = False,
+    ) -> Any:
+        """Note a call; the symbols of its results: a list if ``whole`` or there are several."""
+        record = self.record
+        tensors = [x for x in given.values() if isinstance(x, Symbol)]
+        rows = size_of(tensors[0].shape[0]) if tensors and tensors[0].dim() else 0
+        node = Node(op, fn, {name: self._stand_in(x) for name, x in given.items()}, [], rows)
+        record.nodes.append(node)
+        if self.float32 and op is ops.linear:
+            record.logits, made = node, [(shape, torch.float32) for shape, _ in made]
+        symbols = []
+        for shape, dtype in made:
+            node.results.append(len(record.dtypes))
+            symbols.append(self._new(shape, dtype))
+        return symbols if whole or len(symbols) > 1 else symbols[0]
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Symbol:
+        symbol = Symbol.of(shape, dtype, self)
+        self._known[id(symbol)] = len(self.record.dtypes)
+        self._kept.append(symbol)
+        self.record.dtypes.append(dtype)
+        return symbol
+
+    def number(self, x: Tensor) -> int:
+        """Of the value that a symbol stands for."""
+        known = self._known.get(id(x))
+        if known is None:
+            raise NotRecorded(f"a tensor of shape {tuple(x.shape)} from outside of the recording")
+        return known
+
+    def _stand_in(self, x: Any) -> Any:
+        if isinstance(x, Symbol) or id(x) in self._known:
+            return Ref(self.number(x))
+        if isinstance(x, slice):
+            if symbols_in(x):
+                raise NotRecorded("a slice with a tensor")
+            return slice(*(self._stand_in(part) for part in (x.start, x.stop, x.step)))
+        if isinstance(x, torch.Size):
+            return tuple(self._stand_in(int(n)) for n in x)
+        found = size_of(x) if type(x) is int else x
+        self.record.sized |= isinstance(found, Size)
+        return found
+
+
+def resolved(x: Any, sizes: dict[str, int]) -> Any:
+    """``x`` with numbers in place of ``Size``."""
+    if isinstance(x, Size):
+        return sizes[x.of] * x.factor
+    if isinstance(x, slice):
+        return slice(*(resolved(part, sizes) for part in (x.start, x.stop, x.step)))
+    if type(x) is tuple:
+        return tuple(resolved(part, sizes) for part in x)
+    return x
+
+
+@cache
+def parameters(op: Op[..., Any]) -> Signature:
+    return signature(op.body)
+
+
+def _like(x: Tensor, *_: Any) -> Shapes:
+    return [(tuple(x.shape), x.dtype)]
+
+
+def _wide(x: Tensor, width: int) -> Shapes:
+    return [((*x.shape[:-1], width), x.dtype)]
+
+
+def _embedding(ids: Tensor, weight: Any, scale: float) -> Shapes:
+    if isinstance(weight, Tensor):
+        return [((ids.shape[0], weight.shape[1]), weight.dtype)]
+    return [((ids.shape[0], weight.k), torch.float32 if weight.kind == "f32" else torch.bfloat16)]
+
+
+# The shapes and types of what an op makes, from its arguments.
+RESULTS: dict[Op[..., Any], Callable[..., Shapes]] = {
+    ops.embedding: _embedding,
+    ops.rms_norm: _like,
+    ops.add_rms_norm: lambda x, residual, *_: _like(x) + _like(residual),
+    ops.linear: lambda x, w, *_: _wide(x, w.n),
+    ops.qk_norm_rope_store: lambda qkv, *rest: _wide(qkv, qkv.shape[1] - 2 * rest[5].k.shape[2:].numel()),
+    ops.attention: _like,
+    ops.act_mul: lambda x, _: _wide(x, x.shape[-1] // 2),
+    ops.layer_norm: _like,
+    ops.activate: _like,
+    ops.moe: _like,
+    ops.gather: lambda x, rows: [((rows.shape[0], *x.shape[1:]), x.dtype)],
+    ops.all_reduce: _like,
+    ops.inplace: lambda _, x: _like(x),
+    ops.call: lambda _, x, width: _wide(x, width),
+}

@@ -1,0 +1,170 @@
+"""A record on its way through rewrite rules: see ``rules.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from sgla.kernels import ops
+from sgla.kernels.cuda import skinny_gemm
+from sgla.kernels.device import this_device
+from sgla.kernels.gpu.record import Node, Record, Ref
+from sgla.kernels.trace import Size
+
+
+class Asked(NamedTuple):
+    """What a step is. ``decode``: all rows are decode rows, and this kernel takes q, k and v from the
+    projection; ``draws``: the output layer may draw."""
+
+    sizes: dict[str, int]  # of tokens, sampled, rows
+    decode: Any = None
+    draws: bool = False
+    deterministic: bool = False
+
+
+@dataclass(slots=True)
+class Work:
+    """A record on its way through the rules. ``left``: how many of a value's readers are still to come."""
+
+    record: Record
+    asked: Asked
+    nodes: dict[int, Node] = field(default_factory=dict)  # by identity, in order
+    made: dict[int, Node] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    overwritten: set[int] = field(default_factory=set)
+    values: int = 0
+    mixtures: bool = False  # layers have mixtures of experts
+    e4m3: bool = False  # linear layers have such weights
+    drawn: bool = False
+    refused: dict[tuple[str, str], int] = field(default_factory=dict)  # by rule and why
+
+    def rows(self, node: Node) -> int:
+        rows = node.rows
+        return self.asked.sizes[rows.of] * rows.factor if isinstance(rows, Size) else rows
+
+    def value(self) -> int:
+        """The number of a new value."""
+        self.values += 1
+        return self.values - 1
+
+    def input(self, name: str) -> Ref:
+        return Ref(self.record.inputs.index(name))
+
+    def few(self, node: Node) -> bool:
+        """Whether it has so few rows that layers do not share products of tiles."""
+        return this_device().wgmma and self.rows(node) <= skinny_gemm.MAX_ROWS
+
+    def named(self, op: Any) -> list[Node]:
+        return [node for node in self.nodes.values() if node.op == op]
+
+    def maker(self, x: Any) -> Node | None:
+        return self.made.get(x.number) if isinstance(x, Ref) else None
+
+    def free(self, x: Any) -> bool:
+        """Whether nobody reads the value later, so that its memory may be written to."""
+        number = x.number
+        kept = number in self.record.outputs or number < len(self.record.inputs)
+        return not self.left.get(number, 0) and not kept
+
+    def chain(self, node: Node, pattern: tuple[Any, ...]) -> list[Node] | None:
+        """The nodes of the pattern that ends with ``node``, if they can move to its place."""
+        found = [node]
+        for op in reversed(pattern[:-1]):
+            x = first(found[0])
+            maker = self.maker(x)
+            if x is None or maker is None or maker.op != op or maker.results[0] != x.number:
+                return None
+            alone = self.uses[x.number] == 1
+            rest = all(
+                self.uses.get(n, 0) == self.left.get(n, 0) + node.reads.count(n) for n in maker.results[1:]
+            )
+            changed = (n for n in maker.reads if n in self.overwritten and n != maker.overwrites)
+            if not (alone and rest) or any(changed):
+                return None
+            found.insert(0, maker)
+        return found
+
+    def drop(self, node: Node) -> None:
+        del self.nodes[id(node)]
+        for number in node.reads:
+            self.uses[number] -= 1
+        for number in node.results:
+            self.made.pop(number, None)
+
+    def put(self, node: Node) -> None:
+        self.nodes[id(node)] = node
+        for number in node.reads:
+            self.uses[number] = self.uses.get(number, 0) + 1
+        for number in node.results:
+            self.made[number] = node
+        if node.overwrites is not None:
+            self.overwritten.add(node.overwrites)
+
+
+def first(node: Node) -> Ref | None:
+    """The first value that a node reads: what an op works on."""
+    return next((x for x in node.given.values() if isinstance(x, Ref)), None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    pattern: tuple[Any, ...]
+    refuses: Callable[..., str | None]  # of the work and the nodes of the chain
+    make: Callable[..., list[Node]]
+
+
+def rewrite(
+    record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]], logits: Sequence[Rule]
+) -> Work:
+    """The nodes of ``record`` with the rules of their ops applied; ``logits``: those of the output layer."""
+    work = Work(record, asked, values=len(record.dtypes))
+    work.mixtures = any(node.op is ops.moe for node in record.nodes)
+    work.e4m3 = any(w.kind == "fp8" for w in record.weights)
+    for node in record.nodes:
+        for number in node.reads:
+            work.left[number] = work.left.get(number, 0) + 1
+    work.uses = dict(work.left)
+    for number in record.outputs:
+        work.uses[number] = work.uses.get(number, 0) + 1
+    for node in record.nodes:
+        for number in node.reads:
+            work.left[number] -= 1
+        _visit(
+            work,
+            node,
+            () if asked.deterministic else logits if node is record.logits else rules.get(node.op, ()),
+        )
+    return work
+
+
+def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
+    """Put ``node``, or what the first rule that is not refused makes of it, behind the others."""
+    made = next((found for rule in rules if (found := _apply(work, rule, node))), None)
+    if made is None:
+        changed = first(node) if node.op in (ops.inplace, ops.all_reduce) else None
+        made = [replace(node, overwrites=changed.number if changed else None)]
+        if node is work.record.logits:
+            made[0].op, made[0].given = "logits", node.given | {"out": work.input("out")}
+    for new in made:
+        work.put(new)
+    for number in node.reads:
+        work.uses[number] -= 1
+
+
+def _apply(work: Work, rule: Rule, node: Node) -> list[Node] | None:
+    chain = work.chain(node, rule.pattern)
+    if chain is None:
+        return None
+    why = rule.refuses(work, *chain)
+    if why is not None:
+        work.refused[rule.name, why] = work.refused.get((rule.name, why), 0) + 1
+        return None
+    made = rule.make(work, *chain)
+    for gone in chain[:-1]:
+        work.drop(gone)
+    for new in made:
+        new.rule = ", ".join(filter(None, (new.rule, rule.name)))
+    return made

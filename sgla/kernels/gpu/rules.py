@@ -1,0 +1,103 @@
+"""Rewrite rules: which kernel does the work of several ops, where, and why not elsewhere.
+
+A rule has a *pattern*, a chain of ops of which each alone reads the first result of the one before; a
+condition, ``refuses``, that says why the kernel cannot be used or would not pay at this number of rows, after
+measurements on an H200; and ``make``, which puts other nodes in the place of the chain. The first rule of an
+op that is not refused wins, so the cheapest stands first. What no rule takes runs as ``ops.py`` has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.gpu import e4m3, experts, few, tiles
+from sgla.kernels.gpu.record import Node, Record
+from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
+from sgla.kernels.ops import Norm, Ranks
+
+
+def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
+    if work.asked.decode is None:
+        return "not all rows are decode rows of our kernel"
+    whole = heads.given["cos_sin"].shape[1] == heads.given["kv"].k.shape[-1]
+    return None if whole else "heads are rotated in part"
+
+
+def query(work: Work, heads: Node, attention: Node) -> list[Node]:
+    given = attention.given | {"q": heads.given["qkv"], "projection": tiles.projection(heads.given)}
+    return [Node("decode", work.asked.decode.forward, given, attention.results, attention.rows)]
+
+
+def reduced_refuses(work: Work, total: Node, add: Node) -> str | None:
+    x = torch.empty(
+        work.rows(add), len(add.given["weight"]), dtype=work.record.dtypes[add.results[0]], device="meta"
+    )
+    if not total.given["ranks"].norms(x):
+        return "the ranks exchange fewer bytes at once"
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def reduced(work: Work, total: Node, add: Node) -> list[Node]:
+    given = add.given | {"x": total.given["x"], "ranks": total.given["ranks"]}
+    return [Node("reduced norm", _reduced, given, add.results, add.rows, add.given["residual"].number)]
+
+
+def _reduced(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    return ranks.all_reduce_norm(x, Norm(residual, weight, eps)), residual
+
+
+def _always(work: Work, *chain: Node) -> None:
+    return None
+
+
+RULES: dict[Any, tuple[Rule, ...]] = {
+    ops.linear: (
+        Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
+        Rule("norm, few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
+        Rule("few rows", (ops.linear,), few.refuses, few.make),
+        Rule("gate and e4m3", (ops.act_mul, ops.linear), e4m3.refuses, e4m3.gate),
+        Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
+    ),
+    ops.act_mul: (
+        Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
+        Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
+    ),
+    ops.add_rms_norm: (
+        Rule("added", (few.NAME, ops.add_rms_norm), few.add_refuses, few.add),
+        Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
+        Rule("tiles, added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
+        Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
+        Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
+    ),
+    ops.qk_norm_rope_store: (
+        Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
+    ),
+    ops.attention: (Rule("heads, decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
+    ops.moe: (
+        Rule("add, experts", (tiles.NAME, ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
+        Rule("add, experts", (ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
+        Rule("norm, experts", (ops.rms_norm, ops.moe), experts.norm_refuses, experts.norm),
+        Rule("experts", (ops.moe,), _always, experts.alone),
+    ),
+}
+LOGITS = (
+    Rule("tiles, drawn", (ops.linear,), tiles.draw_refuses, tiles.draw),
+    Rule("tiles, logits", (ops.linear,), tiles.logits_refuses, tiles.logits),
+    Rule("norm, few rows, logits", (ops.rms_norm, ops.linear), few.refuses, few.logits),
+    Rule("few rows, logits", (ops.linear,), few.refuses, few.logits),
+)
+
+
+def apply(record: Record, asked: Asked) -> Work:
+    """The nodes of ``record`` with the rules applied, for a step as it is ``asked`` for."""
+    work = rewrite(record, asked, RULES, LOGITS)
+    for node in work.named(tiles.NAME):
+        tiles.settle(work, node)
+    for node in work.named(tiles.UNSCALED):
+        if not work.uses.get(node.results[0]):
+            work.drop(node)
+    return work

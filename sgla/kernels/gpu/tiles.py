@@ -1,0 +1,175 @@
+"""Linear layers of more rows: the kernels of ``batch_gemm`` and ``prompt_gemm``, with what follows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda import batch_gemm, prompt_gemm
+from sgla.kernels.cuda.decode_attention import Projection
+from sgla.kernels.device import this_device
+from sgla.kernels.gpu.record import Node, Ref
+from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.ops import Norm
+from sgla.kernels.triton import elementwise
+
+NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
+GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
+
+
+def refuses(work: Work, linear: Node) -> str | None:
+    w = linear.given["w"]
+    if not this_device().wgmma:
+        return "the GPU has no wgmma"
+    if work.rows(linear) < batch_gemm.MIN_ROWS:
+        return f"it pays from {batch_gemm.MIN_ROWS} rows on"
+    if w.kind != "bf16":
+        return f"it multiplies bfloat16 weights, not {w.kind}"
+    return batch_gemm.refuses(w.n, w.k)
+
+
+def make(work: Work, linear: Node) -> list[Node]:
+    given = linear.given
+    made = {"x": given["x"], "weight": given["w"].data, "bias": given["bias"], "epilogue": batch_gemm.STORE}
+    return [Node(NAME, None, made, linear.results, linear.rows)]
+
+
+def _shape(work: Work, node: Node) -> tuple[int, int, int]:
+    return work.rows(node), *node.given["weight"].shape
+
+
+def settle(work: Work, node: Node) -> None:
+    """Choose the kernel, now that what stands around the layer is known."""
+    gated = node.given["epilogue"] in (batch_gemm.SILU, batch_gemm.GELU)
+    config = batch_gemm.choose(*_shape(work, node), gated)
+    if prompt_gemm.refuses(*_shape(work, node), gated) is None:
+        node.fn, node.rule = _run_prompt, node.rule.replace("tiles", "prompt tiles")
+    elif config is not None:
+        node.fn = _run
+        node.given = node.given | {"config": config}
+        maker = work.maker(node.given["x"])
+        if maker is not None and maker.op == UNSCALED:
+            work.uses[node.given["x"].number] -= 1
+            node.given["x"] = maker.given["rows"]
+    else:
+        node.fn, node.rule = library, ""
+
+
+def _run(x: Any, weight: Tensor, bias: Any, epilogue: int, config: batch_gemm.Config) -> Tensor:
+    x = x.contiguous() if isinstance(x, Tensor) else x
+    return batch_gemm.linear(x, weight, config, bias=bias, epilogue=epilogue)
+
+
+def _run_prompt(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
+    return prompt_gemm.linear(x.contiguous(), weight, bias=bias, epilogue=epilogue)
+
+
+def library(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
+    if linear.given["bias"] is not None:
+        return "the layer has a bias"
+    m, n, k = _shape(work, linear)
+    if n % 16:
+        return "its output width is no multiple of 16"
+    if batch_gemm.choose(m, n, k, True) is None:
+        return prompt_gemm.refuses(m, n, k, True)
+    return None
+
+
+def gate(work: Work, linear: Node, act: Node) -> list[Node]:
+    epilogue = GATES[act.given["kind"]]
+    return [replace(linear, given=linear.given | {"epilogue": epilogue}, results=act.results)]
+
+
+def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
+    if work.mixtures or work.e4m3:
+        return "the next layer begins with a kernel that does the norm"
+    if batch_gemm.choose(*_shape(work, linear)) is None:
+        return "cuBLAS is faster for this shape"
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def add(work: Work, linear: Node, add: Node) -> list[Node]:
+    residual, (normed, total) = add.given["residual"], add.results
+    given = {name: linear.given[name] for name in ("x", "weight", "bias")}
+    given |= {"config": batch_gemm.choose(*_shape(work, linear)), "residual": residual}
+    given |= {"norm": add.given["weight"], "eps": add.given["eps"]}
+    unscaled = work.value()
+    rest = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"], "rows": Ref(unscaled)}
+    return [
+        Node("tiles, added", _added, given, [unscaled, total], add.rows, residual.number),
+        Node(UNSCALED, _scaled, rest, [normed], add.rows),
+    ]
+
+
+def _added(
+    x: Tensor, weight: Tensor, bias: Any, config: Any, residual: Tensor, norm: Tensor, eps: float
+) -> tuple[batch_gemm.Unscaled, Tensor]:
+    made = batch_gemm.linear_add(x.contiguous(), weight, config, Norm(residual, norm, eps), bias)
+    return made, residual
+
+
+def _scaled(x: Tensor, weight: Tensor, eps: float, rows: batch_gemm.Unscaled) -> Tensor:
+    return elementwise.rms_norm(x, weight, eps)
+
+
+def heads_refuses(work: Work, linear: Node, heads: Node) -> str | None:
+    if work.asked.decode is not None:
+        return "the decode kernel does it"
+    given = heads.given
+    if not prompt_gemm.holds_heads(projection(given), given["kv"]):
+        return "it rotates whole heads of 64 or 128 dimensions of bfloat16"
+    return prompt_gemm.refuses(*_shape(work, linear))
+
+
+def heads(work: Work, linear: Node, heads: Node) -> list[Node]:
+    given = {name: linear.given[name] for name in ("x", "weight", "bias")}
+    given |= {name: heads.given[name] for name in ("positions", "kv", "out_loc")}
+    given |= {"projection": projection(heads.given)}
+    return [Node("heads", None, given, heads.results, heads.rows)]
+
+
+def projection(given: dict[str, Any]) -> Projection:
+    return Projection(given["cos_sin"], given["q_norm"], given["k_norm"], given["eps"])
+
+
+def draw_refuses(work: Work, linear: Node) -> str | None:
+    if not work.asked.draws:
+        return "tokens are not drawn here"
+    why = refuses(work, linear)
+    return why or (
+        None if batch_gemm.choose_draw(work.rows(linear)) else "the products would wait for the draw"
+    )
+
+
+def draw(work: Work, linear: Node) -> list[Node]:
+    work.drawn = True
+    return _logits(work, linear, batch_gemm.DRAW, batch_gemm.choose_draw(work.rows(linear)))
+
+
+def logits_refuses(work: Work, linear: Node) -> str | None:
+    w = linear.given["w"]
+    found = refuses(work, linear) or batch_gemm.choose(work.rows(linear), w.n, w.k)
+    return found if isinstance(found, str) else None if found else "cuBLAS is faster for this shape"
+
+
+def logits(work: Work, linear: Node) -> list[Node]:
+    w = linear.given["w"]
+    return _logits(work, linear, batch_gemm.FLOAT32, batch_gemm.choose(work.rows(linear), w.n, w.k))
+
+
+def _logits(work: Work, linear: Node, epilogue: int, config: batch_gemm.Config | None) -> list[Node]:
+    given = {"x": linear.given["x"], "weight": linear.given["w"].data, "bias": linear.given["bias"]}
+    given |= {"epilogue": epilogue, "config": config, "out": work.input("out")}
+    given |= {"draw": work.input("draw")} if epilogue == batch_gemm.DRAW else {}
+    return [Node("logits", _logits_run, given, linear.results, linear.rows)]
+
+
+def _logits_run(x: Tensor, **given: Any) -> Tensor:
+    return batch_gemm.linear(x.contiguous(), **given)
