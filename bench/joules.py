@@ -152,7 +152,7 @@ class Model:
         self.attend = attention.choose("auto", shape, 0.088)[0]
         self.spec = SimpleNamespace(hidden=HIDDEN)
         words = torch.randn(1000, HIDDEN, dtype=BF16, device="cuda")
-        self.embed = SimpleNamespace(weight=pack(words, "bf16"))
+        self.embed = SimpleNamespace(weight=Plain(1000, HIDDEN, words))
         self._forward = Forward(self, [], GpuOps(self.attend))  # type: ignore[arg-type]
         self.cos_sin = torch.randn(8192, DIM, device="cuda")
         self.ones, self.norm = torch.ones(DIM, device="cuda"), torch.ones(HIDDEN, device="cuda")

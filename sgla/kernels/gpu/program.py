@@ -160,10 +160,16 @@ class Forward:
         if batch is not None:
             sizes |= {"tokens": batch.tokens, "rows": batch.rows}
         program = self._program(record, Asked(sizes, decode, draw is not None, self._gpu.deterministic))
-        given: dict[str, Any] = {"batch": batch, "hidden": rows, "out": out, "draw": draw}
-        for name in record.inputs:
+        given: dict[str, Any] = {
+            "batch": batch,
+            "hidden": rows,
+            "sample_rows": rows,
+            "out": out,
+            "draw": draw,
+        }
+        for name in record.parts:
             if name not in given:
-                given[name] = rows if name == "sample_rows" else getattr(batch, name)
+                given[name] = getattr(batch, name)
         return program(given)[0], program.work.drawn
 
     def _program(self, record: Record, asked: Asked) -> Program:

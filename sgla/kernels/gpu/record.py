@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from inspect import Signature, signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,7 +69,7 @@ class Node:
         return [x.number for x in self.given.values() if isinstance(x, Ref)]
 
 
-@dataclass(slots=True)
+@dataclass
 class Record:
     """``inputs``: what the values with the first numbers are: ``batch``, parts of it, and ``hidden``;
     ``outputs``: numbers of what the forward returns. ``logits``: the linear layer that computes them, if
@@ -82,7 +82,13 @@ class Record:
     logits: Node | None = None
     sized: bool = False  # some torch operation depends on the number of rows or tokens
 
-    @property
+    @cached_property
+    def parts(self) -> list[str]:
+        """The inputs that are read."""
+        read = {number for node in self.nodes for number in node.reads}
+        return [name for number, name in enumerate(self.inputs) if number in read]
+
+    @cached_property
     def weights(self) -> list[Any]:
         """Of the linear layers, without that of the logits."""
         return [n.given["w"] for n in self.nodes if n.op is ops.linear and n is not self.logits]

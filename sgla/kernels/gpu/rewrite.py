@@ -132,11 +132,9 @@ def rewrite(
     for node in record.nodes:
         for number in node.reads:
             work.left[number] -= 1
-        _visit(
-            work,
-            node,
-            () if asked.deterministic else logits if node is record.logits else rules.get(node.op, ()),
-        )
+        own = logits if node is record.logits else rules.get(node.op, ())
+        plain = asked.deterministic or node.given.get("addend") is not None  # which no kernel adds on the way
+        _visit(work, node, () if plain else own)
     return work
 
 
