@@ -7,7 +7,7 @@
 // prompt was cut into steps, nor on whether segments went to different threads. Segments that the histories of several
 // decoded rows have in common, page for page, are computed for all of these rows together.
 //
-// in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap
+// in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap; p: 0 sinks [n]
 // a: 0 kv heads, 1 window, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is bfloat16
 
 #include <algorithm>
@@ -383,7 +383,7 @@ struct Task {
     int64_t width = s.heads * s.dim, ld = i.a[8] ? width + (width & 1) : width;
     for (int64_t r = 0; r < rows; r++) {
       int64_t token = q.first + r / s.group, h = head * s.group + r % s.group;
-      float scale = 1.0f / state.l[r];
+      float scale = 1.0f / (state.l[r] + (i.p[0] ? std::exp(((const float*)i.p[0])[h] - state.m[r]) : 0.0f));
       float* y = c.at(i.out[0]) + token * width + h * s.dim;
       uint16_t* y16 = (uint16_t*)c.at(i.out[0]) + token * ld + h * s.dim;
       for (int64_t p = 0; p < state.panels; p++) {

@@ -31,6 +31,9 @@
 #ifndef GROUP  // query heads per kv head, at most 8
 #define GROUP 4
 #endif
+#ifndef SHARE  // heads here that read the same kv head of the pages: larger groups are cut into parts, each a head of its own
+#define SHARE 1
+#endif
 #ifndef WARPS  // that attend: an even number, at most STAGES
 #define WARPS 8
 #endif
@@ -81,7 +84,7 @@ constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room fo
 constexpr int PAGES = 128;  // tiles whose pages are looked up at a time
 constexpr int Q_BYTES = ACC * 256 + 2 * TOKEN_BYTES;  // fragments of q, and the new token's k and v
 constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // floats
-constexpr float NEG = -1e30f;
+constexpr float NEG = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr float PREFIX_UNIT = FP8 ? 1.f / 256 : 1.f;  // prefixes' results are in units of what is stored
 
 struct Params {
@@ -104,8 +107,9 @@ struct Params {
   const int* first;       // CASCADE: [R + 1]: partial results of the rows before
   const float* prefix;    // CASCADE: [first[R], Hkv * GROUP, HD] unnormalised
   const float* prefix_ml; // CASCADE: [first[R], Hkv * GROUP, 2] maxima and sums
+  const float* sinks;     // [Hkv * GROUP] or null
   long long page_stride, head_stride;
-  int q_stride, table_stride, rows, kv_heads, window;
+  int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: times SHARE
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
   float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's times 2^8
@@ -326,19 +330,19 @@ struct Fresh {
   int page;
   __device__ __forceinline__ Fresh(const Params& p, const Unit& x, int slot, int lane) : v{} {
     page = p.page_table[(long long)slot * p.table_stride + (x.len - 1) / TILE / PAGE_TILES];
-    const bf16* from = p.q + (long long)x.row * p.q_stride + (p.kv_heads * GROUP + x.head) * HD;
+    const bf16* from = p.q + (long long)x.row * p.q_stride + (p.kv_heads * GROUP + x.head / SHARE) * HD;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) k[h][j] = bf2f(from[h * (HD / 2) + lane * PAIRS + j]);
-    if (lane < HD / 8) v = *reinterpret_cast<const uint4*>(from + p.kv_heads * HD + lane * 8);
+    if (lane < HD / 8) v = *reinterpret_cast<const uint4*>(from + p.kv_heads / SHARE * HD + lane * 8);
   }
   // To the page and to shared memory.
   __device__ __forceinline__ void store(const Params& p, const Unit& x, int lane, unsigned char* k_to, unsigned char* v_to) {
     const int last = x.len - 1;
     bf16 new_k[2][PAIRS];
     prepare_k(p, k, last, lane, new_k);
-    const long long place = page * p.page_stride + x.head * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
+    const long long place = page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -456,8 +460,8 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
           const int page = memory.pages[tile - base], token = tile % PAGE_TILES * TILE;
           barrier_wait(memory.empty(stage), parity);
           barrier_expect(bar, 2 * TILE_BYTES);
-          copy_tile(to, p.k_map, bar, token, x.head, page, policy);
-          copy_tile(to + TILE_BYTES, p.v_map, bar, token, x.head, page, policy);
+          copy_tile(to, p.k_map, bar, token, x.head / SHARE, page, policy);
+          copy_tile(to + TILE_BYTES, p.v_map, bar, token, x.head / SHARE, page, policy);
         }
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
@@ -711,7 +715,8 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
     for (int j = 0; j < EACH; ++j) {
       if (place(j) >= GROUP * HD) break;
       const Sum& sum = sums[j];
-      const float f = (FP8 ? p.v_scale : 1.f) / sum.l;
+      const float sink = p.sinks ? exp2_fast(p.sinks[x.head * GROUP + place(j) / HD] * LOG2E - sum.m) : 0.f;
+      const float f = (FP8 ? p.v_scale : 1.f) / (sum.l + sink);
       *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f), pack2(sum.x.z * f, sum.x.w * f)};
     }
   }

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
-from sgla.attention.base import Attention, Decode, DeviceBatch, Extend, ExtendRows, Prompts, Shape
+from sgla.attention.base import (
+    Attention,
+    ByLayer,
+    Decode,
+    DeviceBatch,
+    Extend,
+    ExtendRows,
+    Heads,
+    Prompts,
+    Shape,
+    Unusable,
+)
 from sgla.device import Device
 from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
 from sgla.kernels.device import this_device
 
-__all__ = ["TILE", "Attention", "DeviceBatch", "ExtendRows", "Shape", "choose"]
+__all__ = ["TILE", "Attention", "DeviceBatch", "ExtendRows", "Heads", "Shape", "choose"]
 
 NARROW = "it reads no 8-bit KV cache"
 NO_DECODE = (
     "its decode is planned on the host for each step, and decode steps "
     "are graphs that read lengths on the device"
 )
+
+
+B = TypeVar("B", covariant=True)
+
+
+class Kind(Protocol[B]):
+    """A class of backends."""
+
+    def __call__(self, shape: Shape, device: Device) -> B: ...
+    def refuses(self, shape: Shape, device: Device) -> str | None: ...
 
 
 class Asked(NamedTuple):
@@ -41,39 +63,48 @@ class Asked(NamedTuple):
 
 def choose(
     name: str,
-    shape: Shape,
-    scale: float,
+    shapes: Sequence[Shape],
     device: Device | None = None,
     *,
     decode: str | None = None,
     prefill: str | None = None,
 ) -> tuple[Attention, list[str]]:
-    """The backend called ``name`` (``auto``: the fastest that takes ``shape``), and what was decided why.
-    ``device``: this process's if None; ``decode`` and ``prefill``: another name for one of them.
+    """The backend called ``name`` (``auto``: the fastest that takes a shape) for the layers of each of
+    ``shapes``, and what was decided why. ``device``: this process's if None; ``decode`` and ``prefill``:
+    another name for one of them.
 
     Raises ConfigError with the reason if one of the names cannot run this model.
     """
     device = device or this_device()
     asked = Asked.of("decode", name, decode), Asked.of("prefill", name, prefill)
+    made = [_choose(asked, shape, device) for shape in shapes]
+    if len(made) == 1:
+        return made[0]
+    backend = ByLayer({shape.width: part for shape, (part, _) in zip(shapes, made)})
+    notes = [note for _, notes in made for note in notes[1:]]
+    return backend, [f"attention: {backend.name}, no graphs", *dict.fromkeys(notes)]
+
+
+def _choose(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> tuple[Attention, list[str]]:
     if shape.deterministic:
         return _deterministic(asked, shape, device), [
             "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long"
         ]
     decoder, no_decode = _decode(asked[0], shape, device)
-    extend, no_extend = _extend(asked[1], shape, scale, device)
+    extend, no_extend = _extend(asked[1], shape, device)
     prompts, no_prompts = _prompts(asked[1], shape, device)
-    backend = Attention(decoder, extend, prompts, all(one.name != "torch" for one in asked))
+    backend = Attention(decoder, extend, prompts)
     wanted = ", as asked" if {one.name for one in asked} != {"auto"} else ""
     slow = "" if backend.captures else ", no graphs"
     return backend, [f"attention: {backend.name}{slow}{wanted}", *no_decode, *no_extend, *no_prompts]
 
 
 def _deterministic(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> Attention:
-    from sgla.attention import invariant
+    from sgla.attention.invariant import InvariantDecode, InvariantExtend
     from sgla.attention.triton_ops import TritonPrompts
 
     named = next((one for one in asked if one.name != "auto"), asked[0])
-    why = invariant.refuses(shape)
+    why = InvariantDecode.refuses(shape, device)
     if named.name != "auto":
         why = why or f"{named.name} attention depends on the batch"
     if why is not None:
@@ -83,8 +114,27 @@ def _deterministic(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> 
             param="deterministic",
         )
     return Attention(
-        invariant.InvariantDecode(shape), invariant.InvariantExtend(shape), TritonPrompts(shape, device)
+        InvariantDecode(shape, device), InvariantExtend(shape, device), TritonPrompts(shape, device)
     )
+
+
+def _first(kinds: Mapping[str, Kind[B]], asked: Asked, shape: Shape, device: Device) -> tuple[B, list[str]]:
+    """The first of ``kinds`` that serves ``shape``, and why those before do not; or the one that is asked
+    for."""
+    notes: list[str] = []
+    for name, kind in kinds.items():
+        if asked.name in kinds and asked.name != name:
+            continue
+        why = kind.refuses(shape, device)
+        if why is None:
+            try:
+                return kind(shape, device), notes
+            except Unusable as error:
+                why = str(error)
+        if asked.name == name:
+            raise asked.refused(why)
+        notes.append(f"{name} {asked.phase} not used: {why}")
+    raise asked.refused("; ".join(notes))
 
 
 def _decode(asked: Asked, shape: Shape, device: Device) -> tuple[Decode, list[str]]:
@@ -92,55 +142,35 @@ def _decode(asked: Asked, shape: Shape, device: Device) -> tuple[Decode, list[st
     from sgla.attention.torch_ops import TorchDecode
     from sgla.attention.triton_ops import TritonDecode
 
-    if asked.name == "torch":
-        return TorchDecode(), []
-    if asked.name == "triton":
-        return TritonDecode(shape, device), []
     notes = []
     if asked.name == "flashinfer":
         if asked.setting != "attention_backend":
             raise asked.refused(NO_DECODE)
         notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
-    why = NativeDecode.refuses(shape, device)
-    if why is None:
-        return NativeDecode(shape, device), notes
-    if asked.name == "native":
-        raise asked.refused(why)
-    return TritonDecode(shape, device), [*notes, f"native decode not used: {why}"]
+    kinds: dict[str, Kind[Decode]] = {"native": NativeDecode, "triton": TritonDecode, "torch": TorchDecode}
+    decode, why = _first(kinds, asked, shape, device)
+    return decode, notes + why
 
 
-def _extend(asked: Asked, shape: Shape, scale: float, device: Device) -> tuple[Extend, list[str]]:
+def _extend(asked: Asked, shape: Shape, device: Device) -> tuple[Extend, list[str]]:
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeExtend
     from sgla.attention.torch_ops import TorchExtend
     from sgla.attention.triton_ops import TritonExtend
 
-    if asked.name == "torch":
-        return TorchExtend(), []
-    if asked.name == "triton":
-        return TritonExtend(shape, device), []
-    if asked.name != "auto" and shape.fp8_kv:
-        raise asked.refused(NARROW)
-    extend: Extend | None = None
-    notes = []
-    if asked.name != "flashinfer":
-        why = NativeExtend.refuses(shape, device)
-        extend = NativeExtend(shape) if why is None else None
-        if why is not None and asked.name == "native":
-            raise asked.refused(why)
-        notes += [f"native prefill not used: {why}"] if why else []
-    if extend is None:
-        found = FlashInferExtend.find(shape, scale)
-        if isinstance(found, FlashInferExtend):
-            extend = found
-        elif asked.name == "flashinfer":
-            raise asked.refused(found)
-        else:
-            notes.append(f"flashinfer not used: {found}")
-    if extend is None:
-        return TritonExtend(shape, device), notes
-    return WholeOrPaged(extend, TritonExtend(shape, device)) if shape.fp8_kv else extend, notes
+    kinds: dict[str, Kind[Extend]] = {
+        "native": NativeExtend,
+        "flashinfer": FlashInferExtend,
+        "triton": TritonExtend,
+        "torch": TorchExtend,
+    }
+    extend, why = _first(kinds, asked, shape, device)
+    if shape.fp8_kv and not extend.narrow:
+        if asked.name != "auto":
+            raise asked.refused(NARROW)
+        extend = WholeOrPaged(extend, TritonExtend(shape, device))
+    return extend, why
 
 
 def _prompts(asked: Asked, shape: Shape, device: Device) -> tuple[Prompts, list[str]]:
@@ -151,5 +181,5 @@ def _prompts(asked: Asked, shape: Shape, device: Device) -> tuple[Prompts, list[
         return TritonPrompts(shape, device), []
     why = NativePrompts.refuses(shape, device)
     if why is None:
-        return NativePrompts(shape), []
+        return NativePrompts(shape, device), []
     return TritonPrompts(shape, device), [f"native attention of prompts in graphs not used: {why}"]

@@ -4,7 +4,7 @@ batch that says which rows are which."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,14 +12,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, outcome
+
+if TYPE_CHECKING:
+    from sgla.device import Device
+    from sgla.kernels.gpu.ops import FusedDecode
 
 Int32s = NDArray[np.int32]
 
 
+class Heads(NamedTuple):
+    """By what layers are told apart whose attention another kernel may serve."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+
+
 class Shape(NamedTuple):
-    """Everything that decides whether a kernel can be used. ``windows``: of all layers, 0 is full attention;
-    ``context_len``: tokens of the longest history, which only deterministic kernels want to know."""
+    """Everything that decides whether a kernel can be used for layers with the same heads. ``windows``: of
+    these layers, 0 is full attention; ``context_len``: tokens of the longest history, which only
+    deterministic kernels want to know; ``v_dim`` 0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of
+    the layers have them; ``alone``: all layers of the model have these heads."""
 
     heads: int
     kv_heads: int
@@ -32,10 +47,18 @@ class Shape(NamedTuple):
     fp8_kv: bool = False
     deterministic: bool = False
     context_len: int = 0
+    v_dim: int = 0
+    scale: float = 1.0
+    sinks: bool = False
+    alone: bool = True
 
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> Heads:
+        return Heads(self.heads, self.kv_heads, self.head_dim, self.v_dim or self.head_dim)
 
 
 class ExtendRows(NamedTuple):
@@ -74,19 +97,50 @@ class DeviceBatch(ForwardBatch):
     prefixes: DevicePrefixes | None = None
 
 
-class Decode(Protocol):
+class Unusable(Exception):
+    """Kernels that take a shape, as far as one can tell, do not work here."""
+
+
+class Backend(Protocol):
+    """What all kernels say of themselves. A class makes one for a shape: ``kind(shape, device)``."""
+
     name: str
+    captured: bool  # lengths are read on the device, so that steps can be graphs
+    grows: bool  # its memory grows with the histories
+
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        """Why it cannot serve these layers, or None."""
+
+
+class Decode(Backend, Protocol):
     cascades: bool  # honours ``DeviceBatch.prefixes``, which are given only then
 
+    @property
+    def fused(self) -> FusedDecode | None:
+        """Itself, if it does the work of ``ops.qk_norm_rope_store`` too."""
+
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q ``[T, Hq * hd]``, at least that of ``decode_rows`` -> the same shape, of which only those rows
-        are written. Capturable: lengths, pages and ``cum`` are read on the device."""
+        """q ``[T, Hq * hd]``, at least that of ``decode_rows`` -> ``[T, Hq * vd]``, of which only those rows
+        are written. ``captured``: lengths, pages and ``cum`` are read on the device."""
 
 
-class Extend(Protocol):
-    name: str
+class Extend(Backend, Protocol):
+    narrow: bool  # reads an 8-bit KV cache
+
+    @property
+    def beside(self) -> bool:
+        """After ``plan``: whether it wants q in the projection's output ``[T, (Hq + 2 Hkv) * hd]``, with k
+        and v beside it."""
 
     def plan(self, batch: DeviceBatch) -> None:
         """Host work for the batch's ``extend`` rows, once a step."""
@@ -100,8 +154,9 @@ class Extend(Protocol):
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows; ``out``: the same shape."""
+        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows; ``out``: ``[.., Hq * vd]``."""
 
 
 class Prompts(Protocol):
@@ -120,6 +175,7 @@ class Prompts(Protocol):
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """q ``[T, Hq * hd]``; ``out``, the same shape, is written for the tokens that are in a tile."""
 
@@ -147,19 +203,26 @@ def beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class Attention:
-    """A backend: its parts may come from different libraries (a hybrid). ``captures``: steps can be graphs,
-    where ``prompts`` stands for ``extend``."""
+    """Attention of layers with the same heads: its parts may come from different libraries (a hybrid).
+    In graphs ``prompts`` stands for ``extend``."""
 
     decode: Decode
     extend: Extend
     prompts: Prompts
-    captures: bool = True
+
+    @property
+    def captures(self) -> bool:
+        """Steps can be graphs."""
+        return self.decode.captured and self.extend.captured
+
+    @property
+    def grows(self) -> bool:
+        return self.decode.grows or self.extend.grows
 
     @property
     def in_place(self) -> bool:
-        """Whether ``extend`` wants q in the projection's output ``[T, (Hq + 2 Hkv) * hd]``,
-        with k and v beside it."""
-        return getattr(self.extend, "ragged", False)
+        """See ``Extend.beside``."""
+        return self.extend.beside
 
     @property
     def name(self) -> str:
@@ -170,14 +233,91 @@ class Attention:
             self.extend.plan(batch)
 
     def __call__(
-        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(batch, DeviceBatch)
         n = batch.decode_rows
         if batch.extend is None:
-            return self.decode.forward(q, kv, batch, scale, window, softcap)
-        out = q.new_empty(q.shape)
+            return self.decode.forward(q, kv, batch, scale, window, softcap, sinks)
+        out = outcome(q, kv)
         if n:
-            out[:n] = self.decode.forward(q[:n], kv, batch, scale, window, softcap)
-        self.extend.forward(q[n:], kv, batch, scale, window, softcap, out[n:])
+            out[:n] = self.decode.forward(q[:n], kv, batch, scale, window, softcap, sinks)
+        self.extend.forward(q[n:], kv, batch, scale, window, softcap, out[n:], sinks)
         return out
+
+
+class InGraph(NamedTuple):
+    """Attention of a captured step, whose prompts lie on the device as ``tiles`` int32[n, 4] (``cut``)."""
+
+    attention: Attention
+    tiles: Tensor
+
+    @property
+    def in_place(self) -> bool:
+        return False
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        decode, prompts = self.attention.decode, self.attention.prompts
+        rows = batch.decode_rows > 0
+        out = decode.forward(q, kv, batch, scale, window, softcap, sinks) if rows else outcome(q, kv)
+        prompts.forward(q, kv, batch.page_table, self.tiles, scale, window, softcap, out, sinks)
+        return out
+
+
+class ByLayer(Attention):
+    """Attention of a model whose layers have several kinds of heads. Its steps are no graphs, and every part
+    reads the pages."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: dict[Heads, Attention]) -> None:
+        first = next(iter(parts.values()))
+        Attention.__init__(self, first.decode, first.extend, first.prompts)
+        self._parts = parts
+
+    @property
+    def captures(self) -> bool:
+        return False
+
+    @property
+    def grows(self) -> bool:
+        return any(part.grows for part in self._parts.values())
+
+    @property
+    def name(self) -> str:
+        return "; ".join(
+            f"{part.name} of {heads.heads} heads of {heads.head_dim}" for heads, part in self._parts.items()
+        )
+
+    def plan(self, batch: DeviceBatch) -> None:
+        for part in self._parts.values():
+            part.plan(batch)
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        kv_heads, head_dim = kv.k.shape[2:]
+        heads = Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v.shape[3])
+        return self._parts[heads](q, kv, batch, scale, window, softcap, sinks)

@@ -9,7 +9,7 @@ whichever is cheaper.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,9 +65,11 @@ class Cascade:
         self._plan: Prefixes | None = None
 
     @classmethod
-    def of(cls, shape: Shape, backend: Attention, device: Device | None = None) -> Cascade | None:
-        """None where the backend does not take prefixes, or no layer sees all tokens."""
-        if not backend.decode.cascades or 0 not in shape.windows:
+    def of(cls, shapes: Sequence[Shape], backend: Attention, device: Device | None = None) -> Cascade | None:
+        """None where the backend does not take prefixes, no layer sees all tokens, or layers have several
+        kinds of heads."""
+        shape = shapes[0]
+        if not backend.decode.cascades or 0 not in shape.windows or len(shapes) > 1:
             return None
         return cls(shape, (device or this_device()).multiprocessors)
 

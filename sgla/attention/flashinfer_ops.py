@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Int32s, Shape, beside
-from sgla.kernels.device import this_device
+from sgla.attention.base import DeviceBatch, Int32s, Shape, Unusable, beside
+from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 
 WORKSPACE = 256 << 20
@@ -21,20 +21,31 @@ PLANS = 4  # a plan's pinned buffer is read by the device later: as many as step
 
 
 class FlashInferExtend:
-    name = "flashinfer"
+    name, captured, grows, narrow = "flashinfer", True, False, False
 
-    def __init__(self, shape: Shape, scale: float) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
+        """Raises Unusable: whatever is broken in its installation is met by importing and compiling."""
+        self._shape = shape
+        try:
+            self._make(device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            line = str(error).partition(chr(10))[0]
+            raise Unusable(f"it does not work here: {type(error).__name__}: {line}") from error
+
+    def _make(self, device: Device) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-        self._shape = shape
+        shape = self._shape
         self._common = {
             "causal": True,
-            "sm_scale": scale,
+            "sm_scale": shape.scale,
             "q_data_type": shape.dtype,
             "kv_data_type": shape.dtype,
         }
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
-        kernel = "fa3" if this_device().wgmma else "fa2"
+        kernel = "fa3" if device.wgmma else "fa2"
         self._paged = [
             BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=kernel) for _ in range(PLANS)
         ]
@@ -42,29 +53,20 @@ class FlashInferExtend:
             BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel) for _ in range(PLANS)
         ]
         self._tokens = 0  # of the planned step's rows that read pages, which come first
-        self.ragged = False  # whether others read what lies beside q
+        self.beside = False  # whether others read what lies beside q
         one = np.ones(1, np.int32)  # to compile both kernels, or to find out that it is impossible
         self._plan_whole(one)
         self._plan_paged(one - 1, one, one, one[None] - 1)
 
-    @classmethod
-    def find(cls, shape: Shape, scale: float) -> FlashInferExtend | str:
-        """The kernels for ``shape``, or why there are none."""
-        why = cls.refuses(shape)
-        if why is not None:
-            return why
-        try:
-            return cls(shape, scale)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever is broken in its installation is met by importing and compiling
-            return f"it does not work here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
     @staticmethod
-    def refuses(shape: Shape) -> str | None:
+    def refuses(shape: Shape, device: Device) -> str | None:
         """Why it cannot be used if its installation is whole, or None."""
         if importlib.util.find_spec("flashinfer") is None:
             return "it is not installed (pip install flashinfer-python)"
+        if shape.sinks:
+            return "layers have sinks"
+        if not shape.alone or shape.v_dim not in (0, shape.head_dim):
+            return "heads are not all alike"
         if shape.windows != {0}:
             return "layers have a sliding window"
         if shape.softcap:
@@ -82,8 +84,8 @@ class FlashInferExtend:
         behind = len(whole) - int(whole.sum())
         if not whole[behind:].all():
             behind = len(whole)
-        self._tokens, self.ragged = int(rows.q_lens[:behind].sum()), behind < len(whole)
-        if self.ragged:
+        self._tokens, self.beside = int(rows.q_lens[:behind].sum()), behind < len(whole)
+        if self.beside:
             self._plan_whole(rows.q_lens[behind:])
         if behind:
             slots, q_lens, kv_lens = (column[:behind] for column in rows[:3])
@@ -121,13 +123,14 @@ class FlashInferExtend:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         n, shape = self._tokens, self._shape
         heads, y = (t.unflatten(1, (shape.heads, shape.head_dim)) for t in (q, out))
         if n:
             # [pages, Hkv, page_size, hd], as they lie in memory
             self._paged[0].run(heads[:n], (kv.k.transpose(1, 2), kv.v.transpose(1, 2)), out=y[:n])
-        if self.ragged:
+        if self.beside:
             k, v = beside(q[n:], shape)
             self._whole[0].run(heads[n:], k, v, out=y[n:])
 

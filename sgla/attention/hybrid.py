@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Extend
+from sgla.attention.base import DeviceBatch, Extend, Shape
+from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 
 
 class WholeOrPaged:
     """``whole`` reads k and v beside q; it need not understand the pages' format, as ``paged`` does."""
 
+    captured, grows, narrow = True, False, True
+
     def __init__(self, whole: Extend, paged: Extend) -> None:
         self._whole, self._paged, self._now = whole, paged, paged
         self.name = f"{whole.name} and {paged.name}"
 
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return None
+
     @property
-    def ragged(self) -> bool:
-        """See ``Attention.in_place``."""
+    def beside(self) -> bool:
         return self._now is self._whole
 
     def plan(self, batch: DeviceBatch) -> None:
@@ -35,5 +41,6 @@ class WholeOrPaged:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        self._now.forward(q, kv, batch, scale, window, softcap, out)
+        self._now.forward(q, kv, batch, scale, window, softcap, out, sinks)

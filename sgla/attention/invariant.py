@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Shape
 from sgla.attention.torch_ops import rows_of
+from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import invariant
 
@@ -20,10 +21,9 @@ def chunk_of(shape: Shape) -> int:
 
 
 class InvariantDecode:
-    name = "invariant"
-    cascades = False
+    name, captured, grows, cascades, fused = "invariant", True, False, False, None
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         self._chunk = chunk_of(shape)
         size = (shape.max_rows, shape.heads, -(-shape.context_len // self._chunk))
         self._parts = (
@@ -33,23 +33,38 @@ class InvariantDecode:
         self._q_start = torch.arange(shape.max_rows + 1, dtype=torch.int32, device="cuda")
         self._tiles = torch.stack([self._q_start, torch.zeros_like(self._q_start)], 1)
 
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return refuses(shape)
+
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         n = batch.decode_rows
         return invariant.attend(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
-            scale * kv.k_scale, window, softcap, self._chunk, self._parts, kv.v_scale,
+            scale * kv.k_scale, window, softcap, self._chunk, self._parts, kv.v_scale, sinks,
         )  # fmt: skip
 
 
 class InvariantExtend:
-    name = "invariant"
+    name, captured, grows, narrow, beside = "invariant", True, False, True, False
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         self._chunk, self._group = chunk_of(shape), shape.group
         self._tiles = torch.empty(0)
         self._part: DeviceBatch | None = None
+
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return refuses(shape)
 
     def plan(self, batch: DeviceBatch) -> None:
         assert batch.extend is not None
@@ -66,18 +81,21 @@ class InvariantExtend:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         part = self._part
         assert part is not None
         y = invariant.attend(
             q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
-            scale * kv.k_scale, window, softcap, self._chunk, None, kv.v_scale,
+            scale * kv.k_scale, window, softcap, self._chunk, None, kv.v_scale, sinks,
         )  # fmt: skip
         out.copy_(y)
 
 
 def refuses(shape: Shape) -> str | None:
     """Why these kernels cannot be used, or None."""
+    if not shape.alone or shape.v_dim not in (0, shape.head_dim):
+        return "heads are not all alike"
     if shape.group > invariant.ROWS:
         return f"they take at most {invariant.ROWS} query heads a KV head, not {shape.group}"
     return None

@@ -20,8 +20,7 @@ TILE = decode_attention.TILE
 
 
 class NativeDecode:
-    name = "native"
-    cascades = True
+    name, captured, grows, cascades = "native", True, False, True
 
     def __init__(self, shape: Shape, device: Device) -> None:
         self._kernel = decode_attention.DecodeAttention(
@@ -33,9 +32,15 @@ class NativeDecode:
     @staticmethod
     def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
+        if why := _unlike(shape):
+            return why
         return decode_attention.refuses(
             device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )
+
+    @property
+    def fused(self) -> NativeDecode:
+        return self
 
     def forward(
         self,
@@ -45,6 +50,7 @@ class NativeDecode:
         scale: float,
         window: int,
         softcap: float,
+        sinks: Tensor | None = None,
         projection: Projection | None = None,
     ) -> Tensor:
         """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
@@ -58,12 +64,21 @@ class NativeDecode:
             prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
-            projection, prefix, (kv.k_scale, kv.v_scale),
+            projection, prefix, (kv.k_scale, kv.v_scale), sinks,
         )  # fmt: skip
 
 
+def _unlike(shape: Shape) -> str | None:
+    """Why our kernels cannot serve heads like these, or None."""
+    if not shape.alone:
+        return "layers have several kinds of heads"
+    if shape.v_dim not in (0, shape.head_dim):
+        return f"k has {shape.head_dim} values a head and v has {shape.v_dim}"
+    return None
+
+
 class NativePrompts:
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         self.tile = prompt_attention.tile_tokens(shape.group)
 
     @staticmethod
@@ -83,6 +98,7 @@ class NativePrompts:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         prompt_attention.attend(q, Pages(kv.k, kv.v, page_table), None, tiles, scale, out)
 
@@ -90,17 +106,21 @@ class NativePrompts:
 class NativeExtend:
     """Reads whole prompts as the projection left them, and others from the pages."""
 
-    name = "native"
+    name, captured, grows, narrow = "native", True, False, False
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device) -> None:
         self._shape, self._tile = shape, prompt_attention.tile_tokens(shape.group)
-        self.ragged = False  # whether some rows are whole prompts
+        self.beside = False  # whether some rows are whole prompts
         self._paged = False  # whether some are not
         self._tiles = torch.empty(0)
 
     @staticmethod
     def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
+        if why := _unlike(shape):
+            return why
+        if shape.sinks:
+            return "layers have sinks"
         if shape.windows != {0}:
             return "layers have a sliding window"
         if shape.softcap:
@@ -112,7 +132,7 @@ class NativeExtend:
         assert rows is not None
         starts = rows.kv_lens - rows.q_lens
         whole = starts == 0
-        self.ragged, self._paged = bool(whole.any()), not whole.all()
+        self.beside, self._paged = bool(whole.any()), not whole.all()
         tiles = torch.from_numpy(cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile))
         self._tiles = tiles.pin_memory().to("cuda", non_blocking=True)
 
@@ -125,7 +145,8 @@ class NativeExtend:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         pages = Pages(kv.k, kv.v, batch.page_table) if self._paged else None
-        rows = Beside(*beside(q, self._shape)) if self.ragged else None
+        rows = Beside(*beside(q, self._shape)) if self.beside else None
         prompt_attention.attend(q, pages, rows, self._tiles, scale, out)

@@ -3,10 +3,10 @@ Needs lengths on the host, so it cannot be captured."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch
+from sgla.attention.base import DeviceBatch, Shape
+from sgla.device import Device
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 
@@ -15,25 +15,45 @@ PAIRS = 1 << 22  # of a prompt's token and a place in its history
 
 
 class TorchDecode:
-    name = "torch"
-    cascades = False
+    name, captured, grows, cascades, fused = "torch", False, True, False, None
+
+    def __init__(self, shape: Shape, device: Device) -> None:
+        pass
+
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return None
 
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        out, rows = torch.empty_like(q), batch.decode_rows
+        out, rows = ops.outcome(q, kv), batch.decode_rows
         few = max(1, PLACES // int(batch.kv_len[:rows].max()))
         for begin in range(0, rows, few):
             end = min(begin + few, rows)
             part = rows_of(batch, begin, end)
-            out[begin:end] = ops.attention.body(q[begin:end], kv, part, scale, window, softcap)
+            out[begin:end] = ops.attention.body(q[begin:end], kv, part, scale, window, softcap, sinks)
         return out
 
 
 class TorchExtend:
     """A few tokens of a row at a time, but with all of its history."""
 
-    name = "torch"
+    name, captured, grows, narrow, beside = "torch", False, True, True, False
+
+    def __init__(self, shape: Shape, device: Device) -> None:
+        pass
+
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return None
 
     def plan(self, batch: DeviceBatch) -> None:
         pass
@@ -47,6 +67,7 @@ class TorchExtend:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         rows, at = batch.extend, 0
         assert rows is not None
@@ -58,7 +79,7 @@ class TorchExtend:
                 part.q_start = part.q_start.new_tensor([0, count])
                 part.kv_len = part.kv_len.new_tensor([kv_len - q_len + begin + count])
                 out[at : at + count] = ops.attention.body(
-                    q[at : at + count], kv, part, scale, window, softcap
+                    q[at : at + count], kv, part, scale, window, softcap, sinks
                 )
                 at += count
 

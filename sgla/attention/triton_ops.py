@@ -1,4 +1,4 @@
-"""The portable backend: Triton kernels for every head size, window and soft cap."""
+"""The portable backend: Triton kernels for every head size up to ``HEAD_DIM``, window and soft cap."""
 
 from __future__ import annotations
 
@@ -10,31 +10,56 @@ from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention
 
+HEAD_DIM = 256
+
+
+def refuses(shape: Shape) -> str | None:
+    """Why the kernels cannot be used, or None."""
+    if shape.head_dim > HEAD_DIM:
+        return f"heads of {shape.head_dim} values, and it ends at {HEAD_DIM}"
+    if shape.v_dim not in (0, shape.head_dim):
+        return f"k has {shape.head_dim} values a head and v has {shape.v_dim}"
+    return None
+
 
 class TritonDecode:
-    name = "triton"
-    cascades = False
+    name, captured, grows, cascades, fused = "triton", True, False, False, None
 
     def __init__(self, shape: Shape, device: Device) -> None:
         self._kv_heads, self._device = shape.kv_heads, device
 
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return refuses(shape)
+
     def forward(
-        self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: DeviceBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         n = batch.decode_rows
         splits = attention.splits_for(n, self._kv_heads, self._device.multiprocessors)
         return attention.decode(
             q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n],
-            scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._device.shared,
+            scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._device.shared, sinks,
         )  # fmt: skip
 
 
 class TritonExtend:
-    name = "triton"
+    name, captured, grows, narrow, beside = "triton", True, False, True, False
 
     def __init__(self, shape: Shape, device: Device) -> None:
         self._tiles = torch.empty(0)
         self._prompts = TritonPrompts(shape, device)
+
+    @staticmethod
+    def refuses(shape: Shape, device: Device) -> str | None:
+        return refuses(shape)
 
     def plan(self, batch: DeviceBatch) -> None:
         rows = batch.extend
@@ -51,8 +76,9 @@ class TritonExtend:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
-        self._prompts.forward(q, kv, batch.page_table, self._tiles, scale, window, softcap, out)
+        self._prompts.forward(q, kv, batch.page_table, self._tiles, scale, window, softcap, out, sinks)
 
 
 class TritonPrompts:
@@ -70,7 +96,19 @@ class TritonPrompts:
         window: int,
         softcap: float,
         out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         attention.extend(
-            q, kv.k, kv.v, page_table, tiles, scale * kv.k_scale, out, self._cut, window, softcap, kv.v_scale
+            q,
+            kv.k,
+            kv.v,
+            page_table,
+            tiles,
+            scale * kv.k_scale,
+            out,
+            self._cut,
+            window,
+            softcap,
+            kv.v_scale,
+            sinks,
         )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
+from inspect import signature
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 P = ParamSpec("P")
@@ -30,12 +31,24 @@ _active: ContextVar[Dispatcher | None] = ContextVar("dispatcher", default=None)
 
 
 class Op(Generic[P, R]):
-    """``body`` computes in torch, on any device. ``like``: the name of the argument that has the shape and
-    type of the result, for a body that looks at values on the host, which a recorded one cannot."""
+    """``body`` computes in torch, on any device. ``like``: for a body that looks at values on the host, or
+    writes to pages, which a recorded one cannot: a function of the same arguments that makes a tensor of the
+    result's shape and type, or the name of the argument that has these."""
 
-    def __init__(self, body: Callable[P, R], like: str = "") -> None:
+    def __init__(self, body: Callable[P, R], like: str | Callable[P, R] = "") -> None:
         update_wrapper(self, body)
-        self.name, self.body, self.like = body.__name__, body, like
+        self.name, self.body, self._like = body.__name__, body, like
+
+    @property
+    def opaque(self) -> bool:
+        """Its body may be one call of a program."""
+        return bool(self._like)
+
+    def like(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if isinstance(self._like, str):
+            like: R = signature(self.body).bind(*args, **kwargs).arguments[self._like]
+            return like
+        return self._like(*args, **kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         dispatcher = _active.get()
@@ -45,8 +58,8 @@ class Op(Generic[P, R]):
 @overload
 def op(body: Callable[P, R]) -> Op[P, R]: ...
 @overload
-def op(*, like: str) -> Callable[[Callable[P, R]], Op[P, R]]: ...
-def op(body: Any = None, *, like: str = "") -> Any:
+def op(*, like: str | Callable[..., Any]) -> Callable[[Callable[P, R]], Op[P, R]]: ...
+def op(body: Any = None, *, like: Any = "") -> Any:
     return Op(body) if body is not None else lambda body: Op(body, like)
 
 

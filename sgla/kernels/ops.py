@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,20 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | No
     return y if addend is None else y + addend.to(y.dtype)
 
 
-@op
+def _queries(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    kv: KVLayer,
+    out_loc: Tensor,
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - kv.k.shape[2] * (kv.k.shape[3] + kv.v.shape[3]))
+
+
+@op(like=_queries)
 def qk_norm_rope_store(
     qkv: Tensor,
     positions: Tensor,
@@ -110,15 +123,17 @@ def qk_norm_rope_store(
     kv: KVLayer,
     out_loc: Tensor,
 ) -> Tensor:
-    """Prepare q, k, v for attention: qkv [T, (Hq + 2 Hkv) * hd] -> q [T, Hq * hd]; k and v go to the pages.
+    """Prepare q, k, v for attention: qkv [T, (Hq + Hkv) * hd + Hkv * vd] -> q [T, Hq * hd]; k and v go to the
+    pages.
 
     ``q_norm``/``k_norm`` [hd] are optional per-head RMSNorm weights. The first ``rot`` dims of each head are
     rotated the NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin).
     ``out_loc`` int32[G, T], or of one group.
     """
     page_size, kv_heads, dim = kv.k.shape[1:]
-    heads = qkv.view(qkv.shape[0], -1, dim)
-    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    tail = [kv_heads * dim, kv_heads * kv.v.shape[3]]
+    q, k, v = qkv.split([qkv.shape[1] - sum(tail), *tail], dim=1)
+    q, k, v = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (kv_heads, -1))
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
@@ -154,22 +169,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
 
 
-@op(like="q")
+def outcome(q: Tensor, kv: KVLayer, *_: Any, **__: Any) -> Tensor:
+    """Room for what attention makes of q."""
+    return q.new_empty(q.shape[0], q.shape[1] // kv.k.shape[3] * kv.v.shape[3])
+
+
+@op(like=outcome)
 def attention(
-    q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
+    q: Tensor,
+    kv: KVLayer,
+    batch: ForwardBatch,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over the pages: q [T, Hq * hd] -> [T, Hq * hd].
+    """Causal attention over the pages: q [T, Hq * hd] -> [T, Hq * vd].
 
     ``window > 0``: a token sees itself and the ``window - 1`` tokens before it. ``softcap > 0``: scores
-    become ``softcap * tanh(score / softcap)``.
+    become ``softcap * tanh(score / softcap)``. ``sinks`` float32[Hq]: a score of each head that takes its
+    share of the softmax and has no value (arXiv 2309.17453, as gpt-oss learns it).
     """
-    out = torch.empty_like(q)
+    out = outcome(q, kv)
     starts = batch.q_start[: batch.rows].long()
     q_lens = batch.q_start[1 : batch.rows + 1].long() - starts
     # Prefill and decode rows apart, so that padding stays bounded by rows of like kind.
     for rows in ((q_lens == 1).nonzero()[:, 0], (q_lens > 1).nonzero()[:, 0]):
         if rows.numel():
-            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scale, window, softcap)
+            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scale, window, softcap, sinks)
     return out
 
 
@@ -184,6 +211,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None,
 ) -> None:
     """Attention of some rows, padded to the longest query and the longest history among them."""
     page_size, kv_heads, dim = kv.k.shape[1:]
@@ -196,7 +224,7 @@ def _attend(
     pages = table[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
     queries = q[tokens].view(len(rows), index.numel(), -1, dim).transpose(1, 2).float()
     keys, values = (
-        _load(t, pages, scale_of).reshape(len(rows), -1, kv_heads, dim).transpose(1, 2)
+        _load(t, pages, scale_of).flatten(1, 2).transpose(1, 2)
         for t, scale_of in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
     )
     place = torch.arange(keys.shape[2], device=q.device)
@@ -207,11 +235,15 @@ def _attend(
         x.masked_fill_(unread[:, None, :, None], 0.0)
     age = position[:, :, None] - place
     seen = (age >= 0) & (age < window) if window else age >= 0
-    if softcap:
+    if softcap or sinks is not None:
         group = queries.shape[1] // kv_heads
         scores = queries @ keys.repeat_interleave(group, 1).transpose(2, 3) * scale
-        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen[:, None], float("-inf"))
-        result = scores.softmax(-1) @ values.repeat_interleave(group, 1)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        result = scores.softmax(-1)[..., : place.numel()] @ values.repeat_interleave(group, 1)
     else:
         result = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=True

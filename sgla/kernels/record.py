@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,6 +31,7 @@ from sgla.kernels.trace import (
     changes,
     infer,
     size_of,
+    stand_in,
     symbols_in,
 )
 
@@ -119,10 +119,10 @@ class Recorder:
         try:
             return op.body(*args, **kwargs)
         except NotRecorded:
-            if not op.like:
+            if not op.opaque:
                 raise
         del self.nodes[count:]
-        like = signature(op.body).bind(*args, **kwargs).arguments[op.like]
+        like = stand_in(op, args, kwargs)
         return self._record(op.body, args, kwargs, like)  # type: ignore[no-any-return]
 
     def operation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -346,7 +346,14 @@ class Recorder:
 
     @LOWERINGS.of(ops.attention)
     def attention(
-        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: ForwardBatch,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if batch is not self._batch or not _native(kv):
             return NotImplemented
@@ -360,7 +367,7 @@ class Recorder:
                 source.sampled,
                 [source, None],
                 [y],
-                [],
+                [None if sinks is None else _floats(sinks)],
                 heads,
                 dim,
                 a,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.dispatch import Op
 
 K = TypeVar("K")
 Rows = Literal["tokens", "sampled", "rows"]
@@ -219,6 +220,12 @@ def infer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             return fn(*tree_map(meta, args), **tree_map(meta, kwargs))
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise NotRecorded(f"{getattr(fn, '__name__', fn)}: {str(error).splitlines()[0]}") from error
+
+
+def stand_in(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Something with the shape and type of what an opaque op makes of symbols."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return op.like(*args, **kwargs)
 
 
 def changes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -8,10 +8,11 @@ from sgla import attention
 from sgla.attention.cascade import Cascade
 from sgla.config import Config
 from sgla.device import check as check_device
+from sgla.dist import Shard
 from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
 from sgla.messages import LONGEST
-from sgla.model.spec import ModelSpec
+from sgla.model.spec import AttentionSpec, ModelSpec
 from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES
@@ -38,33 +39,48 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     """Also notes on what was decided why. Raises ConfigError for a model that this GPU cannot run."""
     dtype, mixture = dtype_of(config), spec.moe is not None
     check_device(place.device, config, spec.widest_head, dtype, mixture, spec.quantization)
-    layer, kv_dtype = spec.attention[0], "fp8" if config.kv_cache_dtype == "fp8" else dtype
-    heads, kv_heads = split_heads(layer.heads, layer.kv_heads, place.shard)
-    shape = attention.Shape(
-        heads=len(heads),
-        kv_heads=len(kv_heads),
-        head_dim=layer.head_dim,
-        page_size=sizes.page_size,
-        dtype=DTYPES[dtype],
-        windows=frozenset(spec.windows),
-        softcap=layer.softcap,
-        max_rows=sizes.slots,
-        fp8_kv=kv_dtype == "fp8",
-        deterministic=config.deterministic,
-        context_len=sizes.context_len + 1,
-    )
+    kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
+    shapes = shapes_of(config, spec, place.shard, sizes)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose(
             config.attention_backend,
-            shape,
-            layer.scale,
+            shapes,
             place.device,
             decode=config.decode_attention_backend,
             prefill=config.prefill_attention_backend,
         )
     ops = GpuOps(backend, config.deterministic)
-    cascade = Cascade.of(shape, backend, place.device)
+    cascade = Cascade.of(shapes, backend, place.device)
     return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
+
+
+def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> list[attention.Shape]:
+    """What attention has to serve on a rank: layers with the same heads have one shape."""
+    groups: dict[attention.Heads, list[AttentionSpec]] = {}
+    for layer in spec.attention:
+        heads, kv_heads = split_heads(layer.heads, layer.kv_heads, shard)
+        key = attention.Heads(len(heads), len(kv_heads), layer.head_dim, layer.v_dim)
+        groups.setdefault(key, []).append(layer)
+    return [
+        attention.Shape(
+            key.heads,
+            key.kv_heads,
+            key.head_dim,
+            sizes.page_size,
+            DTYPES[dtype_of(config)],
+            frozenset(layer.window for layer in layers),
+            max(layer.softcap for layer in layers),
+            sizes.slots,
+            fp8_kv=config.kv_cache_dtype == "fp8",
+            deterministic=config.deterministic,
+            context_len=sizes.context_len + 1,
+            v_dim=key.v_dim,
+            scale=layers[0].scale,
+            sinks=any(layer.sinks for layer in layers),
+            alone=len(groups) == 1,
+        )
+        for key, layers in groups.items()
+    ]
 
 
 def weights_of(config: Config, spec: ModelSpec, place: Gpu) -> Weights:

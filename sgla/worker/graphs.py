@@ -14,7 +14,6 @@ from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
-from sgla.attention.native import NativeDecode
 from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton import step
 from sgla.kernels.triton.sampling import WORST, Landing
@@ -124,7 +123,7 @@ class DecodeGraphs:
     def _settle(self) -> None:
         """What depends on where the KV is."""
         steps = self._steps
-        if isinstance(steps.attention.decode, NativeDecode):
+        if steps.attention.decode.fused is not None:
             self._one_row = match(steps.model, steps.kv)
 
     def rehearse(self) -> None:
@@ -183,7 +182,7 @@ class DecodeGraphs:
         )
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it.
-        fused = decode if isinstance(decode, NativeDecode) and not cascade else None
+        fused = decode.fused if not cascade else None
         draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
         drawing = draw if steps.model.lm_head.plain else None
         logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sgla import attention
 from sgla.attention import DeviceBatch
-from sgla.attention.base import cut
-from sgla.kernels.ops import KVLayer
+from sgla.attention.base import InGraph, cut
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
@@ -141,14 +140,7 @@ class PromptGraphs:
             decode_rows=n,
             cum=cum,
         )
-        decode, extend = steps.attention.decode.forward, steps.attention.prompts.forward
-
-        def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
-            out = decode(q, kv, batch, scale, window, softcap) if n else torch.empty_like(q)
-            extend(q, kv, batch.page_table, tiles.view(-1, 4), scale, window, softcap, out)
-            return out
-
-        with steps.ops.attending(attend):
+        with steps.ops.attending(InGraph(steps.attention, tiles.view(-1, 4))):
             found = steps.forward.step(batch, at, logits).logits
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)

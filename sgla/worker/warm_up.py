@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import torch
 
-from sgla.attention.torch_ops import TorchDecode, TorchExtend
 from sgla.kernels.cuda.batch_gemm import ROWS
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import step
@@ -113,8 +112,7 @@ def _read_most(steps: GpuSteps) -> None:
     prompts = [(slot, 0, min(context, tokens - at)) for slot, at in enumerate(range(0, tokens, context))]
     steps.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
     decodes, half = min(slots // 2, tokens // 2), max(1, min(tokens, context) // 2)
-    parts = steps.attention.extend, steps.attention.decode
-    start = context - half if any(isinstance(part, TorchExtend | TorchDecode) for part in parts) else half
+    start = context - half if steps.attention.grows else half
     left = range(0, tokens - decodes, half)[: slots - decodes]
     behind = [(decodes + i, start, min(half, tokens - decodes - at)) for i, at in enumerate(left)]
     steps.run_eagerly(_step([*((slot, start, 1) for slot in range(decodes)), *behind]))

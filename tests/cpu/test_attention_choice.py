@@ -28,7 +28,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose memory nobody touches."""
     monkeypatch.setattr(decode_attention, "DecodeAttention", lambda *shape: None)
     monkeypatch.setattr(cascade, "workspace", lambda shape: ())
-    monkeypatch.setattr(native.NativeExtend, "__init__", lambda self, shape: None)
+    monkeypatch.setattr(native.NativeExtend, "__init__", lambda self, shape, device: None)
     monkeypatch.setattr(device, "_this", [HOPPER])
 
 
@@ -36,11 +36,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is installed, and works."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(FlashInferExtend, "__init__", lambda self, shape, scale: None)
+    monkeypatch.setattr(FlashInferExtend, "__init__", lambda self, shape, device: None)
 
 
 def names(name: str = "auto", shape: attention.Shape = SHAPE, **parts: str) -> tuple[str, str, str]:
-    backend = attention.choose(name, shape, 0.1, **parts)[0]
+    backend = attention.choose(name, [shape], **parts)[0]
     return backend.decode.name, backend.extend.name, type(backend.prompts).__name__
 
 
@@ -76,10 +76,10 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
-    assert attention.choose("auto", SHAPE, 0.1)[1] == ["attention: native decode, native prefill"]
-    (note,) = attention.choose("auto", SHAPE, 0.1, decode="torch")[1]
+    assert attention.choose("auto", [SHAPE])[1] == ["attention: native decode, native prefill"]
+    (note,) = attention.choose("auto", [SHAPE], decode="torch")[1]
     assert note == "attention: torch decode, native prefill, no graphs, as asked"
-    assert "prefill alone" in attention.choose("flashinfer", SHAPE, 0.1)[1][1]
+    assert "prefill alone" in attention.choose("flashinfer", [SHAPE])[1][1]
 
 
 @pytest.mark.usefixtures("flashinfer")
@@ -126,7 +126,7 @@ def test_what_a_name_cannot_serve_is_refused(
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("parts", [{}, {"decode": "torch"}, {"prefill": "torch"}])
 def test_torch_is_not_captured(parts: dict[str, str]) -> None:
-    assert attention.choose("auto", SHAPE, 0.1, **parts)[0].captures is not bool(parts)
+    assert attention.choose("auto", [SHAPE], **parts)[0].captures is not bool(parts)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,50 @@ def test_flashinfer_missing_or_broken(
     monkeypatch.setitem(sys.modules, "flashinfer", Broken("flashinfer"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if error else None)
     assert names() == ("native", "native", NATIVE)
-    backend, notes = attention.choose("auto", SHAPE, 0.1, AMPERE)
+    backend, notes = attention.choose("auto", [SHAPE], AMPERE)
     assert backend.name == "triton decode, triton prefill"
-    (note,) = [note for note in notes if note.startswith("flashinfer not used: ")]
+    (note,) = [note for note in notes if note.startswith("flashinfer prefill not used: ")]
     assert why in note
     assert "\n" not in note
     for one in ({"name": "flashinfer"}, {"name": "auto", "prefill": "flashinfer"}):
         with pytest.raises(ConfigError, match=f"attention-backend flashinfer .* for prefill: .*{why}"):
-            attention.choose(shape=SHAPE, scale=0.1, device=AMPERE, **one)
+            attention.choose(shapes=[SHAPE], device=AMPERE, **one)
+
+
+def test_what_no_kernel_takes_is_left_to_torch() -> None:
+    """Each says why."""
+    backend, notes = attention.choose("auto", [SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512)])
+    assert backend.name == "torch decode, torch prefill"
+    assert not backend.captures
+    assert sum("not used: " in note for note in notes) == 6
+    assert all(any(name in note for note in notes) for name in ("native", "triton", "flashinfer"))
+
+
+def test_sinks_are_for_those_who_know_them() -> None:
+    backend, notes = attention.choose("auto", [SHAPE._replace(sinks=True)])
+    assert backend.name == "native decode, triton prefill"
+    assert "native prefill not used: layers have sinks" in notes
+
+
+def test_layers_with_other_heads_have_their_own_kernels() -> None:
+    """The portable ones: they know which layer it is by its pages."""
+    narrow = SHAPE._replace(alone=False)
+    wide = narrow._replace(head_dim=512)
+    backend, notes = attention.choose("auto", [narrow, wide])
+    assert "triton decode, triton prefill of 16 heads of 128; torch decode, torch" in backend.name
+    assert not backend.captures
+    assert backend.grows
+    assert not backend.in_place
+    assert "native decode not used: layers have several kinds of heads" in notes
+    with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 512 values"):
+        attention.choose("triton", [narrow, wide])
+
+
+@pytest.mark.parametrize("group", [1, 8, 9, 10, 12, 14, 15, 16, 24])
+def test_groups_with_native_decode(group: int) -> None:
+    assert names(shape=SHAPE._replace(heads=8 * group))[0] == "native"
+
+
+@pytest.mark.parametrize("group", [11, 13, 32])
+def test_groups_without(group: int) -> None:
+    assert names(shape=SHAPE._replace(heads=8 * group))[0] == "triton"

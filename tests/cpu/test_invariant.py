@@ -32,9 +32,10 @@ def attend(
     window: int,
     softcap: float,
     parts: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return invariant.attend(
-        q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len, tiles, 0.3, window, softcap, 64, parts
+        q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len, tiles, 0.3, window, softcap, 64, parts, 1.0, sinks
     )  # fmt: skip
 
 
@@ -45,8 +46,9 @@ def attend(
 def test_attention(group: int, dim: int, window: int, softcap: float) -> None:
     q_lens, kv_lens = [1, 40, 70, 3], [9, 40, 150, 70]
     q, kv, batch = random_batch(q_lens, kv_lens, group, 1, dim)
-    expected = ops.attention(q, kv, batch, 0.3, window, softcap)
-    out = attend(q, kv, batch, invariant.tiles_of(q_lens, group, "cpu"), window, softcap)
+    sinks = torch.randn(group) if group == 2 else None
+    expected = ops.attention(q, kv, batch, 0.3, window, softcap, sinks)
+    out = attend(q, kv, batch, invariant.tiles_of(q_lens, group, "cpu"), window, softcap, None, sinks)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -55,9 +57,10 @@ def test_attention(group: int, dim: int, window: int, softcap: float) -> None:
 )
 def test_decode_in_chunks(window: int, softcap: float, dim: int) -> None:
     q, kv, batch = random_batch([1, 1, 1], [1, 70, 201], 4, 2, dim)
-    expected = ops.attention(q, kv, batch, 0.3, window, softcap)
+    sinks = torch.randn(4) if dim == 96 else None
+    expected = ops.attention(q, kv, batch, 0.3, window, softcap, sinks)
     parts = torch.full((3, 4, 4, dim), float("nan")), torch.full((3, 4, 4, 2), float("nan"))
-    out = attend(q, kv, batch, invariant.tiles_of([1, 1, 1], 2, "cpu"), window, softcap, parts)
+    out = attend(q, kv, batch, invariant.tiles_of([1, 1, 1], 2, "cpu"), window, softcap, parts, sinks)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

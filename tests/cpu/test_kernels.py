@@ -408,6 +408,49 @@ def test_attention(
             close(run(fn, batch, x, threads, isa), fn(batch, x))
 
 
+@pytest.mark.parametrize("isa", WIDTHS)
+@pytest.mark.parametrize(
+    ("group", "dim"), [(1, 80), (16, 96), (3, 100), (1, 112), (12, 192), (16, 256), (2, 512)]
+)
+def test_heads_of_every_size_and_sinks(isa: str, group: int, dim: int) -> None:
+    """In the program's own kernel, for a long history in parts, and for pages that several rows share."""
+    torch.manual_seed(dim)
+    sinks = torch.randn(2 * group) + 4
+    for rows, common in (([(1, 0), (5, 70)], 0), ([(1, 600)], 0), ([(1, 300)] * 3, 17)):
+        batch = random_batch(rows)
+        batch.page_table[:, :common] = batch.page_table[0, :common]
+        kv = random_kv(batch, 2, dim, torch.bfloat16)
+        x = torch.randn(batch.tokens, 2 * group * dim)
+
+        def fn(b: ForwardBatch, x: Tensor, kv: KVLayer = kv) -> Tensor:
+            return ops.attention(x, kv, b, dim**-0.5, sinks=sinks)
+
+        expected = fn(batch, x)
+        close(run(fn, batch, x, 2, isa), expected)
+        assert (expected - ops.attention(x, kv, batch, dim**-0.5)).abs().max() > 1e-3
+
+
+def test_v_of_another_width() -> None:
+    """What no kernel takes is one call of the program: also k and v that go to the pages, and a latent."""
+    torch.manual_seed(0)
+    batch = random_batch([(1, 20), (5, 3)])
+    kv = random_kv(batch, 2, 12, torch.float32)
+    kv.v = torch.randn(*kv.v.shape[:3], 8)
+    other = KVLayer(kv.k.clone(), kv.v.clone())
+    cos_sin, x = torch.randn(64, 12), torch.randn(batch.tokens, 4 * 12 + 2 * 20)
+
+    def fn(layer: KVLayer, b: ForwardBatch, x: Tensor) -> Tensor:
+        q = ops.qk_norm_rope_store(x, b.positions, cos_sin, None, None, 1e-6, layer, b.out_loc)
+        seen = ops.attention(q, layer, b, 0.2)
+        return torch.cat([seen, ops.attention(q, layer.latent(6), b, 0.2)], 1)
+
+    want = fn(other, batch, x)
+    assert want.shape == (batch.tokens, 4 * 8 + 4 * 6)
+    close(run(lambda b, x: fn(kv, b, x), batch, x), want)
+    close(kv.v, other.v)
+    close(kv.k, other.k)
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_does_not_depend_on_batch_chunks_or_threads(isa: str, window: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from sgla.attention import torch_ops
-from sgla.attention.base import DeviceBatch, ExtendRows
+from sgla.attention.base import DeviceBatch, ExtendRows, Shape
 from sgla.config import Config
+from sgla.device import nvidia
 from sgla.dist import gpus
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
@@ -200,9 +201,10 @@ def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ops.attention(q, kv, batch, 0.3)
     monkeypatch.setattr(torch_ops, "PLACES", 10)
     monkeypatch.setattr(torch_ops, "PAIRS", 30)
-    out = torch.empty_like(q)
-    out[:3] = torch_ops.TorchDecode().forward(q[:3], kv, batch, 0.3, 0, 0.0)
-    torch_ops.TorchExtend().forward(q[3:], kv, batch, 0.3, 0, 0.0, out[3:])
+    shape = Shape(heads, 2, dim, page_size, torch.float32, frozenset({0}), 0.0, 5)
+    out, device = torch.empty_like(q), nvidia("H200", (9, 0))
+    out[:3] = torch_ops.TorchDecode(shape, device).forward(q[:3], kv, batch, 0.3, 0, 0.0)
+    torch_ops.TorchExtend(shape, device).forward(q[3:], kv, batch, 0.3, 0, 0.0, out[3:])
     torch.testing.assert_close(out, whole)
 
 

@@ -100,6 +100,27 @@ def test_extend(group: int, dim: int, window: int, softcap: float, tile: tuple[i
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("group", "dim"), [(16, 80), (1, 96), (12, 100), (3, 112), (2, 192), (1, 256)])
+def test_heads_of_every_size_and_sinks(group: int, dim: int) -> None:
+    """Decode rows in one part and in several, and prompts."""
+    sinks = torch.randn(group) + 4
+    q, kv, batch = random_batch([1, 1], [5, 70], group, 1, dim)
+    expected = ops.attention(q, kv, batch, dim**-0.5, sinks=sinks)
+    assert (expected - ops.attention(q, kv, batch, dim**-0.5)).abs().max() > 1e-3
+    for splits in (1, 2):
+        decode = batch.page_table, batch.slots, batch.kv_len, dim**-0.5, 0, 0.0, splits
+        out = attention.decode(q, kv.k, kv.v, *decode, sinks=sinks)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    q, kv, batch = random_batch([20, 3], [20, 40], group, 1, dim)
+    tiles = cut(batch.slots.numpy(), np.array([0, 37], np.int32), np.array([20, 3], np.int32), 0, 32)
+    out = torch.empty_like(q)
+    how = attention.Cut(32, 32, 2)
+    attention.extend(
+        q, kv.k, kv.v, batch.page_table, torch.from_numpy(tiles), dim**-0.5, out, how, sinks=sinks
+    )
+    torch.testing.assert_close(out, ops.attention(q, kv, batch, dim**-0.5, sinks=sinks), rtol=1e-4, atol=1e-5)
+
+
 def test_decode_takes_q_beside_k_and_v() -> None:
     """As the projection leaves it where prompts are attended in place."""
     q, kv, batch = random_batch([1, 1, 1], [1, 70, 101], 4, 2, 16)

@@ -90,7 +90,7 @@ def test_decode_from_the_projection(
     expected = KVLayer(kv.k.clone(), kv.v.clone(), *SCALES)
     q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected, places)
     projection = Projection(cos_sin, *weights, 1e-6)
-    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection)
+    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection=projection)
     page, offset = places.long() // 16, places.long() % 16
     for a, b in ((kv.k, expected.k), (kv.v, expected.v), (stored.k, expected.k), (stored.v, expected.v)):
         a, b = a.float(), b.float()
@@ -107,10 +107,10 @@ def test_prefill(heads: int, kv_heads: int, dim: int, window: int, softcap: floa
     kv = quantize(wide)
     expected = oracle(q, kv, batch, dim**-0.5, window, softcap)
     shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, fp8_kv=True)
-    attend = attention.choose("auto", shape, dim**-0.5)[0]
+    attend = attention.choose("auto", [shape])[0]
     attend.plan(batch)
     assert relative(attend(q, kv, batch, dim**-0.5, window, softcap), expected) < 1e-2
-    same = attention.choose("auto", shape._replace(deterministic=True, context_len=1600), dim**-0.5)[0]
+    same = attention.choose("auto", [shape._replace(deterministic=True, context_len=1600)])[0]
     same.plan(batch)
     assert relative(same(q, kv, batch, dim**-0.5, window, softcap), expected) < 1e-2
 
@@ -125,8 +125,8 @@ def test_shared_prefixes(
     rows = 60
     table, lengths = tree(np.random.default_rng(rows), rows)
     shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({0}), softcap, 256, fp8_kv=True)
-    attend = attention.choose("auto", shape, dim**-0.5)[0]
-    planner = Cascade.of(shape, attend)
+    attend = attention.choose("auto", [shape])[0]
+    planner = Cascade.of([shape], attend)
     assert planner is not None
     monkeypatch.setattr(planner, "_gain", lambda rows, tokens, tiles: float(tokens * (rows - 1)))
     prefixes = planner.plan(np.arange(rows, dtype=np.int32), lengths - 1, table, 0, rows)

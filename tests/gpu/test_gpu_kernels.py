@@ -96,7 +96,7 @@ def backend(
         why = FlashInferExtend.refuses(shape)
         if why is not None:
             pytest.skip(why)
-    return attention.choose(name, shape, scale)[0]
+    return attention.choose(name, [shape._replace(scale=scale)])[0]
 
 
 CASES = [  # heads, kv_heads, dim, window, softcap
@@ -132,7 +132,7 @@ def ask_for_decode(stored: Callable[[KVLayer], KVLayer]) -> None:
                 qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=BF16, device="cuda")
                 projection = Projection(torch.empty(1, dim, device="cuda"), None, None, 1e-6)
                 native = backend("auto", batch, wide, heads, (window,), softcap, 1.0).decode
-                native.forward(qkv, kv, *rest, projection)
+                native.forward(qkv, kv, *rest, projection=projection)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_decode_from_the_projection(
     q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected_kv, places)
     expected = oracle(q, expected_kv, batch, dim**-0.5, window, softcap)
     projection = Projection(cos_sin, *weights, 1e-6)
-    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection)
+    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection=projection)
     assert relative(out, expected) < 1e-2
     page, offset = places.long() // 16, places.long() % 16
     assert relative(kv.k[page, offset], expected_kv.k[page, offset]) < 5e-3

@@ -15,6 +15,7 @@ from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 TILE = 16  # tokens; ``cum`` counts these
 UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel, whose shared memory ``_kernel`` adds up
+GROUP, PARTS = 8, 3  # query heads that a product takes; parts of a larger group, which read the pages each
 MAX_ROWS = 2048  # whose lengths fit into shared memory, beside the ring
 P = ctypes.c_void_p
 
@@ -38,6 +39,7 @@ POINTERS = [
     "first",
     "prefix",
     "prefix_ml",
+    "sinks",
 ]
 
 
@@ -53,7 +55,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
-        ("pad", ctypes.c_int * 13),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -90,13 +92,19 @@ def refuses(
         return f"it needs a bfloat16 KV cache, not {dtype}"
     if head_dim not in (64, 128, 256):
         return f"it needs a head dimension of 64, 128 or 256, not {head_dim}"
-    if group > 8:
-        return f"it takes at most 8 query heads a KV head, not {group}"
+    if share(group) is None:
+        return f"it takes at most {GROUP} query heads a KV head, or equal parts of as many, not {group}"
     if page_size % TILE:
         return f"it needs a page size that is a multiple of {TILE}"
     if rows > MAX_ROWS:
         return f"it takes at most {MAX_ROWS} rows, not {rows}"
     return None
+
+
+def share(group: int) -> int | None:
+    """Into how many parts, each with the work of a KV head, a group of query heads is cut."""
+    parts = (n for n in range(1, PARTS + 1) if group % n == 0 and group // n <= GROUP)
+    return next(parts, None)
 
 
 class Cut(NamedTuple):
@@ -118,6 +126,7 @@ FEW, MANY = Cut(8, 1), Cut(4, 2)
 def _kernel(
     head_dim: int,
     group: int,
+    parts: int,
     page_tiles: int,
     softcap: bool,
     cut: Cut,
@@ -133,7 +142,14 @@ def _kernel(
     stage = 2 * TILE * token + 16
     stages = (SHARED[cut.per_sm - 1] - 64 - fixed) // stage
     assert stages >= cut.warps
-    defines = {"HD": head_dim, "GROUP": group, "WARPS": cut.warps, "PER_SM": cut.per_sm, "STAGES": stages}
+    defines = {
+        "HD": head_dim,
+        "GROUP": group,
+        "SHARE": parts,
+        "WARPS": cut.warps,
+        "PER_SM": cut.per_sm,
+        "STAGES": stages,
+    }
     defines |= {
         "ROWS": rows,
         "SOFTCAP": int(softcap),
@@ -173,10 +189,10 @@ class DecodeAttention:
         device = torch.device("cuda")
         self.cut: Cut | None = None
         self._rows = -(-rows // 256) * 256
-        blocks = processors() * max(MANY.per_sm, FEW.per_sm)
-        self._part = torch.empty(2 * blocks, group, head_dim, device=device)
-        self._part_ml = torch.empty(2 * blocks, group, 2, device=device)
-        self._count = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+        blocks, parts = processors() * max(MANY.per_sm, FEW.per_sm), share(group) or 1
+        self._part = torch.empty(2 * blocks, group // parts, head_dim, device=device)
+        self._part_ml = torch.empty(2 * blocks, group // parts, 2, device=device)
+        self._count = torch.zeros(rows * kv_heads * parts, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -193,6 +209,7 @@ class DecodeAttention:
         projection: Projection | None = None,
         prefix: PrefixParts | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq
         + 2 Hkv) * hd]`` as it comes from the linear layer, and the new token's k and v are written to the
@@ -204,6 +221,8 @@ class DecodeAttention:
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
         group = width // (kv_heads * dim)
+        parts = share(group)
+        assert parts is not None
         out = q.new_empty(q.shape[0], width)
         extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         eps = 0.0
@@ -225,6 +244,7 @@ class DecodeAttention:
             self._count,
             *extra,
             *(prefix or (None, None, None, None)),
+            sinks,
         )
         log2e = 1.4426950408889634
         fp8, (k_scale, v_scale) = k.dtype == torch.float8_e4m3fn, kv_scales
@@ -236,14 +256,15 @@ class DecodeAttention:
         params = _Params(
             *maps,
             *(None if t is None else t.data_ptr() for t in tensors),
-            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads, window, eps,
+            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads * parts, window, eps,
             scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
-        cut = self.cut or choose(dim, slots.shape[0] * kv_heads)
+        cut = self.cut or choose(dim, slots.shape[0] * kv_heads * parts)
         kernel = _kernel(
             dim,
-            group,
+            group // parts,
+            parts,
             page_size // TILE,
             softcap > 0,
             cut,

@@ -30,10 +30,37 @@ LOWERINGS = Lowerings()
 
 
 class Attend(Protocol):
-    """Attention over the pages: ``ops.attention``."""
+    """Attention over the pages: ``ops.attention``. ``in_place``: it wants q, k and v side by side in this
+    step."""
+
+    @property
+    def in_place(self) -> bool: ...
 
     def __call__(
-        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int, softcap: float
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: Any,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class FusedDecode(Protocol):
+    """A decode kernel that does the work of ``ops.qk_norm_rope_store`` too."""
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: Any,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
+        projection: Projection | None = None,
     ) -> Tensor: ...
 
 
@@ -59,11 +86,6 @@ class GpuOps:
             yield
         finally:
             self.attend = kept
-
-    @property
-    def in_place(self) -> bool:
-        """Whether attention wants q, k and v side by side in this step."""
-        return getattr(self.attend, "in_place", False)
 
     @LOWERINGS.of(ops.embedding)
     def embedding(self, ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
@@ -131,7 +153,7 @@ class GpuOps:
         out_loc: Tensor,
     ) -> Tensor:
         return elementwise.qk_norm_rope_store(
-            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, out_loc, self.in_place,
+            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, out_loc, self.attend.in_place,
             (kv.k_scale, kv.v_scale),
         )  # fmt: skip
 
@@ -147,14 +169,21 @@ class GpuOps:
     ) -> Tensor:
         """``linear`` and ``qk_norm_rope_store`` of long prompts."""
         return prompt_gemm.linear_heads(
-            x.contiguous(), weight, positions, projection, kv, out_loc, self.in_place, bias
+            x.contiguous(), weight, positions, projection, kv, out_loc, self.attend.in_place, bias
         )
 
     @LOWERINGS.of(ops.attention)
     def attention(
-        self, q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, window: int = 0, softcap: float = 0.0
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: ForwardBatch,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.attend(q, kv, batch, scale, window, softcap)
+        return self.attend(q, kv, batch, scale, window, softcap, sinks)
 
     @LOWERINGS.of(ops.act_mul)
     def act_mul(self, x: Tensor, kind: Activation) -> Tensor:

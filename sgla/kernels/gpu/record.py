@@ -28,6 +28,7 @@ from sgla.kernels.trace import (
     changes,
     infer,
     size_of,
+    stand_in,
     symbols_in,
 )
 
@@ -144,11 +145,10 @@ class Recorder:
         try:
             return op.body(*args, **kwargs)
         except NotRecorded:
-            if not op.like:
+            if not op.opaque:
                 raise
         del self.record.nodes[count:]
-        bound = parameters(op).bind(*args, **kwargs)
-        like = bound.arguments[op.like]
+        bound, like = parameters(op).bind(*args, **kwargs), stand_in(op, args, kwargs)
         return self._node(op.body, bound.arguments, [(tuple(like.shape), like.dtype)], op.body)  # type: ignore[no-any-return]
 
     def operation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,14 +250,20 @@ def _embedding(ids: Tensor, weight: Any, scale: float) -> Shapes:
     return [((ids.shape[0], weight.k), torch.float32 if weight.kind == "f32" else torch.bfloat16)]
 
 
+def _queries(qkv: Tensor, *rest: Any) -> Shapes | None:
+    kv: ops.KVLayer = rest[5]
+    alike = kv.k.shape == kv.v.shape  # else there is no kernel
+    return _wide(qkv, qkv.shape[1] - 2 * kv.k.shape[2:].numel()) if alike else None
+
+
 # The shapes and types of what an op makes, from its arguments.
-RESULTS: dict[Op[..., Any], Callable[..., Shapes]] = {
+RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.embedding: _embedding,
     ops.rms_norm: _like,
     ops.add_rms_norm: lambda x, residual, *_: _like(x) + _like(residual),
     ops.linear: lambda x, w, *_: _wide(x, w.n),
-    ops.qk_norm_rope_store: lambda qkv, *rest: _wide(qkv, qkv.shape[1] - 2 * rest[5].k.shape[2:].numel()),
-    ops.attention: _like,
+    ops.qk_norm_rope_store: _queries,
+    ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v.shape[3]),
     ops.act_mul: lambda x, _: _wide(x, x.shape[-1] // 2),
     ops.layer_norm: _like,
     ops.activate: _like,

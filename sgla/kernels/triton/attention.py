@@ -16,6 +16,7 @@ from torch import Tensor
 
 NEG = tl.constexpr(-1e30)
 LOG2E = 1.4426950408889634
+LOG2_E = tl.constexpr(LOG2E)
 
 
 @triton.jit
@@ -38,13 +39,19 @@ def _score(s, scale, softcap, SOFTCAP: tl.constexpr):
     return s
 
 
+@triton.jit
+def _sink(sink, top):
+    """What a sink adds to the sum of weights, which are in relation to ``top``."""
+    return tl.exp2(tl.fma(sink, LOG2_E, -top))
+
+
 # Eager steps pass columns of one upload, which lie anywhere.
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
-    q, k, v, page_table, slots, kv_len, out, part, part_ml,
+    q, k, v, page_table, slots, kv_len, out, part, part_ml, sinks,
     s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_len + row)
@@ -83,6 +90,8 @@ def _decode(
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
+        if SINKS:
+            total += _sink(tl.load(sinks + head * GROUP + m, mask=m < GROUP, other=0.0), top)
         result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
         tl.store(out + at[:, None] * HD + d[None, :], result, mask=used)
     else:
@@ -93,7 +102,9 @@ def _decode(
 
 
 @triton.jit
-def _merge(part, part_ml, out, splits, v_scale, HD: tl.constexpr, HB: tl.constexpr):
+def _merge(
+    part, part_ml, out, sinks, splits, heads, v_scale, HD: tl.constexpr, HB: tl.constexpr, SINKS: tl.constexpr
+):
     """Join the splits of one query head."""
     head = tl.program_id(0).to(tl.int64)
     d, inside = _dims(HD, HB)
@@ -110,15 +121,17 @@ def _merge(part, part_ml, out, splits, v_scale, HD: tl.constexpr, HB: tl.constex
         total = total * old + share * new
         acc = acc * old + x * new
         top = new_top
+    if SINKS:
+        total += _sink(tl.load(sinks + head % heads), top)
     tl.store(out + head * HD + d, acc / tl.maximum(total, 1e-30) * v_scale, mask=inside)
 
 
 @triton.jit
 def _extend(
-    q, k, v, page_table, tiles, out,
+    q, k, v, page_table, tiles, out, sinks,
     s_page, s_token, s_head, table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -159,6 +172,8 @@ def _extend(
         values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
+    if SINKS:
+        total += _sink(tl.load(sinks + q_head), top)
     result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
     tl.store(out + at[:, None] + d[None, :], result, mask=used)
 
@@ -186,6 +201,7 @@ def decode(
     splits: int = 1,
     v_scale: float = 1.0,
     shared: int = 1 << 30,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> the same shape, R rows of it;
     k, v ``[pages, page_size, Hkv, hd]``.
@@ -208,13 +224,16 @@ def decode(
     rows_of_group = max(16, triton.next_power_of_2(group))
     cut = decode_cut(dim, rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
-        q, k, v, page_table, slots, kv_len, out, part, part_ml,
+        q, k, v, page_table, slots, kv_len, out, part, part_ml, q if sinks is None else sinks,
         k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
-        num_warps=4, num_stages=cut.stages,
+        SINKS=sinks is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
-        _merge[(heads,)](part, part_ml, out, splits, v_scale, HD=dim, HB=padded(dim), num_warps=1)
+        _merge[(heads,)](
+            part, part_ml, out, q if sinks is None else sinks, splits, kv_heads * group, v_scale,
+            HD=dim, HB=padded(dim), SINKS=sinks is not None, num_warps=1,
+        )  # fmt: skip
     return out
 
 
@@ -267,6 +286,7 @@ def extend(
     window: int = 0,
     softcap: float = 0.0,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``, the same
     shape; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
@@ -275,8 +295,8 @@ def extend(
     q_heads = q.shape[1] // dim
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
-        q, k, v, page_table, tiles, out,
+        q, k, v, page_table, tiles, out, q if sinks is None else sinks,
         k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
-        num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
+        SINKS=sinks is not None, num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.device import this_device
-from sgla.kernels.triton.attention import NEG, _dims, _score, padded, scales
+from sgla.kernels.triton.attention import NEG, _dims, _score, _sink, padded, scales
 
 ROWS = 64  # queries of a tile: tokens times the query heads of a KV head
 BLOCK = 64  # tokens of a block
@@ -94,10 +94,10 @@ def _join(top, total, acc, other_top, other_total, other_acc):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "q_start", "kv_len", "tiles"])
 def _attend(
-    q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
+    q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml, sinks,
     s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, v_scale, softcap, window, chunk, chunks,
     SPLIT: tl.constexpr, HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of one row; SPLIT: one chunk of its history, else all."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -158,6 +158,8 @@ def _attend(
         tl.store(part_ml + place * 2, top, mask=used)
         tl.store(part_ml + place * 2 + 1, total, mask=used)
     else:
+        if SINKS:
+            total += _sink(tl.load(sinks + q_head), top)
         result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
         at = ((begin + i).to(tl.int64) * kv_heads * GROUP + q_head) * HD
         tl.store(out + at[:, None] + d[None, :], result, mask=live[:, None] & inside[None, :])
@@ -165,8 +167,9 @@ def _attend(
 
 @triton.jit
 def _merge(
-    part, part_ml, kv_len, out, heads, v_scale, window, chunk, chunks, HD: tl.constexpr, HB: tl.constexpr
-):
+    part, part_ml, kv_len, out, sinks, heads, v_scale, window, chunk, chunks,
+    HD: tl.constexpr, HB: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """Join the chunks of one query head of a decode row."""
     index = tl.program_id(0).to(tl.int64)
     length = tl.load(kv_len + index // heads)
@@ -184,6 +187,8 @@ def _merge(
         top, total, acc = _join(
             top, total, acc, tl.load(part_ml + place * 2), tl.load(part_ml + place * 2 + 1), x
         )
+    if SINKS:
+        total += _sink(tl.load(sinks + index % heads), top)
     result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
     tl.store(out + index * HD + d[None, :], result, mask=inside[None, :])
 
@@ -216,6 +221,7 @@ def attend(
     chunk: int,
     parts: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]``; ``tiles`` from
     ``tiles_of``; ``chunk`` a multiple of BLOCK, always the same; ``v_scale`` as in ``attention.decode``.
@@ -231,11 +237,11 @@ def attend(
     chunks = parts[0].shape[2] if parts is not None else 1
     part, part_ml = parts if parts is not None else (out, out)
     _attend[(tiles.shape[0], kv_heads, chunks)](
-        q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml,
+        q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml, q if sinks is None else sinks,
         q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, factor, v_scale, cap, window,
         chunk, chunks,
         SPLIT=parts is not None, HD=dim, HB=padded(dim), GROUP=group, ROWS=ROWS, BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
-        SOFTCAP=softcap > 0, num_warps=4, num_stages=2,
+        SOFTCAP=softcap > 0, SINKS=sinks is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     if parts is not None:
         heads = kv_heads * group
@@ -244,6 +250,7 @@ def attend(
             part_ml,
             kv_len,
             out,
+            q if sinks is None else sinks,
             heads,
             v_scale,
             window,
@@ -251,6 +258,7 @@ def attend(
             chunks,
             HD=dim,
             HB=padded(dim),
+            SINKS=sinks is not None,
             num_warps=1,
         )
     return out
