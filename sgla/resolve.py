@@ -17,7 +17,7 @@ from sgla.device import devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
-from sgla.model.sizes import read_spec
+from sgla.model.sizes import as_stored, read_spec
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes
 from sgla.observe.machine import Machine, detect
@@ -25,6 +25,7 @@ from sgla.text.tools.families import dialect_of
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
+OF_CHECKPOINTS = {"gguf": "a quantized GGUF file", "checkpoint": "a quantized checkpoint"}
 DRAFTS = 8  # most tokens that a row guesses in a step, if nobody says otherwise
 BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
@@ -123,22 +124,28 @@ def resolve(
 
 
 def settle_quantization(filling: Filling, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
-    """Of a quantized GGUF file on a CPU as the file is. Raises ConfigError for what ``device`` has not."""
+    """On a CPU as the checkpoint is, where that has a storage there. Raises ConfigError for what ``device``
+    has not."""
     asked = filling.config.quantization
-    packed = isinstance(spec, ModelSpec) and spec.packed > 0
+    method = spec.method if isinstance(spec, ModelSpec) else None
     if asked == "fp8" and device != "cuda":
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
-    if asked == "gguf" and (device == "cuda" or (spec is not None and not packed)):
+    if method is not None and device not in method.devices:
+        method = None
+    named = asked in OF_CHECKPOINTS and (spec is None or as_stored(method, asked) is not None)
+    if asked in OF_CHECKPOINTS and (device == "cuda" or not named):
         raise ConfigError(
-            "--quantization gguf is for a quantized GGUF file on a CPU; leave it out", param="quantization"
+            f"--quantization {asked} is for {OF_CHECKPOINTS[asked]} on a CPU; leave it out",
+            param="quantization",
         )
     if asked == "none":
         filling.config = msgspec.structs.replace(filling.config, quantization=None)
-    elif asked is None and packed and device == "cpu":
+    elif asked is None and method is not None and device == "cpu":
         reason = "as the file is, so that a step reads no more; none gives --dtype"
-        filling.filled["quantization"], filling.reasons["quantization"] = "gguf", reason
+        filling.filled["quantization"] = method.name if method.name in OF_CHECKPOINTS else "checkpoint"
+        filling.reasons["quantization"] = reason
 
 
 def check_features(config: Config, device: str, vectors: bool) -> None:

@@ -131,9 +131,9 @@ class LazyTensor:
 
     @property
     def kept(self) -> str | None:
-        """The format of quant/weight.py that has these values at the least loss for its bytes;
+        """The storage that has these values at the least loss for its bytes;
         None of floating-point numbers."""
-        return None if self.type_name in _FLOATS else _KEPT.get(self.type_name, ("int8", 0.0))[0]
+        return _kept(self.type_name) or None
 
     @property
     def symmetric(self) -> bool:
@@ -183,6 +183,11 @@ class LazyTensor:
         )
 
 
+def _kept(name: str) -> str:
+    """Of a type of tensors: the storage, "" of floating-point numbers."""
+    return "" if name in _FLOATS else _KEPT.get(name, "int8")
+
+
 class _Simple(NamedTuple):
     """A block of 32 quants with one scale, and one minimum unless it is half of the range below zero."""
 
@@ -197,17 +202,16 @@ class _Simple(NamedTuple):
         return np.dtype([*fields, ("quants", "u1", 32 if self.bits == 8 else 16)])
 
 
-# What a CPU keeps quantized matrices in (quant/weight.py), and its bytes of a weight;
-# types that are not here: int8.
+# The storage (quant/formats.py) in which a CPU keeps quantized matrices; types that are not here: int8.
 _KEPT = {
-    "Q4_0": ("q4_0", 0.5625),
-    "Q4_1": ("int4", 0.625),
-    "Q4_K": ("int4", 0.625),
-    "Q5_0": ("q5_0", 0.6875),
-    "Q6_K": ("q8_0", 1.0625),
-    "Q8_0": ("q8_0", 1.0625),
+    "Q4_0": "q4_0",
+    "Q4_1": "int4",
+    "Q4_K": "int4",
+    "Q5_0": "q5_0",
+    "Q6_K": "q8_0",
+    "Q8_0": "q8_0",
 }
-_FLOATS = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "F64": 8.0}
+_FLOATS = ("F32", "F16", "BF16", "F64")
 
 _SIMPLE = {
     "Q4_0": _Simple(4, True),
@@ -300,8 +304,8 @@ class GGUFFile:
         ):
             if any(f"blk.0.{stem}.bias" in self._tensors for stem in stems):
                 config[flag] = True
-        if packed := self._bytes_per_weight():
-            config["quantization_config"] = {"quant_method": "gguf", "bytes_per_weight": packed}
+        if kept := self._kept_parts():
+            config["quantization_config"] = {"quant_method": "gguf", "kept": kept}
         scale = keys.get("attention.scale") or self._default_scale(config)
         if self.architecture == "gemma3":
             config |= _gemma_config(keys, scale)
@@ -322,15 +326,16 @@ class GGUFFile:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""
         return any(len(t.shape) > 1 and type_name(t.type) == "F16" for t in self._tensors.values())
 
-    def _bytes_per_weight(self) -> float:
-        """Of the matrices as a CPU keeps them, at the average; 0 if none is quantized."""
-        matrices = [(type_name(t.type), prod(t.shape)) for t in self._tensors.values() if len(t.shape) > 1]
-        if all(name in _FLOATS for name, _ in matrices):
-            return 0.0
-        total = sum(
-            (_FLOATS.get(name) or _KEPT.get(name, ("int8", 1.125))[1]) * values for name, values in matrices
-        )
-        return total / sum(values for _, values in matrices)
+    def _kept_parts(self) -> dict[str, float]:
+        """What part of the values of all matrices a CPU keeps in each storage, "" for floating-point numbers;
+        empty if none is quantized."""
+        values: dict[str, int] = {}
+        for t in self._tensors.values():
+            if len(t.shape) > 1:
+                kind = _kept(type_name(t.type))
+                values[kind] = values.get(kind, 0) + prod(t.shape)
+        total = sum(values.values())
+        return {kind: count / total for kind, count in values.items()} if values.keys() - {""} else {}
 
     def _vocab_size(self) -> int:
         if "token_embd.weight" not in self._tensors:

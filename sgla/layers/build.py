@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.quant.method import PLAIN, Method
 from sgla.quant.weight import SourceTensor, Weight, storage
 
 CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory beyond the final weights
@@ -69,6 +70,27 @@ class Reordered:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """``rows`` of a SourceTensor."""
+
+    source: SourceTensor
+    rows: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), *self.source.shape[1:]
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.source.dense(self._inside(rows))
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return self.source.weight(kind, self._inside(rows), columns)
+
+    def _inside(self, rows: range | None) -> range:
+        return self.rows if rows is None else self.rows[rows.start : rows.stop]
+
+
+@dataclass(frozen=True)
 class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
 
@@ -87,11 +109,12 @@ class Part(NamedTuple):
 
 @dataclass
 class Build:
-    """``kind`` is the format of linear weights, ``vocab_kind`` that of embedding and output layer.
+    """``kind`` is the storage of linear weights, ``vocab_kind`` that of embedding and output layer, ``plain``
+    that of weights that are never quantized. ``kinds``: those of matrices that differ, by name.
 
-    ``plain`` is the format of weights that are never quantized. ``stacks`` names tensors that a checkpoint
-    may have instead of several declared ones: name -> shape and parts. ``kinds``: formats of the tensors that
-    differ from the others.
+    ``checkpoint``: the format of the file's linear layers, which are kept so if ``as_stored``. ``floats``:
+    layers that it has in floating point, whatever it says. ``stacks`` names tensors that a checkpoint may
+    have instead of several declared ones: name -> shape and parts.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -101,14 +124,26 @@ class Build:
     table: dict[str, Slot] = field(default_factory=dict)
     stacks: dict[str, tuple[tuple[int, ...], list[Part]]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: Method = PLAIN
+    as_stored: bool = False
+    floats: frozenset[str] = frozenset()
 
-    def kind_of(self, name: str) -> str:
-        """The format of the linear layer that has the tensor ``name``."""
-        return self.kinds.get(name, self.kind)
+    def method(self, module: str) -> Method:
+        """How the checkpoint holds the linear layer ``module``."""
+        quantized = self.checkpoint.covers(module) and module not in self.floats
+        return self.checkpoint if quantized else PLAIN
 
-    def vocab_kind_of(self, name: str) -> str:
-        """The same of embedding and output layer."""
-        return self.kinds.get(name, self.vocab_kind)
+    def empty(self, n: int, k: int, *modules: str) -> Weight:
+        """An uninitialized weight ``[n, k]`` for linear layers that are multiplied as one; in floating point
+        if the checkpoint has one of them so."""
+        kind = self.kinds.get(f"{modules[0]}.weight", self.kind)
+        if self.as_stored and any(self.method(module) is PLAIN for module in modules):
+            kind = self.plain
+        return storage(kind).empty(n, k)
+
+    def empty_vocab(self, n: int, k: int, module: str) -> Weight:
+        """The same for embedding and output layer."""
+        return storage(self.kinds.get(f"{module}.weight", self.vocab_kind)).empty(n, k)
 
     def declare(self, name: str, shape: tuple[int, ...], take: Callable[[SourceTensor], None]) -> None:
         assert name not in self.table, name
@@ -123,11 +158,6 @@ class Build:
 
         self.declare(name, (size,), take)
         return vector
-
-
-def empty_weight(n: int, k: int, kind: str) -> Weight:
-    """An uninitialized Weight ``[n, k]``."""
-    return storage(kind).empty(n, k)
 
 
 def fill(

@@ -14,7 +14,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.panels import GROUP
-from sgla.layers.build import Build, Part, Reordered, empty_weight, fill
+from sgla.layers.build import Build, Part, Reordered, fill
 from sgla.quant.weight import SourceTensor
 
 
@@ -33,7 +33,7 @@ class MergedColumnLinear:
         orders: tuple[Tensor, ...] = (),
     ) -> None:
         n = sum(len(rows) for _, _, rows in parts)
-        self.weight = empty_weight(n, k, build.kind_of(f"{parts[0][0]}.weight"))
+        self.weight = build.empty(n, k, *(name for name, _, _ in parts), *((fused,) if fused else ()))
         self.bias = torch.zeros(n) if bias else None
         at = first = 0
         inside: list[tuple[str, range]] = []
@@ -101,7 +101,7 @@ class RowLinear:
 
     def __init__(self, build: Build, name: str, n: int, k: int, columns: range, bias: bool = False) -> None:
         self.shard = build.shard
-        self.weight = empty_weight(n, len(columns), build.kind_of(f"{name}.weight"))
+        self.weight = build.empty(n, len(columns), name)
         build.declare(
             f"{name}.weight", (n, k), lambda source: fill(self.weight, 0, source, range(n), columns)
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
 from sgla.kernels.panels import GROUP
-from sgla.layers.build import Build, Part, empty_weight, fill
-from sgla.quant.weight import SourceTensor, Weight
+from sgla.layers.build import Build, Part, fill
+from sgla.quant.weight import SourceTensor, Weight, storage
 
 
 class ExpertNames(NamedTuple):
@@ -49,27 +49,24 @@ class MoE:
     ) -> None:
         self.shard, self.top_k, self.normalize, self.activation = build.shard, top_k, normalize, activation
         own = build.shard.range(intermediate, GROUP)
-        self.router = empty_weight(experts, hidden, build.plain)
-        self.gate_up = empty_weight(experts * 2 * len(own), hidden, build.kind)
-        self.down = empty_weight(experts * hidden, len(own), build.kind)
+        inputs = [
+            f"{names.module}.experts.{e}.{which}" for e in range(experts) for which in (names.gate, names.up)
+        ]
+        outputs = [f"{names.module}.experts.{e}.{names.down}" for e in range(experts)]
+        self.router = storage(build.plain).empty(experts, hidden)
+        self.gate_up = build.empty(experts * 2 * len(own), hidden, *inputs)
+        self.down = build.empty(experts * hidden, len(own), *outputs)
         build.declare(
             f"{names.module}.gate.weight",
             (experts, hidden),
             lambda source: fill(self.router, 0, source, range(experts)),
         )
-        for e in range(experts):
-            for row, which in enumerate((names.gate, names.up)):
-                at = (2 * e + row) * len(own)
-                build.declare(
-                    f"{names.module}.experts.{e}.{which}.weight",
-                    (intermediate, hidden),
-                    partial(_take, self.gate_up, at, own, None),
-                )
-            build.declare(
-                f"{names.module}.experts.{e}.{names.down}.weight",
-                (hidden, intermediate),
-                partial(_take, self.down, e * hidden, range(hidden), own),
-            )
+        for i, name in enumerate(inputs):
+            take = partial(_take, self.gate_up, i * len(own), own, None)
+            build.declare(f"{name}.weight", (intermediate, hidden), take)
+        for e, name in enumerate(outputs):
+            take = partial(_take, self.down, e * hidden, range(hidden), own)
+            build.declare(f"{name}.weight", (hidden, intermediate), take)
         f = intermediate
         if names.stacked != names.module:
             build.stacks[f"{names.stacked}.gate.weight"] = (

@@ -6,14 +6,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.layers.build import Build, empty_weight, fill
+from sgla.layers.build import Build, fill
 
 
 class VocabEmbedding:
     """ids int32 ``[T]`` -> ``[T, d]``, times ``scale``."""
 
     def __init__(self, build: Build, name: str, vocab: int, hidden: int, scale: float = 1.0) -> None:
-        self.weight = empty_weight(vocab, hidden, build.vocab_kind_of(f"{name}.weight"))
+        self.weight = build.empty_vocab(vocab, hidden, name)
         self.scale = scale
         build.declare(
             f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, range(vocab))
@@ -45,7 +45,7 @@ class LMHead:
         if tied is not None:
             self.weight = tied.weight.rows(own.start, own.stop)
         else:
-            self.weight = empty_weight(len(own), hidden, build.vocab_kind_of(f"{name}.weight"))
+            self.weight = build.empty_vocab(len(own), hidden, name)
             build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
 
     def __call__(self, hidden: Tensor) -> Tensor:

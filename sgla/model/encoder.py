@@ -10,8 +10,9 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.model.families import Reader, check_keys, shown
+from sgla.model.methods import method_of
 from sgla.model.registry import architecture_of, body_of, check_architecture, family_of
-from sgla.model.spec import HEADS, INNER, LAYERS, VOCAB, WIDTH, checkpoint_quantization, noted
+from sgla.model.spec import HEADS, INNER, LAYERS, VOCAB, WIDTH, noted
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -83,7 +84,7 @@ class EncoderSpec:
         check_architecture(name)
         family = body_of(name)
         assert family is not None, name
-        if checkpoint_quantization(config) is not None:
+        if method_of(config) is not None:
             raise ConfigError(f"config.json: quantization_config is not supported for {name}", param="model")
         known = family_of(name)
         unknown = check_keys(name, known, config)

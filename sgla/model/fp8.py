@@ -1,4 +1,4 @@
-"""Checkpoints whose linear weights are e4m3 numbers with scales beside them.
+"""Checkpoints whose linear weights are e4m3 numbers with scales beside them. Loads no torch.
 
 ``X.weight_scale``: one for the tensor, or one for each output channel (compressed-tensors, FBGEMM, ModelOpt).
 ``X.weight_scale_inv``: one for each block of 128 x 128, by which the numbers are multiplied in spite of its
@@ -9,84 +9,102 @@ former are made for each token, the latter are measured at start.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from sgla.errors import ConfigError, WeightError
+from sgla.model.families import Reader, shown
+from sgla.model.methods import unsupported
+from sgla.quant.method import Held, Method
 
-from sgla.errors import WeightError
-from sgla.quant.channels import E4M3
-from sgla.quant.weight import SourceTensor, Weight, storage
+if TYPE_CHECKING:
+    from sgla.quant.weight import SourceTensor, StoredTensor
 
-_SCALE = re.compile(r"(.*)_scale(_inv)?$")
 _UNUSED = re.compile(r".*\.(input|output|activation|q|k|v|kv)_scale$")
+_WIDEST = 1 << 17  # rows or columns of a block
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """``numbers`` ``[n, k]`` times ``scale``:
-    of shape [], [1], [n], [n, 1], or one value a block of rows and columns."""
+class Fp8(Method):
+    name, storage, devices = "fp8", "fp8", ("cuda",)
 
-    numbers: SourceTensor
-    scale: SourceTensor
-    block: tuple[int, int]  # (1, k): a scale for each row; (n, k): for everything
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.block = _scale_block(config)
+        kind = config.get("quant_method", "fp8")
+        e4m3 = {
+            "fp8": config.get("fmt", "e4m3") in ("e4m3", None),
+            "fbgemm_fp8": True,
+            "compressed-tensors": config.get("format") == "float-quantized",
+            "modelopt": config.get("quant_algo") == "FP8",
+        }
+        if not e4m3[kind]:
+            raise unsupported(kind, config)
+        if kind == "compressed-tensors":
+            _check_compressed(config)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.numbers.shape
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
+        scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
+        return {f"{module}.weight": Held((n, k), ("F8_E4M3",))} | dict.fromkeys(scales, Held(optional=True))
 
-    def _scale(self, rows: range) -> Tensor:
-        """float32 ``[len(rows), blocks along k]``."""
-        height, width = self.block
-        values = self.scale.dense().float().view(-(-self.shape[0] // height), -(-self.shape[1] // width))
-        part = values[rows.start // height : -(-rows.stop // height)].repeat_interleave(height, 0)
-        return part[rows.start % height :][: len(rows)]
+    def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
+        from sgla.model.scaled import Scaled
 
-    def dense(self, rows: range | None = None) -> Tensor:
-        rows = rows or range(self.shape[0])
-        columns = self._scale(rows).repeat_interleave(self.block[1], 1)[:, : self.shape[1]]
-        numbers = self.numbers.dense(rows)
-        return numbers.float() * columns.to(numbers.device)
+        weight = f"{module}.weight"
+        for name in (f"{weight}_scale_inv", f"{weight}_scale"):
+            if (scale := stored.get(name)) is not None:
+                return Scaled(stored[weight], scale, _covered(name, tuple(scale.shape), (n, k), self.block))
+        raise WeightError(f"{weight} has e4m3 numbers without a scale ({weight}_scale or _scale_inv)")
 
-    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
-        """As it is, if whole rows have one scale;
-        blocks of a row are brought to one, which rounds once more."""
-        if kind != "fp8" or self.block[1] < self.shape[1]:
-            return storage(kind).read(self, rows, columns)
-        scale = self._scale(rows)[:, 0].contiguous()
-        return E4M3(len(rows), self.shape[1], self.numbers.dense(rows), scale).cut(columns)
+    def unused(self, name: str) -> bool:
+        return _UNUSED.match(name) is not None
 
 
-def join_scales(
-    tensors: Iterator[tuple[str, SourceTensor]], block: tuple[int, int], e4m3: set[str]
-) -> Iterator[tuple[str, SourceTensor]]:
-    """Tensors with their scales.
-    ``block``: that of ``weight_scale_inv``; ``e4m3``: names of the tensors of that type.
+def static_scales(config: Mapping[str, Any]) -> bool:
+    """Whether the file has a scale for the activations of each linear layer."""
+    if config.get("activation_scheme") == "static" or config.get("quant_method") == "modelopt":
+        return True
+    q = Reader("compressed-tensors", config)
+    groups = Reader("compressed-tensors", q.table("config_groups"))
+    inputs = [Reader("", groups.table(name)).table("input_activations") for name in groups.values]
+    return any(found.get("dynamic") is False for found in inputs)
 
-    Raises WeightError naming e4m3 tensors without a scale and scales of a wrong shape.
-    """
-    found = dict(tensors)
-    scales = {match[1]: name for name in found if (match := _SCALE.match(name)) and match[1] in e4m3}
-    if missing := sorted(e4m3 - scales.keys()):
-        raise WeightError(
-            f"{len(missing)} tensors are e4m3 numbers without a scale ({missing[0]}_scale or _scale_inv)"
+
+def _check_compressed(config: Mapping[str, Any]) -> None:
+    """compressed-tensors stores more than e4m3 numbers under that name. Raises ConfigError."""
+    q = Reader("compressed-tensors", config)
+    if q.table("transform_config"):
+        raise q.error("transform_config", "empty: rotated weights are not supported")
+    sparsity = Reader("compressed-tensors", q.table("sparsity_config"))
+    if sparsity.values.get("format", "dense") != "dense":
+        raise sparsity.error("format", "dense in sparsity_config")
+    groups = Reader("compressed-tensors", q.table("config_groups"))
+    for name in groups.values:
+        group = Reader("compressed-tensors", groups.table(name))
+        weights = group.table("weights")
+        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+            raise group.error("weights", "float numbers of 8 bits in config_groups")
+
+
+def _scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of the weights that share a ``weight_scale_inv``. Raises ConfigError."""
+    found = config.get("weight_block_size")
+    if found is None:
+        return 128, 128
+    if not (
+        isinstance(found, list)
+        and len(found) == 2
+        and all(type(size) is int and 0 < size <= _WIDEST for size in found)
+    ):
+        raise ConfigError(
+            f"config.json: weight_block_size is {shown(found)}; it must be two whole numbers", param="model"
         )
-    unused = set(scales.values())
-    for name, tensor in found.items():
-        if name in scales:
-            scale = found[scales[name]]
-            yield name, Scaled(tensor, scale, _block(scales[name], tuple(scale.shape), tensor.shape, block))
-        elif name not in unused and not _UNUSED.match(name):
-            yield name, tensor
+    return found[0], found[1]
 
 
-def _block(
-    name: str, scale: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]
+def _covered(
+    name: str, scale: tuple[int, ...], shape: tuple[int, int], block: tuple[int, int]
 ) -> tuple[int, int]:
-    if len(shape) != 2:
-        raise WeightError(
-            f"{name} is of a tensor of e4m3 numbers of shape {list(shape)}; only matrices may be of that type"
-        )
+    """Rows and columns for which one number of ``scale`` stands. Raises WeightError."""
     n, k = shape
     if scale in ((), (1,), (1, 1)):
         return n, k

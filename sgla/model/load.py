@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,15 +20,16 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.kernels.panels import GROUP
-from sgla.layers.build import CHUNK, Build, Share, Slot
+from sgla.layers.build import CHUNK, Build, Rows, Share, Slot
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
-from sgla.model.fp8 import join_scales
+from sgla.model.fp8 import Fp8
 from sgla.model.registry import model_class
-from sgla.model.sizes import wide_matrices
-from sgla.model.spec import ModelSpec, scale_block
+from sgla.model.sizes import as_stored, kinds_of, wide_matrices
+from sgla.model.spec import ModelSpec
 from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
 from sgla.quant.groups import Groups
+from sgla.quant.method import FLOATS, PLAIN, Held
 from sgla.quant.weight import SourceTensor, Weight, storage
 
 OnProgress = Callable[[Progress], None]
@@ -44,6 +45,7 @@ _PREFIXES = (
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
+OF_EXPERTS = ("f32", "bf16", "fp8")  # storages that mixtures have GPU kernels for
 POOL = 1_000_003  # random values of dummy weights
 
 
@@ -59,11 +61,12 @@ def load_model(
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
-    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8 |
-    gguf (as the file is); with int4 the embedding and the output layer are int8 (and ``wide_matrices``), with
-    fp8 they are not quantized. Checkpoints in fp8 stay so on a GPU. ``context_len`` bounds positions
-    (default: the model's own). ``seed`` makes dummy weights. ``on_model`` gets the model before its weights
-    come. Raises ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
+    ``dtype``: float32 | bfloat16, of weights that are not quantized. ``quantization``: int8 | int4 | fp8, or
+    the name of the checkpoint's method or ``checkpoint``: as the file is. With int4 the embedding and the
+    output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so
+    on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights.
+    ``on_model`` gets the model before its weights come. Raises ConfigError, and WeightError naming missing,
+    unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
     if spec.tied and has_own_head(source):
@@ -124,32 +127,39 @@ def load_weights(
 ) -> None:
     """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared
     one; ``ignored`` are prefixes of renamed ones. Raises WeightError."""
-    tensors = ((rename(name), tensor) for name, tensor in _stream(source, build, seed))
+    tensors = _stream(source, build, seed, rename)
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
 
 
-def kinds_of(dtype: str, quantization: str | None) -> tuple[str, str, str]:
-    """Formats of linear layers, of embedding and output layer, and of what is never quantized."""
-    plain: str = "f32" if dtype == "float32" else "bf16"
-    if quantization in ("int8", "int4"):
-        return ("int8" if quantization == "int8" else "int4"), "int8", plain
-    if quantization == "fp8":
-        return "fp8", plain, plain
-    assert quantization in ("gguf", None), quantization
-    return plain, plain, plain
-
-
 def decoder_build(
-    source: ModelSource, spec: ModelSpec, dtype: str, quantization: str | None, shard: Shard
+    source: ModelSource,
+    spec: ModelSpec,
+    dtype: str,
+    quantization: str | None,
+    shard: Shard,
+    rename: Callable[[str], str] = lambda name: name,
 ) -> Build:
-    """What the layers of a decoder are built with."""
-    build = Build(shard, *kinds_of(dtype, quantization))
+    """What the layers of a decoder are built with. ``rename``: as in ``load_weights``. Raises ConfigError."""
+    method = as_stored(spec.method, quantization)
+    kinds = kinds_of(dtype, quantization, spec.method)
+    build = Build(shard, *kinds, checkpoint=spec.method or PLAIN, as_stored=method is not None)
     if quantization == "int4":
         bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
         build.kinds = dict.fromkeys(wide, "int8")
-    if quantization == "gguf":
+    if method is not None and source.kind == "gguf":
         build.kinds = _kinds_of_file(source, spec, build.plain, shard.size)
+    elif spec.method is not None and source.kind == "safetensors":
+        build.floats = frozenset(
+            _canonical(rename(name)).removesuffix(".weight")
+            for name, tensor in _safetensors(source)
+            if name.endswith(".weight") and tensor.type in FLOATS
+        )
+    if spec.moe and _device().type == "cuda" and kinds.linear not in OF_EXPERTS:
+        raise ConfigError(
+            f"experts in {kinds.linear} have no GPU kernels; take another checkpoint, or --device cpu",
+            param="model",
+        )
     return build
 
 
@@ -165,8 +175,6 @@ _HOLDS: dict[str, set[str]] = {
 def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
     """The formats of the matrices of a GGUF file;
     those that are multiplied as one have the smallest that is enough for all."""
-    if source.gguf_path is None:
-        raise ConfigError("--quantization gguf is for GGUF files; leave it out", param="quantization")
     kinds = {tensor.name: tensor.kept or plain for tensor in source.gguf().tensors()}
     for i in range(spec.layers):
         layer = f"model.layers.{i}"
@@ -272,25 +280,62 @@ def _complain(what: str, names: list[str]) -> list[str]:
     return [f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}"]
 
 
-def _stream(source: ModelSource, build: Build, seed: int) -> Iterator[tuple[str, SourceTensor]]:
+def _stream(
+    source: ModelSource, build: Build, seed: int, rename: Callable[[str], str]
+) -> Iterator[tuple[str, SourceTensor]]:
     if source.kind == "dummy":
         device = _device()
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
-        return ((tensor.name, _Packed(tensor)) for tensor in source.gguf().tensors())
+        return ((rename(tensor.name), _Packed(tensor)) for tensor in source.gguf().tensors())
     stored: dict[str, _Stored] = {}
-    for name, tensor in _safetensors(source):
-        if name in stored:
+    for raw, tensor in _safetensors(source):
+        if (name := rename(raw)) in stored:
             raise WeightError(
                 f"{name} is in two of the files {', '.join(path.name for path in source.files[:8])}"
             )
         stored[name] = tensor
-    e4m3 = {name for name, tensor in stored.items() if tensor.view.get_dtype() == "F8_E4M3"}
-    tensors = _unstack(iter(stored.items()), build)
-    return join_scales(tensors, scale_block(source.config), e4m3) if e4m3 else tensors
+    if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
+        build.checkpoint = Fp8({})  # which not every file says
+    return _unstack(_joined(stored, build), build)
 
 
-def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[tuple[str, SourceTensor]]:
+def _joined(stored: dict[str, _Stored], build: Build) -> Iterator[tuple[str, SourceTensor]]:
+    """The matrix of each linear layer, of the tensors that the file has of it; then all other tensors."""
+    raws = {_canonical(raw): raw for raw in stored}
+    method = build.checkpoint
+    shapes = {name: slot.shape for name, slot in build.table.items()}
+    for name, shape in (shapes | {name: shape for name, (shape, _) in build.stacks.items()}).items():
+        module = name.removesuffix(".weight")
+        if method is PLAIN or module == name or len(shape) != 2:
+            continue
+        held = method.tensors(module, *shape)
+        found = {part: stored[raws[part]] for part in held if part in raws}
+        if not found or (found.keys() == {name} and found[name].type in FLOATS):
+            continue
+        _check_held(held, found)
+        yield name, method.take(module, found, *shape)
+        for part in found:
+            del stored[raws[part]]
+    for raw, tensor in stored.items():
+        if (name := _canonical(raw)) in build.table or not method.unused(name):
+            yield raw, tensor
+
+
+def _check_held(held: Mapping[str, Held], found: Mapping[str, _Stored]) -> None:
+    """Whether a layer has all that its method wants. Raises WeightError."""
+    missing = [name for name, wanted in held.items() if name not in found and not wanted.optional]
+    if missing:
+        raise WeightError(f"{missing[0]} is missing beside {next(iter(found))}")
+    for name, tensor in found.items():
+        wanted = held[name]
+        if wanted.shape is not None and tensor.shape != wanted.shape:
+            raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted.shape)}")
+        if wanted.types and tensor.type not in wanted.types:
+            raise WeightError(f"{name} holds {tensor.type}, expected {' or '.join(wanted.types)}")
+
+
+def _unstack(tensors: Iterator[tuple[str, SourceTensor]], build: Build) -> Iterator[tuple[str, SourceTensor]]:
     """Stacked experts become the tensors of each expert."""
     for name, tensor in tensors:
         shape, parts = build.stacks.get(_canonical(name), ((), ()))
@@ -301,11 +346,12 @@ def _unstack(tensors: Iterator[tuple[str, _Stored]], build: Build) -> Iterator[t
             raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
         for part in parts:
             if len(shape) < 3:
-                yield part.name, tensor.part(part.rows)
+                yield part.name, Rows(tensor, part.rows)
             else:
+                assert isinstance(tensor, _Stored)
                 size, at = (len(part.rows), shape[2]), part.rows.start
                 row = part.expert * shape[1] + at
-                yield part.name, _Slice(tensor.view, size, tensor.place, row, part.expert, at)
+                yield part.name, _Slice(tensor.view, size, tensor.type, tensor.place, row, part.expert, at)
 
 
 def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
@@ -319,7 +365,7 @@ def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
             stored = places(path, upload) if upload is not None else {}
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 view = file.get_slice(name)
-                yield name, _Stored(view, tuple(view.get_shape()), stored.get(name))
+                yield name, _Stored(view, tuple(view.get_shape()), view.get_dtype(), stored.get(name))
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{path} is not a complete safetensors file: {error}") from error
 
@@ -330,26 +376,29 @@ class _Stored:
 
     view: Any
     shape: tuple[int, ...]
+    type: str
     place: Stored | None
     first_row: int = 0  # of what ``place`` has
 
     def dense(self, rows: range | None = None) -> Tensor:
-        if not self.shape:
-            return torch.as_tensor(self.view[...]).view(1)
-        rows = rows or range(self.shape[0])
-        if self.place is not None:
-            values = self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))
-        else:
-            values = self.read(rows)
+        values = self.values(rows)
         if not values.is_floating_point():
             raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
         return values
 
-    def part(self, rows: range) -> _Stored:
-        return replace(self, shape=(len(rows), *self.shape[1:]), first_row=self.first_row + rows.start)
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if not self.shape:
+            return torch.as_tensor(self.view[...]).view(1)
+        rows = rows or range(self.shape[0])
+        if columns is not None:
+            part: Tensor = self.view[rows.start : rows.stop, columns.start : columns.stop]
+            return part if self.place is None else part.to("cuda")
+        if self.place is not None:
+            return self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))
+        return self.read(rows)
 
     def read(self, rows: range) -> Tensor:
-        values: Tensor = self.view[self.first_row + rows.start : self.first_row + rows.stop]
+        values: Tensor = self.view[rows.start : rows.stop]
         return values
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:

@@ -14,8 +14,9 @@ from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
 from sgla.model.heads import Linear, make_head
-from sgla.model.load import OnProgress, decoder_build, kinds_of, load_weights
+from sgla.model.load import OnProgress, decoder_build, load_weights
 from sgla.model.registry import body_of, model_class
+from sgla.model.sizes import kinds_of
 from sgla.model.spec import ModelSpec
 
 
@@ -69,7 +70,7 @@ def load_decoder(
     body = body_of(spec.architecture)
     if body is None:
         raise ConfigError(f"{spec.architecture} cannot be pooled", param="task")
-    build = decoder_build(source, spec, dtype, quantization, shard)
+    build = decoder_build(source, spec, dtype, quantization, shard, _decoder_name)
     # The output layer of a tied model is no tensor of its own.
     model = PooledDecoder(
         model_class(body)(replace(spec, tied=True), build, context_len),

@@ -8,9 +8,20 @@ from typing import Any, NamedTuple
 from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import architecture_of, check_architecture, is_encoder
 from sgla.model.spec import ModelSpec
+from sgla.quant.formats import FORMATS
+from sgla.quant.method import Method
 
 WIDER = 0.1  # of an int4 model's bytes, what may be added by keeping layers in int8
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.125, "int4": 0.625, "fp8": 1.0}  # of one weight
+PLAIN = {"float32": "f32", "bfloat16": "bf16"}  # the storage of what is not quantized
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0}  # of one value of a KV cache
+
+
+class Kinds(NamedTuple):
+    """Storages of linear layers, of embedding and output layer, and of what is never quantized."""
+
+    linear: str
+    vocab: str
+    plain: str
 
 
 class Wide(NamedTuple):
@@ -27,6 +38,21 @@ def read_spec(config: Mapping[str, Any]) -> ModelSpec | EncoderSpec:
     return EncoderSpec.from_config(config) if is_encoder(name) else ModelSpec.from_config(config)
 
 
+def as_stored(method: Method | None, quantization: str | None) -> Method | None:
+    """``method``, if what the checkpoint holds is to be kept."""
+    return method if method is not None and quantization in ("checkpoint", method.name) else None
+
+
+def kinds_of(dtype: str, quantization: str | None, method: Method | None = None) -> Kinds:
+    """``quantization``: int8 | int4 | fp8 | ``checkpoint``, or the name of the checkpoint's ``method``."""
+    plain = PLAIN[dtype]
+    if (kept := as_stored(method, quantization)) is not None:
+        return Kinds(kept.storage or plain, plain, plain)
+    if quantization in ("int8", "int4"):
+        return Kinds(quantization, "int8", plain)
+    return Kinds(quantization or plain, plain, plain)
+
+
 def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> int:
     """Bytes of one rank's matrices; norms are left out, and whether the file has 4 bits itself."""
     whole = _matrix_bytes(spec, dtype, quantization, ranks)
@@ -36,18 +62,20 @@ def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | 
 
 def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> float:
     if isinstance(spec, EncoderSpec):
-        return spec.values * BYTES[quantization or dtype]
-    gguf = quantization == "gguf"
+        return spec.values * FORMATS[kinds_of(dtype, quantization).linear].bytes
+    kinds = kinds_of(dtype, quantization, spec.method)
+    linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes
+    if (kept := as_stored(spec.method, quantization)) is not None:
+        linear, vocab = kept.bytes(kinds.plain), kept.vocab_bytes(kinds.plain)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
     mixed = len(spec.moe.layers) if spec.moe else 0
     mlps = (spec.layers - mixed) * spec.intermediate
     if spec.moe:
         mlps += mixed * spec.moe.experts * spec.moe.intermediate
-    vocab = BYTES["int8" if quantization in ("int8", "int4") else dtype]
-    table = spec.vocab * spec.hidden * (spec.packed if gguf else vocab)
+    table = spec.vocab * spec.hidden * vocab
     head = 0.0 if spec.tied else table / ranks
     layers = attention + (3 if spec.gated else 2) * spec.hidden * mlps
-    return layers * (spec.packed if gguf else BYTES[quantization or dtype]) / ranks + table + head
+    return layers * linear / ranks + table + head
 
 
 def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:
@@ -66,11 +94,11 @@ def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: F
         *((i, "mlp", ("down",), inner) for i in dense),
         *((i, "mlp", ("gate", "up"), 2 * inner) for i in dense),
     ]
-    room, added = WIDER * _matrix_bytes(spec, "int4", "int4", 1), 0.0
+    room, added = WIDER * _matrix_bytes(spec, "bfloat16", "int4", 1), 0.0
     found: set[str] = set()
     for i, module, parts, values in wanted:
         names = [f"model.layers.{i}.{module}.{part}_proj.weight" for part in parts]
-        cost = values * (BYTES["int8"] - BYTES["int4"])
+        cost = values * (FORMATS["int8"].bytes - FORMATS["int4"].bytes)
         if added + cost <= room and not all(map(exact, names)):
             found.update(names)
             added += cost

@@ -9,7 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
+from sgla.model.fp8 import static_scales
+from sgla.model.methods import method_of, quantization_config
 from sgla.model.registry import architecture_of, check_architecture, family_of
+from sgla.quant.method import Method
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 _GATES: dict[str, Activation] = {
@@ -147,14 +150,18 @@ class ModelSpec:
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
     moe: MoESpec | None = None
-    quantization: Literal["fp8"] | None = None  # of the checkpoint
-    packed: float = 0.0  # bytes of a weight as a CPU keeps those of a quantized GGUF file; 0 of others
+    method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
 
     notes: tuple[str, ...] = ()  # about the file
 
     @property
     def layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def quantization(self) -> str | None:
+        """The checkpoint's method, if GPUs keep what it holds."""
+        return self.method.name if self.method is not None and "cuda" in self.method.devices else None
 
     @property
     def widest_head(self) -> int:
@@ -171,14 +178,13 @@ class ModelSpec:
         architecture that is not supported and for what cannot be honoured, naming the key."""
         architecture = architecture_of(config)
         check_architecture(architecture)
-        quantization = checkpoint_quantization(config)
+        method = method_of(config)
         family, text = family_of(architecture), _text(architecture, config)
         unknown = check_keys(architecture, family, text)
         reader = Reader(architecture, {**family.defaults, **text})
         return replace(
             _read(reader, family),
-            quantization=quantization,
-            packed=_quantization(config).get("bytes_per_weight", 0.0) if is_gguf(config) else 0.0,
+            method=method,
             notes=noted(architecture, config, unknown),
         )
 
@@ -201,7 +207,7 @@ def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> t
             f"config.json: dual_chunk_attention_config changes attention beyond {chunk} tokens, which is "
             "not supported, so the context ends there"
         )
-    if _static_scales(_quantization(config)):
+    if static_scales(quantization_config(config)):
         found.append(
             "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
             "CPU activations are not rounded"
@@ -393,100 +399,6 @@ def _dtype(c: Reader) -> str:
     if name not in _DTYPES:
         raise c.error(key, f"one of {', '.join(_DTYPES)}")
     return name
-
-
-def checkpoint_quantization(config: Mapping[str, Any]) -> Literal["fp8"] | None:
-    """Whether the weights are e4m3, by the ``quantization_config`` of those who write such. Raises
-    ConfigError for every other format, naming its method."""
-    c = _quantization(config)
-    if not c or is_gguf(config):
-        return None
-    scale_block(config)
-    method = c.get("quant_method")
-    kind = method or ("bitsandbytes" if c.get("load_in_8bit") or c.get("load_in_4bit") else "unnamed")
-    detail = c.get("format") or c.get("quant_algo") or ""
-    e4m3 = {
-        "fp8": c.get("fmt", "e4m3") in ("e4m3", None),
-        "fbgemm_fp8": True,
-        "compressed-tensors": c.get("format") == "float-quantized",
-        "modelopt": c.get("quant_algo") == "FP8",
-    }
-    if isinstance(kind, str) and e4m3.get(kind):
-        if kind == "compressed-tensors":
-            _check_compressed(c)
-        return "fp8"
-    raise ConfigError(
-        f"config.json: quantization_config: the method {shown(kind)}"
-        + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; fp8, fbgemm_fp8, compressed-tensors with float-quantized and modelopt with "
-        "FP8 are. Take the model's unquantized checkpoint, with --quantization int8 or int4 if need be, "
-        "or a GGUF file",
-        param="model",
-    )
-
-
-def is_gguf(config: Mapping[str, Any]) -> bool:
-    """Whether this is the configuration of a GGUF file with quantized matrices (``hub/gguf.py``)."""
-    return _quantization(config).get("quant_method") == "gguf"
-
-
-def _quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says of quantization, in any of the places where it may stand; empty if nothing."""
-    text = config.get("text_config")
-    places = [
-        (f"{outer}{key}", table[key])
-        for outer, table in (("", config), ("text_config.", text if isinstance(text, Mapping) else {}))
-        for key in ("quantization_config", "compression_config")
-        if table.get(key)
-    ]
-    for name, found in places:
-        if not isinstance(found, dict):
-            raise ConfigError(f"config.json: {name} is no object", param="model")
-        if found != places[0][1]:
-            raise ConfigError(f"config.json: {name} and {places[0][0]} are not the same", param="model")
-    return places[0][1] if places else {}
-
-
-def _check_compressed(c: dict[str, Any]) -> None:
-    """compressed-tensors stores more than e4m3 numbers under that name. Raises ConfigError."""
-    q = Reader("compressed-tensors", c)
-    if q.table("transform_config"):
-        raise q.error("transform_config", "empty: rotated weights are not supported")
-    sparsity = Reader("compressed-tensors", q.table("sparsity_config"))
-    if sparsity.values.get("format", "dense") != "dense":
-        raise sparsity.error("format", "dense in sparsity_config")
-    groups = Reader("compressed-tensors", q.table("config_groups"))
-    for name in groups.values:
-        group = Reader("compressed-tensors", groups.table(name))
-        weights = group.table("weights")
-        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-            raise group.error("weights", "float numbers of 8 bits in config_groups")
-
-
-def _static_scales(c: dict[str, Any]) -> bool:
-    """Whether the file has a scale for the activations of each linear layer."""
-    if c.get("activation_scheme") == "static" or c.get("quant_method") == "modelopt":
-        return True
-    q = Reader("compressed-tensors", c)
-    groups = Reader("compressed-tensors", q.table("config_groups"))
-    inputs = [Reader("", groups.table(name)).table("input_activations") for name in groups.values]
-    return any(found.get("dynamic") is False for found in inputs)
-
-
-def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of the weights that share a ``weight_scale_inv``. Raises ConfigError."""
-    found = _quantization(config).get("weight_block_size")
-    if found is None:
-        return 128, 128
-    if not (
-        isinstance(found, list)
-        and len(found) == 2
-        and all(type(size) is int and 0 < size <= WIDTH for size in found)
-    ):
-        raise ConfigError(
-            f"config.json: weight_block_size is {shown(found)}; it must be two whole numbers", param="model"
-        )
-    return found[0], found[1]
 
 
 def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES["F8_E4M3"] = torch.float8_e4m3fn
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8}
 BUFFERS = 2  # one is filled while the other one is copied
 
 

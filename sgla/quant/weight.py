@@ -29,6 +29,17 @@ class SourceTensor(Protocol):
         ...
 
 
+class StoredTensor(SourceTensor, Protocol):
+    """A tensor as a checkpoint has it. ``type``: as safetensors calls it."""
+
+    @property
+    def type(self) -> str: ...
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        """Of any type; a part of the first dim or two, or everything."""
+        ...
+
+
 class Weight(ABC):
     """One linear's weight ``[n, k]``. A subclass is a storage: it says in which ``tensors`` it keeps the
     matrix, each with a row for every output channel, and how these become numbers again.

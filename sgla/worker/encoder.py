@@ -20,7 +20,7 @@ from sgla.messages import CacheGroup, Facts, Pooling, Progress, StepPlan, StepRe
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
-from sgla.model.sizes import BYTES
+from sgla.model.sizes import weight_bytes
 from sgla.sampling import faults
 from sgla.worker.forward import compiled
 from sgla.worker.memory import check_weights
@@ -56,7 +56,7 @@ class EncoderRunner(Runner):
         dtype = "float32" if config.dtype == "auto" else config.dtype
         spec = EncoderSpec.from_config(source.config)
         context = choose_context(spec, self._pooling, config.context_length)
-        weights = int(spec.values * BYTES[config.quantization or dtype])
+        weights = weight_bytes(spec, dtype, config.quantization, 1)
         check_weights(weights, self.place.free())
         self.model = load_encoder(
             source, self._pooling, dtype, config.quantization, self._report, config.random_seed or 0

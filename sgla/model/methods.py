@@ -1,0 +1,67 @@
+"""Which format a checkpoint's ``quantization_config`` names. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from sgla.errors import ConfigError
+from sgla.model.families import shown
+from sgla.quant.method import Method
+
+_METHODS: dict[str, str] = {}
+
+
+def register(name: str, method: str) -> None:
+    """Add a format: what ``quant_method`` says, and module and class of its ``Method``, which may be any."""
+    _METHODS[name] = method
+
+
+for _name in ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"):
+    register(_name, "sgla.model.fp8:Fp8")
+register("gguf", "sgla.model.gguf:Gguf")
+
+
+def method_of(config: Mapping[str, Any]) -> Method | None:
+    """None: the file is not quantized. Raises ConfigError for a method that is not supported, naming it."""
+    c = quantization_config(config)
+    if not c:
+        return None
+    kind = c.get("quant_method")
+    if not isinstance(kind, str) or kind not in _METHODS:
+        kind = kind or ("bitsandbytes" if c.get("load_in_8bit") or c.get("load_in_4bit") else "unnamed")
+        raise unsupported(kind, c)
+    module, _, attribute = _METHODS[kind].partition(":")
+    made: Method = getattr(import_module(module), attribute)(c)
+    return made
+
+
+def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
+    """What to say of a method, or of a variant of one."""
+    detail = config.get("format") or config.get("quant_algo") or ""
+    return ConfigError(
+        f"config.json: quantization_config: the method {shown(kind)}"
+        + (f" with {shown(detail)}" if detail else "")
+        + " is not supported; fp8, fbgemm_fp8, compressed-tensors with float-quantized and modelopt with "
+        "FP8 are. Take the model's unquantized checkpoint, with --quantization int8 or int4 if need be, "
+        "or a GGUF file",
+        param="model",
+    )
+
+
+def quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of quantization, in any of the places where it may stand; empty if nothing."""
+    text = config.get("text_config")
+    places = [
+        (f"{outer}{key}", table[key])
+        for outer, table in (("", config), ("text_config.", text if isinstance(text, Mapping) else {}))
+        for key in ("quantization_config", "compression_config")
+        if table.get(key)
+    ]
+    for name, found in places:
+        if not isinstance(found, dict):
+            raise ConfigError(f"config.json: {name} is no object", param="model")
+        if found != places[0][1]:
+            raise ConfigError(f"config.json: {name} and {places[0][0]} are not the same", param="model")
+    return places[0][1] if places else {}

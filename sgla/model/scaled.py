@@ -1,0 +1,45 @@
+"""Numbers with scales for rows or blocks, as one matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sgla.quant.channels import E4M3
+from sgla.quant.weight import SourceTensor, Weight, storage
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """``numbers`` ``[n, k]`` times ``scale``:
+    of shape [], [1], [n], [n, 1], or one value a block of rows and columns."""
+
+    numbers: SourceTensor
+    scale: SourceTensor
+    block: tuple[int, int]  # (1, k): a scale for each row; (n, k): for everything
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def _scale(self, rows: range) -> Tensor:
+        """float32 ``[len(rows), blocks along k]``."""
+        height, width = self.block
+        values = self.scale.dense().float().view(-(-self.shape[0] // height), -(-self.shape[1] // width))
+        part = values[rows.start // height : -(-rows.stop // height)].repeat_interleave(height, 0)
+        return part[rows.start % height :][: len(rows)]
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        rows = rows or range(self.shape[0])
+        columns = self._scale(rows).repeat_interleave(self.block[1], 1)[:, : self.shape[1]]
+        numbers = self.numbers.dense(rows)
+        return numbers.float() * columns.to(numbers.device)
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        """As it is, if whole rows have one scale;
+        blocks of a row are brought to one, which rounds once more."""
+        if kind != "fp8" or self.block[1] < self.shape[1]:
+            return storage(kind).read(self, rows, columns)
+        scale = self._scale(rows)[:, 0].contiguous()
+        return E4M3(len(rows), self.shape[1], self.numbers.dense(rows), scale).cut(columns)

@@ -1,0 +1,221 @@
+"""Formats of checkpoints: one that a package brings, in two files with its registration (``toy_weights.py`` and this)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy_weights
+from checkpoints import Eager, random_prompts, save_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sgla.config import Config
+from sgla.dist import Shard
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource, open_source
+from sgla.kernels import ops
+from sgla.kernels.dispatch import using
+from sgla.model import methods
+from sgla.model.load import load_model
+from sgla.model.sizes import weight_bytes
+from sgla.observe.machine import detect
+from sgla.quant import formats
+from sgla.quant.method import PLAIN, Method
+from sgla.resolve import resolve
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+IGNORED = ("model.layers.0", "model.layers.1.self_attn.k_proj")
+PROMPTS = random_prompts([9, 2, 17])
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry, name in ((formats.FORMATS, "ternary"), (methods._METHODS, "toy-ternary")):
+        monkeypatch.setitem(registry, name, None)  # type: ignore[arg-type]  # so that it is taken out again
+    toy_weights.register()
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def ternary(folder: Path, model_type: str = "llama", **changes: Any) -> tuple[ModelSource, ModelSource]:
+    """A checkpoint in the toy's format, all but ``IGNORED``, and one with the same numbers in float32."""
+    for name in ("toy", "plain"):
+        save_checkpoint(folder / name, model_type, **changes)
+    plain, stored = load_file(folder / "plain/model.safetensors"), {}
+    for name, tensor in list(plain.items()):
+        module = name.removesuffix(".weight")
+        if "_proj" in name and not module.startswith(IGNORED):
+            made = toy_weights.Ternary.pack(tensor)
+            plain[name] = made.dequant()
+            stored |= {f"{module}.digits": made.data, f"{module}.scale": made.tensors[1]}
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "toy/model.safetensors", {"format": "pt"})
+    save_file(plain, folder / "plain/model.safetensors", {"format": "pt"})
+    configure(
+        folder / "toy",
+        quantization_config={"quant_method": "toy-ternary", "modules_to_not_convert": list(IGNORED)},
+    )
+    return open_source(folder / "toy"), open_source(folder / "plain")
+
+
+def attend(q: Tensor, kv: Any, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
+    return ops.attention.body(q, kv, batch, scale, window, softcap)
+
+
+@torch.no_grad()
+def test_a_format_from_outside_runs_everywhere(tmp_path: Path) -> None:
+    toy, plain = ternary(tmp_path)
+    model = load_model(toy, quantization="checkpoint")
+    kinds = [
+        [layer.weight.kind for layer in (b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down)]
+        for b in model.blocks
+    ]
+    assert kinds == [
+        ["f32"] * 4,
+        ["f32", *["ternary"] * 3],
+        ["ternary"] * 4,
+    ]  # k is ignored: q, k and v are one
+    expected = Eager(load_model(plain)).prompt_logprobs(PROMPTS)
+    torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected)
+    pytest.importorskip("triton")
+    from sgla.kernels import gpu
+
+    if not torch.cuda.is_available():
+        with using(gpu.GpuOps(attend)):
+            found = Eager(model).prompt_logprobs(PROMPTS[1:2])
+        torch.testing.assert_close(found, expected[9:11], rtol=0, atol=1e-3)
+    tokens = [row.tokens for row in Eager(load_model(plain), budget=40, native=True).generate(PROMPTS, 8)]
+    native = Eager(model, budget=40, native=True)
+    assert [row.tokens for row in native.generate(PROMPTS, 8)] == tokens
+
+
+def test_other_storages_take_its_numbers(tmp_path: Path) -> None:
+    toy, plain = ternary(tmp_path)
+    for quantization in (None, "int8"):
+        found, expected = (load_model(source, quantization=quantization) for source in (toy, plain))
+        assert torch.equal(Eager(found).prompt_logprobs(PROMPTS), Eager(expected).prompt_logprobs(PROMPTS))
+
+
+@torch.no_grad()
+def test_fused_layers_and_experts_have_it_too(tmp_path: Path) -> None:
+    for model_type, changes in (("phi3", {}), ("mixtral", {"num_local_experts": 3})):
+        toy, plain = ternary(tmp_path / model_type, model_type, **changes)
+        model, expected = load_model(toy, quantization="checkpoint"), load_model(plain)
+        assert model.blocks[2].attention.qkv.weight.kind == "ternary"
+        torch.testing.assert_close(
+            Eager(model).prompt_logprobs(PROMPTS), Eager(expected).prompt_logprobs(PROMPTS)
+        )
+
+
+def test_ranks_take_their_part(tmp_path: Path) -> None:
+    toy, plain = ternary(tmp_path)
+    found, expected = (
+        load_model(source, quantization=quantization, shard=Shard(1, 2))
+        for source, quantization in ((toy, "checkpoint"), (plain, None))
+    )
+    for name in ("gate_up", "down"):
+        a, b = (getattr(model.blocks[2].mlp, name).weight.dequant() for model in (found, expected))
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_put_into_it_later_counts(tmp_path: Path) -> None:
+    """In a recorded program, which must not keep what it held before."""
+    toy, _ = ternary(tmp_path)
+    model = load_model(toy, quantization="checkpoint")
+    runner = Eager(model, budget=40, native=True)
+    batch = runner.batch(runner.generate(PROMPTS, 1), [(0, 0, 9)])
+    before = runner.forward(batch).clone()
+    for block in model.blocks:
+        for weight in (block.mlp.gate_up.weight, block.mlp.down.weight):
+            new = toy_weights.Ternary.pack(-weight.dequant().flip(0))
+            source = toy_weights.Digits(Whole(new.data), Whole(new.tensors[1]), (new.n, new.k))
+            weight.put(range(new.n), None, source)
+    expected = runner.model.logits(runner.model.forward(batch, runner.kv, batch.sample_rows))
+    torch.testing.assert_close(runner.forward(batch), expected, rtol=0, atol=1e-3)
+    assert (expected - before).abs().max() > 0.1
+
+
+class Whole:
+    """A tensor as a checkpoint has it."""
+
+    type = "any"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.values(rows)
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        return self.tensor if rows is None else self.tensor[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Any:
+        raise NotImplementedError
+
+
+def test_settings_and_sizes_follow_the_checkpoint(tmp_path: Path) -> None:
+    toy, plain = ternary(tmp_path, tie_word_embeddings=True)
+    machine = detect()
+    assert resolve(Config(device="cpu"), machine, toy.config).config.quantization == "checkpoint"
+    assert resolve(Config(device="cpu", quantization="none"), machine, toy.config).config.quantization is None
+    for wrong in ("gguf", "checkpoint"):
+        with pytest.raises(ConfigError, match=f"--quantization {wrong} is for"):
+            resolve(Config(device="cpu", quantization=wrong), machine, plain.config)  # type: ignore[arg-type]
+    spec = load_model(toy, quantization="checkpoint").spec
+    table = spec.vocab * spec.hidden * 4
+    layers = weight_bytes(spec, "float32", None, 1) - table
+    assert weight_bytes(spec, "float32", "checkpoint", 1) - table == layers / 16
+
+
+def test_what_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    toy, _ = ternary(tmp_path)
+    path = tmp_path / "toy/model.safetensors"
+    whole, name = load_file(path), "model.layers.2.mlp.up_proj"
+    for change, words in (
+        ({f"{name}.scale": None}, f"{name}.scale is missing beside {name}.digits"),
+        ({f"{name}.digits": torch.zeros(96, 1, dtype=torch.uint8)}, r"digits has shape \[96, 1\], expected"),
+        ({f"{name}.digits": torch.zeros(96, 12)}, "digits holds F32, expected U8"),
+    ):
+        made = {key: value for key, value in (whole | change).items() if value is not None}
+        save_file(made, path, {"format": "pt"})
+        with pytest.raises(WeightError, match=words):
+            load_model(toy, quantization="checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ("lm_head", ["lm_head"]),
+        ("model.layers.1", ["model.layers.1.mlp.down_proj"]),
+        ("mlp.gate", ["model.layers.3.mlp.gate"]),
+        ("re:.*self_attn.*", ["model.layers.1.self_attn.q_proj"]),
+        ("model.layers.*.mlp.down_proj", ["model.layers.1.mlp.down_proj", "model.layers.12.mlp.down_proj"]),
+    ],
+)
+def test_ignore_lists_of_all_dialects(entry: str, named: list[str]) -> None:
+    modules = [
+        "lm_head",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.12.mlp.down_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.3.mlp.gate",
+        "model.layers.3.mlp.gate_proj",
+    ]
+    for key in ("modules_to_not_convert", "ignore"):
+        method = Method({key: [entry]})
+        found = [module for module in modules if not method.covers(module)]
+        assert set(named) <= set(found)
+        assert "model.layers.3.mlp.gate_proj" not in found
+        assert entry != "model.layers.1" or "model.layers.12.mlp.down_proj" not in found
+    assert all(map(PLAIN.covers, modules))
