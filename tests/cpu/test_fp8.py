@@ -80,6 +80,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path, "block", quant_method="fp8")  # blocks of 128, says the file
     with pytest.raises(WeightError, match=r"weight_scale_inv has shape .* blocks of 128 x 128"):
         load_model(open_source(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(
+        path.read_text().replace('"quant_method"', f'"weight_block_size": [{BLOCK}, {BLOCK}], "quant_method"')
+    )
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
