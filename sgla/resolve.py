@@ -346,7 +346,7 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
     found = []
     if device == "cpu" and config.device == "auto" and machine.gpus and machine.torch_cuda:
         found.append(f"the GPU is not used: {VECTORS}")
-    if device == "cpu" and config.native_kernels and machine.compiler is None:
+    if device == "cpu" and config.native_kernels and not (machine.compiler or machine.kernels):
         found.append(
             "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ "
             "(Debian, Ubuntu: apt-get install g++)"

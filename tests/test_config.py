@@ -295,6 +295,7 @@ def test_ledger_of_a_known_model() -> None:
 def test_missing_compiler_is_noted() -> None:
     assert any("compiler" in note for note in resolve(Config(), Machine(cores=2)).notes)
     assert not resolve(Config(native_kernels=False), Machine(cores=2)).notes
+    assert not resolve(Config(), Machine(cores=2, kernels="native CPU kernels (avx2) found")).notes
 
 
 @pytest.mark.parametrize("name", RANGES)

@@ -349,6 +349,15 @@ def test_a_wheel_of_a_platform_brings_kernels_that_are_found_without_a_compiler(
     )
     assert "came with the package" in found.stdout, found.stderr
     assert str(site / "sgla/kernels/compiled") in found.stdout
+    doctor = subprocess.run(
+        [sys.executable, "-m", "sgla", "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert re.search(r"none; native CPU kernels \(\w+\) came with the package", doctor.stdout), doctor.stderr
+    assert "torch operations" not in doctor.stdout
 
 
 def test_the_command_is_installed() -> None:

@@ -114,6 +114,8 @@ def _build(machine: Machine) -> str:
 
 
 def _compiler(machine: Machine) -> Finding:
+    if machine.kernels:
+        return Finding("compiler", "ok", f"{machine.compiler or 'none'}; {machine.kernels}")
     if machine.compiler:
         return Finding("compiler", "ok", f"{machine.compiler}, builds the CPU kernels on first use")
     return Finding(

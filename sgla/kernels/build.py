@@ -244,11 +244,23 @@ def find(on_file: OnFile = lambda done, of: None) -> Built:
         except (BuildError, OSError) as error:
             reason = reason or str(error)
             continue
-        place = "came with the package" if path.is_relative_to(shipped_folder()) else "found in the cache"
-        done = place if known else "compiled"
+        done = _place(path) if known else "compiled"
         behind = f"; {levels[0].name} is not available: {reason}" if reason else ""
         return Built(path, candidate.name, f"native CPU kernels ({candidate.name}) {done}{behind}")
     raise BuildError(reason or "this CPU is not supported")
+
+
+def compiled() -> str:
+    """What ``find`` would find without a compiler, for people; "" if nothing."""
+    for candidate in supported():
+        path = library_path(candidate)
+        if path.exists():
+            return f"native CPU kernels ({candidate.name}) {_place(path)}"
+    return ""
+
+
+def _place(path: Path) -> str:
+    return "came with the package" if path.is_relative_to(shipped_folder()) else "found in the cache"
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sgla.device import Device, nvidia
+from sgla.kernels import build
 
 ISA_FLAGS = (
     "avx2",
@@ -44,6 +45,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory_available: int = 0
     shm_free: int = 0
     compiler: str | None = None
+    kernels: str = ""  # those for the CPU that need no compiler, for people
     torch: str | None = None
     torch_cuda: str | None = None
     torch_hip: str | None = None
@@ -75,6 +77,7 @@ def detect() -> Machine:
         memory_available=available,
         shm_free=_free("/dev/shm"),
         compiler=find_compiler(),
+        kernels=build.compiled(),
         torch=version,
         torch_cuda=cuda,
         torch_hip=hip,
