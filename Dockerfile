@@ -32,7 +32,8 @@ RUN if [ -n "$RUNTIME_PACKAGES" ]; then \
 RUN useradd --create-home --uid 10001 sgla && install -d -o sgla -g sgla /models /state
 COPY --from=build /opt/sgla /opt/sgla
 ENV PATH=/opt/sgla/bin:$PATH PYTHONUNBUFFERED=1 SGLA_HOST=0.0.0.0 SGLA_DOWNLOAD_DIR=/models
-USER sgla
+# A number, so that Kubernetes sees that it is not root.
+USER 10001
 WORKDIR /home/sgla
 VOLUME /models
 EXPOSE 30000

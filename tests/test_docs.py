@@ -87,7 +87,10 @@ def test_commands_parse() -> None:
 def test_commands_of_compositions_parse() -> None:
     [compose, _, manifest] = [yaml.safe_load(block) for block in blocks("yaml")]
     parse(shlex.split(compose["services"]["sgla"]["command"]))
-    [container] = manifest["spec"]["template"]["spec"]["containers"]
+    pod = manifest["spec"]["template"]["spec"]
+    [user] = re.findall(r"^USER (\d+)$", (DOCS.parent / "Dockerfile").read_text(), re.M)
+    assert pod["securityContext"] == {"runAsNonRoot": True, "fsGroup": int(user)}  # or it cannot write
+    [container] = pod["containers"]
     parse(container["args"])
     for probe in ("readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in ROUTES
