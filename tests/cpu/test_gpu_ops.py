@@ -24,7 +24,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import few, rewrite, tiles
+from sgla.kernels.gpu import rewrite, rules
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.model import registry
@@ -186,8 +186,7 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     architecture: str, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer begins as for many tokens, and ends as for the few that are left: fused, or in batches."""
-    for part in (few, tiles, rewrite):
-        monkeypatch.setattr(part, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     skinny = Mock(wraps=skinny_linear)
     monkeypatch.setattr(skinny_gemm, "linear", skinny)
     monkeypatch.setattr(elementwise, "qk_norm_rope_store", store)
@@ -216,8 +215,7 @@ def test_an_addend_comes_before_what_is_fused_behind(
     kind: str, rows: int, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels that do the activation or the norm behind a linear layer do not know it, and are passed over."""
-    for part in (few, tiles, rewrite):
-        monkeypatch.setattr(part, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     monkeypatch.setattr(skinny_gemm, "linear", skinny := Mock())
     monkeypatch.setattr(
         torch, "mm", lambda a, b, out_dtype, out: out.copy_(a.to(out_dtype) @ b.to(out_dtype))
@@ -253,3 +251,27 @@ def test_an_addend_comes_before_what_is_fused_behind(
     assert not drawn
     assert kind != "bf16" or logits is out
     assert not skinny.called
+
+
+@needs_interpreter
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that was made for one number of rows serves all of its kind."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    for part in (batch_gemm, prompt_gemm):
+        monkeypatch.setattr(part, "processors", lambda: 132)
+    wide = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048, "num_hidden_layers": 2}
+    config = SHAPE | {"architectures": [architecture]} | MODELS[architecture] | wide
+    model = load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16")
+    driver = Eager(model)
+    driver.prompt_logprobs([[1]])
+    forward = gpu.Forward(model, driver.kv, gpu.GpuOps(attend))
+    record = forward._record("step", True)
+    assert record is not None
+    seen: dict[Any, list[tuple[Any, str]]] = {}
+    for m in [*range(1, 600), *range(600, 9000, 7)]:
+        for draws in (False, True):
+            asked = rewrite.Asked({"tokens": m, "sampled": m, "rows": 1}, None, draws)
+            taken = [(node.op, node.rule) for node in rules.apply(record, asked).nodes.values()]
+            assert seen.setdefault((forward._kind(record, m), draws), taken) == taken, m
+    assert len(seen) < 120

@@ -98,8 +98,11 @@ def refuses(n: int, k: int) -> str | None:
 
 def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     """For ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is faster."""
-    count = processors()
+    return _choose(processors(), m, n, k, gated)
 
+
+@lru_cache(1 << 14)
+def _choose(count: int, m: int, n: int, k: int, gated: bool) -> Config | None:
     def busy(tile: int, blocks: int = 1) -> float:
         """The share of the multiprocessors that work, on average,
         if each takes one of the ``blocks`` of a tile at a time."""
@@ -118,7 +121,7 @@ def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     if n >= VOCABULARY:
         return Config(128, 1, 1) if m <= 64 or (m <= 192 and k <= 1024) else None
     if m > 64 and not gated and n * k <= SMALL:
-        return _cut_rows(m, n, k)
+        return _cut_rows(count, m, n, k)
     tiles = ((192, 256, 128) if m <= 128 else (192, 128)) + ((224, 160, 96) if gated else ())
     wide = max(tiles, key=busy)
     if busy(wide) > 0.8:  # 224 x 128 sums are what the registers hold
@@ -145,10 +148,10 @@ def choose_draw(m: int) -> Config | None:
     return Config(192, 1, 1) if m <= 192 else None
 
 
-def _cut_rows(m: int, n: int, k: int) -> Config:
+def _cut_rows(count: int, m: int, n: int, k: int) -> Config:
     """For a weight that is read within the time that a kernel takes to start:
     tiles of 64 rows of x, for more blocks."""
-    count, blocks = processors(), -(-n // 64) * -(-m // 64)
+    blocks = -(-n // 64) * -(-m // 64)
     if blocks > count:
         return Config(128, 1, 1, rows=64)
     split = 4 if 2 * blocks <= count and k >= 1024 else 1

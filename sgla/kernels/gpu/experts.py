@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +67,7 @@ def add(work: Work, *chain: Node) -> list[Node]:
     would wait behind the experts' first weights: then cuBLAS does that layer."""
     total, moe = chain[-2:]
     given = total.given
-    before = [replace(chain[0], op="library", fn=tiles.library)] if len(chain) == 3 else []
+    before = [tiles.by_library(chain[0])] if len(chain) == 3 else []
     made, summed = make(
         work, moe, x=given["x"], norm=given["weight"], eps=given["eps"], residual=given["residual"]
     )

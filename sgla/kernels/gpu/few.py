@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
-from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 
@@ -23,7 +21,7 @@ def refuses(work: Work, *chain: Node) -> str | None:
     linear = chain[-1]
     w, x = linear.given["w"], linear.given["x"]
     e4m3, rows = w.kind == "fp8", work.rows(linear)
-    if not this_device().wgmma:
+    if not work.wgmma:
         return "the GPU has no wgmma"
     if rows > skinny_gemm.MAX_ROWS:
         return f"it takes at most {skinny_gemm.MAX_ROWS} rows"
@@ -65,7 +63,7 @@ def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
 
 def gate(work: Work, linear: Node, act: Node) -> list[Node]:
     epilogue = GATES[act.given["kind"]]
-    return [replace(linear, given=linear.given | {"epilogue": epilogue}, results=act.results)]
+    return [linear.but({"epilogue": epilogue}, act.results)]
 
 
 def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
@@ -89,4 +87,4 @@ def norm_apart(normed: int, total: int, add: Node) -> Node:
 
 def logits(work: Work, *chain: Node) -> list[Node]:
     [node] = make(work, *chain)
-    return [replace(node, given=node.given | {"epilogue": skinny_gemm.FLOAT32, "out": work.input("out")})]
+    return [node.but({"epilogue": skinny_gemm.FLOAT32, "out": work.input("out")})]

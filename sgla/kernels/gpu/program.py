@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda import batch_gemm, prompt_gemm
+from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
+from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from sgla.layers.batch import ForwardBatch
     from sgla.model.base import CausalLM
 
-ALIKE = ROUTED  # from so many rows on, steps whose layers take the same kernels are one program
 KEPT = 512  # programs
 
 
@@ -140,7 +140,8 @@ class Forward:
         first: dict[Any, int] = {}
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for shape in _shapes(record):
-                first.setdefault((shape, _kernels(m, *shape)), m)
+                configs = (batch_gemm.choose(m, *shape, gated) for gated in (False, True))
+                first.setdefault((shape, _kernels(m, *shape), *configs), m)
         return sorted(set(first.values()))
 
     def _run(
@@ -184,15 +185,16 @@ class Forward:
         return program
 
     def _kind(self, record: Record, m: int) -> Any:
-        """What steps with ``m`` rows have in common that are one program."""
+        """What all steps with ``m`` rows have in common that take the same kernels, one after another."""
         if self._gpu.deterministic:
             return None
-        if m <= ALIKE:
+        if m <= skinny_gemm.MAX_ROWS:
             return m
+        limits = m <= mixture.OURS, m <= ROUTED, batch_gemm.choose_draw(m) is None
         sums = next((node for node in record.nodes if node.op is ops.all_reduce), None)
         like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
         reduced = sums is not None and sums.given["ranks"].norms(like)
-        return tuple(_kernels(m, *shape) for shape in _shapes(record)), reduced
+        return tuple(_kernels(m, *shape) for shape in _shapes(record, True)), limits, reduced
 
     def _record(self, what: str, rows: bool) -> Record | None:
         if (what, rows) not in self._records:
@@ -241,16 +243,20 @@ class Forward:
         return torch.float32 if self._model.embed.weight.kind == "f32" else torch.bfloat16
 
 
-def _shapes(record: Record) -> list[tuple[int, int]]:
+def _shapes(record: Record, logits: bool = False) -> list[tuple[int, int]]:
     """Sides of the weights that our kernels of tiles multiply."""
-    plain = {(w.n, w.k): None for w in record.weights if w.kind == "bf16"}
+    weights = [node.given["w"] for node in record.nodes if node.op is ops.linear]
+    plain = {(w.n, w.k): None for w in (weights if logits else record.weights) if w.kind == "bf16"}
     return [shape for shape in plain if batch_gemm.refuses(*shape) is None]
 
 
-@lru_cache(1 << 12)
-def _kernels(m: int, n: int, k: int) -> tuple[Any, ...]:
+def _kernels(m: int, n: int, k: int) -> tuple[bool, ...]:
     """Which kernels multiply ``m`` rows with a weight ``[n, k]``, alone and with a gate behind."""
     return tuple(
-        prompt_gemm.refuses(m, n, k, gated) is None or batch_gemm.choose(m, n, k, gated)
+        found
         for gated in (False, True)
+        for found in (
+            prompt_gemm.refuses(m, n, k, gated) is None,
+            batch_gemm.choose(m, n, k, gated) is not None,
+        )
     )

@@ -64,10 +64,15 @@ class Node:
     rows: int | Size = 0
     overwrites: int | None = None
     rule: str = ""
+    reads: list[int] = field(init=False)  # numbers of the values, in their order
 
-    @property
-    def reads(self) -> list[int]:
-        return [x.number for x in self.given.values() if isinstance(x, Ref)]
+    def __post_init__(self) -> None:
+        self.reads = [x.number for x in self.given.values() if isinstance(x, Ref)]
+
+    def but(self, more: dict[str, Any], results: list[int] | None = None) -> Node:
+        """The same with other arguments and results."""
+        made = self.results if results is None else results
+        return Node(self.op, self.fn, self.given | more, made, self.rows, self.overwrites, self.rule)
 
 
 @dataclass

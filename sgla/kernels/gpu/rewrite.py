@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sgla.kernels import ops
@@ -35,6 +36,7 @@ class Work:
     left: dict[int, int] = field(default_factory=dict)
     overwritten: set[int] = field(default_factory=set)
     values: int = 0
+    wgmma: bool = field(default_factory=lambda: this_device().wgmma)
     mixtures: bool = False  # layers have mixtures of experts
     e4m3: bool = False  # linear layers have such weights
     drawn: bool = False
@@ -54,13 +56,13 @@ class Work:
 
     def few(self, node: Node) -> bool:
         """Whether it has so few rows that layers do not share products of tiles."""
-        return this_device().wgmma and self.rows(node) <= skinny_gemm.MAX_ROWS
+        return self.wgmma and self.rows(node) <= skinny_gemm.MAX_ROWS
 
     def named(self, op: Any) -> list[Node]:
         return [node for node in self.nodes.values() if node.op == op]
 
-    def maker(self, x: Any) -> Node | None:
-        return self.made.get(x.number) if isinstance(x, Ref) else None
+    def maker(self, x: Ref) -> Node | None:
+        return self.made.get(x.number)
 
     def free(self, x: Any) -> bool:
         """Whether nobody reads the value later, so that its memory may be written to."""
@@ -72,16 +74,16 @@ class Work:
         """The nodes of the pattern that ends with ``node``, if they can move to its place."""
         found = [node]
         for op in reversed(pattern[:-1]):
-            x = first(found[0])
-            maker = self.maker(x)
-            if x is None or maker is None or maker.op != op or maker.results[0] != x.number:
+            if not found[0].reads:
                 return None
-            alone = self.uses[x.number] == 1
-            rest = all(
-                self.uses.get(n, 0) == self.left.get(n, 0) + node.reads.count(n) for n in maker.results[1:]
-            )
-            changed = (n for n in maker.reads if n in self.overwritten and n != maker.overwrites)
-            if not (alone and rest) or any(changed):
+            x = found[0].reads[0]
+            maker = self.made.get(x)
+            if maker is None or maker.op is not op or maker.results[0] != x or self.uses[x] != 1:
+                return None
+            for n in maker.results[1:]:  # which nobody may have read yet
+                if self.uses.get(n, 0) != self.left.get(n, 0) + node.reads.count(n):
+                    return None
+            if any(n in self.overwritten and n != maker.overwrites for n in maker.reads):
                 return None
             found.insert(0, maker)
         return found
@@ -103,11 +105,6 @@ class Work:
             self.overwritten.add(node.overwrites)
 
 
-def first(node: Node) -> Ref | None:
-    """The first value that a node reads: what an op works on."""
-    return next((x for x in node.given.values() if isinstance(x, Ref)), None)
-
-
 @dataclass(frozen=True)
 class Rule:
     name: str
@@ -123,9 +120,7 @@ def rewrite(
     work = Work(record, asked, values=len(record.dtypes))
     work.mixtures = any(node.op is ops.moe for node in record.nodes)
     work.e4m3 = any(w.kind == "fp8" for w in record.weights)
-    for node in record.nodes:
-        for number in node.reads:
-            work.left[number] = work.left.get(number, 0) + 1
+    work.left = dict(Counter(number for node in record.nodes for number in node.reads))
     work.uses = dict(work.left)
     for number in record.outputs:
         work.uses[number] = work.uses.get(number, 0) + 1
@@ -142,10 +137,9 @@ def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
     """Put ``node``, or what the first rule that is not refused makes of it, behind the others."""
     made = next((found for rule in rules if (found := _apply(work, rule, node))), None)
     if made is None:
-        changed = first(node) if node.op in (ops.inplace, ops.all_reduce) else None
-        made = [replace(node, overwrites=changed.number if changed else None)]
-        if node is work.record.logits:
-            made[0].op, made[0].given = "logits", node.given | {"out": work.input("out")}
+        made = [node.but({"out": work.input("out")} if node is work.record.logits else {})]
+        made[0].op = "logits" if node is work.record.logits else node.op
+        made[0].overwrites = node.reads[0] if node.op in (ops.inplace, ops.all_reduce) else None
     for new in made:
         work.put(new)
     for number in node.reads:

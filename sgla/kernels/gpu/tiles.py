@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from sgla.kernels.cuda import batch_gemm, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
-from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.ops import Norm
@@ -22,7 +20,7 @@ GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
 
 def refuses(work: Work, linear: Node) -> str | None:
     w = linear.given["w"]
-    if not this_device().wgmma:
+    if not work.wgmma:
         return "the GPU has no wgmma"
     if work.rows(linear) < batch_gemm.MIN_ROWS:
         return f"it pays from {batch_gemm.MIN_ROWS} rows on"
@@ -44,27 +42,33 @@ def _shape(work: Work, node: Node) -> tuple[int, int, int]:
 def settle(work: Work, node: Node) -> None:
     """Choose the kernel, now that what stands around the layer is known."""
     gated = node.given["epilogue"] in (batch_gemm.SILU, batch_gemm.GELU)
-    config = batch_gemm.choose(*_shape(work, node), gated)
     if prompt_gemm.refuses(*_shape(work, node), gated) is None:
         node.fn, node.rule = _run_prompt, node.rule.replace("tiles", "prompt tiles")
-    elif config is not None:
+    elif batch_gemm.choose(*_shape(work, node), gated) is None:
+        node.fn, node.rule = library, ""
+    else:
         node.fn = _run
-        node.given = node.given | {"config": config}
         maker = work.maker(node.given["x"])
         if maker is not None and maker.op == UNSCALED:
             work.uses[node.given["x"].number] -= 1
-            node.given["x"] = maker.given["rows"]
-    else:
-        node.fn, node.rule = library, ""
+            node.given, node.reads = node.given | {"x": maker.given["rows"]}, [maker.given["rows"].number]
 
 
-def _run(x: Any, weight: Tensor, bias: Any, epilogue: int, config: batch_gemm.Config) -> Tensor:
-    x = x.contiguous() if isinstance(x, Tensor) else x
-    return batch_gemm.linear(x, weight, config, bias=bias, epilogue=epilogue)
+def _run(x: Tensor | batch_gemm.Unscaled, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
+    rows = x.contiguous() if isinstance(x, Tensor) else x
+    m = rows.shape[0] if isinstance(rows, Tensor) else rows.x.shape[0]
+    n, k = weight.shape
+    config = batch_gemm.choose(m, n, k, epilogue in (batch_gemm.SILU, batch_gemm.GELU))
+    assert config is not None
+    return batch_gemm.linear(rows, weight, config, bias=bias, epilogue=epilogue)
 
 
 def _run_prompt(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
     return prompt_gemm.linear(x.contiguous(), weight, bias=bias, epilogue=epilogue)
+
+
+def by_library(node: Node) -> Node:
+    return Node("library", library, node.given, node.results, node.rows)
 
 
 def library(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
@@ -84,7 +88,7 @@ def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
 
 def gate(work: Work, linear: Node, act: Node) -> list[Node]:
     epilogue = GATES[act.given["kind"]]
-    return [replace(linear, given=linear.given | {"epilogue": epilogue}, results=act.results)]
+    return [linear.but({"epilogue": epilogue}, act.results)]
 
 
 def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
@@ -98,8 +102,7 @@ def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
 def add(work: Work, linear: Node, add: Node) -> list[Node]:
     residual, (normed, total) = add.given["residual"], add.results
     given = {name: linear.given[name] for name in ("x", "weight", "bias")}
-    given |= {"config": batch_gemm.choose(*_shape(work, linear)), "residual": residual}
-    given |= {"norm": add.given["weight"], "eps": add.given["eps"]}
+    given |= {"residual": residual, "norm": add.given["weight"], "eps": add.given["eps"]}
     unscaled = work.value()
     rest = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"], "rows": Ref(unscaled)}
     return [
@@ -109,8 +112,10 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
 
 
 def _added(
-    x: Tensor, weight: Tensor, bias: Any, config: Any, residual: Tensor, norm: Tensor, eps: float
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
 ) -> tuple[batch_gemm.Unscaled, Tensor]:
+    config = batch_gemm.choose(x.shape[0], *weight.shape)
+    assert config is not None
     made = batch_gemm.linear_add(x.contiguous(), weight, config, Norm(residual, norm, eps), bias)
     return made, residual
 
@@ -150,7 +155,7 @@ def draw_refuses(work: Work, linear: Node) -> str | None:
 
 def draw(work: Work, linear: Node) -> list[Node]:
     work.drawn = True
-    return _logits(work, linear, batch_gemm.DRAW, batch_gemm.choose_draw(work.rows(linear)))
+    return _logits(work, linear, batch_gemm.DRAW)
 
 
 def logits_refuses(work: Work, linear: Node) -> str | None:
@@ -160,16 +165,19 @@ def logits_refuses(work: Work, linear: Node) -> str | None:
 
 
 def logits(work: Work, linear: Node) -> list[Node]:
-    w = linear.given["w"]
-    return _logits(work, linear, batch_gemm.FLOAT32, batch_gemm.choose(work.rows(linear), w.n, w.k))
+    return _logits(work, linear, batch_gemm.FLOAT32)
 
 
-def _logits(work: Work, linear: Node, epilogue: int, config: batch_gemm.Config | None) -> list[Node]:
+def _logits(work: Work, linear: Node, epilogue: int) -> list[Node]:
     given = {"x": linear.given["x"], "weight": linear.given["w"].data, "bias": linear.given["bias"]}
-    given |= {"epilogue": epilogue, "config": config, "out": work.input("out")}
+    given |= {"epilogue": epilogue, "out": work.input("out")}
     given |= {"draw": work.input("draw")} if epilogue == batch_gemm.DRAW else {}
     return [Node("logits", _logits_run, given, linear.results, linear.rows)]
 
 
-def _logits_run(x: Tensor, **given: Any) -> Tensor:
-    return batch_gemm.linear(x.contiguous(), **given)
+def _logits_run(x: Tensor, weight: Tensor, epilogue: int, **given: Any) -> Tensor:
+    m = x.shape[0]
+    draws = epilogue == batch_gemm.DRAW
+    config = batch_gemm.choose_draw(m) if draws else batch_gemm.choose(m, *weight.shape)
+    assert config is not None
+    return batch_gemm.linear(x.contiguous(), weight, config, epilogue=epilogue, **given)
