@@ -17,6 +17,15 @@ LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 HEAD_DIM = 256  # the largest of the attention kernels
 CPU = "give --device cpu"
+# Settings for what models that make text do with logits, and for pages of KV.
+OF_TEXT = "deterministic", "enable_return_hidden_states", "logits_processors", "speculative_algorithm"
+OF_PAGES = (
+    "attention_backend",
+    "decode_attention_backend",
+    "prefill_attention_backend",
+    "kv_cache_dtype",
+    "memory_fraction",
+)
 OTHERS = {  # kinds that people may ask for
     "rocm": "AMD GPUs", "hip": "AMD GPUs", "xpu": "Intel GPUs", "hpu": "Gaudi", "npu": "Ascend NPUs",
     "tpu": "TPUs", "mps": "Apple GPUs", "vulkan": "GPUs by way of Vulkan", "musa": "Moore Threads GPUs",
@@ -69,15 +78,18 @@ def nvidia(name: str, arch: tuple[int, int], multiprocessors: int = 1, memory: i
 class Platform(NamedTuple):
     """A kind of device that models run on. ``runner``: import path (``module:name``) of what runs steps in a
     worker, called as ``worker.runner.Runner`` is; ``find``: the devices of the kind that this machine has,
-    found without torch."""
+    found without torch; ``lacks``: settings that ask of a step what it cannot give there."""
 
     runner: str
     find: Callable[[], tuple[Device, ...]] = tuple
+    lacks: tuple[str, ...] = ()
 
 
 PLATFORMS = {
     "cpu": Platform("sgla.worker.start:cpu_runner"),
-    "cuda": Platform("sgla.worker.cuda:CudaRunner"),
+    "cuda": Platform(
+        "sgla.worker.start_gpu:cuda_runner", lacks=("logits_processors", "speculative_algorithm")
+    ),
 }
 
 
@@ -114,6 +126,25 @@ def loaded(entry: EntryPoint) -> Platform:
     return brought
 
 
+def check_answers(config: Config, kind: str, vectors: bool, encoder: bool) -> None:
+    """Raise ConfigError for settings that ask for what no step gives: on devices of this ``kind``, or of a
+    model that answers with ``vectors``, such as an ``encoder``."""
+    refused = dict.fromkeys(platform(kind).lacks, f"by --device {kind}")
+    if vectors:
+        refused |= dict.fromkeys(OF_TEXT, "by a model that answers with vectors")
+    if encoder:
+        refused |= dict.fromkeys(OF_PAGES, "by an encoder, which keeps no KV cache")
+        if config.tp > 1:
+            raise ConfigError("an encoder is not split over ranks; use --tp 1", param="tp")
+    plain = Config()
+    for name, where in refused.items():
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            shown = f" {value}" if isinstance(value, str) else ""
+            flag = "--" + name.replace("_", "-") + shown
+            raise ConfigError(f"{flag} cannot be honoured {where}; leave it out", param=name)
+
+
 def devices(kind: str) -> tuple[Device, ...]:
     """Those of the kind that this machine has. Raises ConfigError."""
     find = platform(kind).find
@@ -129,7 +160,7 @@ def devices(kind: str) -> tuple[Device, ...]:
 def check(
     device: Device, config: Config, head_dim: int, dtype: str, mixture: bool, stored: str | None
 ) -> None:
-    """Raise ConfigError for a generating model that ``device`` cannot run. ``dtype``: in which it computes;
+    """Raise ConfigError for a decoder that ``device`` cannot run. ``dtype``: in which it computes;
     ``stored``: the quantization of the checkpoint."""
     quantization = config.quantization or stored
     if device.kind != "cuda":
@@ -172,4 +203,14 @@ def check(
             "--kv-cache-dtype fp8 needs a GPU with 8-bit floating point (Ada, Hopper or newer) and --dtype "
             "bfloat16; leave it out",
             param="kv_cache_dtype",
+        )
+
+
+def check_encoder(device: Device, config: Config, dtype: str) -> None:
+    """``check`` for an encoder."""
+    check(device, config, 0, dtype, False, None)
+    if config.quantization:
+        raise ConfigError(
+            f"--quantization {config.quantization} cannot be honoured for encoders on a GPU; leave it out",
+            param="quantization",
         )

@@ -13,7 +13,7 @@ import msgspec
 from sgla.config import Config
 from sgla.defaults import read_given
 from sgla.device import check as check_device
-from sgla.device import devices
+from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
@@ -31,9 +31,6 @@ BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequ
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
     "context_length": "the model's own limit, or what the KV cache holds",
 }
-
-
-VECTORS = "embedding and classification models run on the CPU, for the GPU has no kernels for them yet"
 
 
 class Settled(NamedTuple):
@@ -93,21 +90,23 @@ def resolve(
     spec = read_spec(model) if model is not None else None
     encoder = isinstance(spec, EncoderSpec)
     filling = Filling(config)
-    device = filling.settle("device", choose_device(machine, pooled or encoder))
+    device = filling.settle("device", choose_device(machine))
     if device == "cuda":
-        check_gpus(config, machine, pooled or encoder)
+        check_gpus(config, machine)
     elif device != "cpu" and not devices(device):
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
     settle_quantization(filling, device, spec)
     config = filling.config
-    check_features(config, device, pooled or encoder)
+    check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
         filling.settle("speculative_num_draft_tokens", drafts)
-    dtype = filling.settle("dtype", choose_dtype(encoder))
-    if device == "cuda" and isinstance(spec, ModelSpec):
-        for gpu in machine.gpus[: config.tp]:
+    dtype = filling.settle("dtype", choose_dtype(encoder and device != "cuda"))
+    for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
+        if isinstance(spec, ModelSpec):
             check_device(gpu, config, spec.widest_head, dtype, spec.moe is not None, spec.quantization)
+        elif spec is not None:
+            check_encoder(gpu, config, dtype)
     filling.settle("threads", choose_threads(machine, config.tp))
     settle_steps(filling, device == "cuda")
     settle_cache(filling, machine, device, spec, dtype)
@@ -148,7 +147,7 @@ def settle_quantization(filling: Filling, device: str, spec: ModelSpec | Encoder
         filling.reasons["quantization"] = reason
 
 
-def check_features(config: Config, device: str, vectors: bool) -> None:
+def check_features(config: Config, device: str, vectors: bool, encoder: bool) -> None:
     """Raise ConfigError for what ``device``, or a model that answers with vectors, cannot do."""
     if config.kv_cache_dtype == "fp8" and device != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
@@ -163,18 +162,13 @@ def check_features(config: Config, device: str, vectors: bool) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {backend} needs a GPU; leave it out on the CPU", param=name
             )
-    if config.logits_processors and (device == "cuda" or config.executor == "fake"):
-        where = "on a GPU" if device == "cuda" else "by --executor fake"
+    check_answers(config, device, vectors, encoder)
+    if config.logits_processors and config.executor == "fake":
         raise ConfigError(
-            f"--logits-processors cannot be honoured {where}; leave it out", param="logits_processors"
+            "--logits-processors cannot be honoured by --executor fake; leave it out",
+            param="logits_processors",
         )
-    if config.enable_return_hidden_states and (device != "cpu" or vectors):
-        where = "by a model that answers with vectors" if vectors else f"by --device {device}"
-        raise ConfigError(
-            f"--enable-return-hidden-states cannot be honoured {where}; leave it out",
-            param="enable_return_hidden_states",
-        )
-    check_speculation(config, device, vectors)
+    check_speculation(config)
     if config.deterministic:
         check_deterministic(config, device)
 
@@ -219,10 +213,8 @@ def settle_cache(
             reasons["context_length"] = BY_WORKERS["context_length"]
 
 
-def check_gpus(config: Config, machine: Machine, pooled: bool) -> None:
+def check_gpus(config: Config, machine: Machine) -> None:
     """Raise ConfigError if there are too few GPUs, or torch cannot use them."""
-    if pooled:
-        raise ConfigError(f"--device cuda: {VECTORS}; give --device cpu", param="device")
     if machine.torch_hip:
         raise ConfigError(
             f"--device cuda: torch {machine.torch} is a ROCm build, and AMD "
@@ -243,7 +235,7 @@ def check_gpus(config: Config, machine: Machine, pooled: bool) -> None:
         )
 
 
-def check_speculation(config: Config, device: str, vectors: bool) -> None:
+def check_speculation(config: Config) -> None:
     """Raises ConfigError for ``--speculative-*`` where nothing can be guessed."""
     name, count = config.speculative_algorithm, config.speculative_num_draft_tokens
     if name is None:
@@ -254,11 +246,7 @@ def check_speculation(config: Config, device: str, vectors: bool) -> None:
             )
         return
     obstacle = None
-    if vectors:
-        obstacle = "by a model that answers with vectors"
-    elif device != "cpu":
-        obstacle = f"by --device {device} yet"
-    elif config.tp > 1:
+    if config.tp > 1:
         obstacle = "by several ranks yet"
     elif config.executor == "fake":
         obstacle = "by --executor fake"
@@ -283,9 +271,7 @@ def check_deterministic(config: Config, device: str) -> None:
         raise ConfigError(f"--deterministic cannot be honoured {obstacle}", param="deterministic")
 
 
-def choose_device(machine: Machine, pooled: bool = False) -> Settled:
-    if machine.gpus and machine.torch_cuda and pooled:
-        return Settled("cpu", VECTORS)
+def choose_device(machine: Machine) -> Settled:
     if machine.torch_hip:
         return Settled("cpu", f"torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet")
     if machine.gpus and machine.torch_cuda:
@@ -295,9 +281,9 @@ def choose_device(machine: Machine, pooled: bool = False) -> Settled:
     return Settled("cpu", "no NVIDIA GPU")
 
 
-def choose_dtype(encoder: bool) -> Settled:
-    if encoder:
-        return Settled("float32", "an encoder computes in float32")
+def choose_dtype(wide: bool) -> Settled:
+    if wide:
+        return Settled("float32", "an encoder computes in float32 on a CPU")
     return Settled("bfloat16", "half the memory traffic of float32, which bounds decode")
 
 
@@ -344,8 +330,6 @@ def choose_context(positions: int, room: int) -> Settled:
 def notes(config: Config, machine: Machine, device: str) -> list[str]:
     """Advice: what slows this configuration down on this machine, and how to change it."""
     found = []
-    if device == "cpu" and config.device == "auto" and machine.gpus and machine.torch_cuda:
-        found.append(f"the GPU is not used: {VECTORS}")
     if device == "cpu" and config.native_kernels and not (machine.compiler or machine.kernels):
         found.append(
             "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ "

@@ -67,7 +67,7 @@ def test_help_and_import_load_nothing_heavy(code: str) -> None:
 
 
 def test_workers_begin_before_the_device_is_settled_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that answers with vectors runs on the CPU, beside a GPU that nobody has asked for."""
+    """They import what the device needs while the server looks for the model."""
     begun: list[Config] = []
     served: list[Config] = []
     gpu = Config(device="cuda")

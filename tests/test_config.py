@@ -18,7 +18,7 @@ from sgla.cli.explain import as_text, ledger
 from sgla.cli.settings import load_config, parse_bytes
 from sgla.config import Config
 from sgla.defaults import Defaults
-from sgla.device import Device, nvidia
+from sgla.device import PLATFORMS, Device, nvidia
 from sgla.errors import ConfigError
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, RANGES, check, resolve
@@ -38,6 +38,11 @@ SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
     "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+MINILM = {
+    "architectures": ["BertModel"],
+    "num_hidden_layers": 6, "num_attention_heads": 12, "hidden_size": 384, "intermediate_size": 1536,
+    "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_act": "gelu",
 }  # fmt: skip
 
 
@@ -89,14 +94,48 @@ def test_a_cpu_refuses_what_only_a_gpu_has(name: str, value: str) -> None:
     assert caught.value.param == name
 
 
-def test_hidden_states_are_of_models_that_generate_on_a_cpu() -> None:
-    config = Config(enable_return_hidden_states=True)
-    assert resolve(config, LAPTOP, SMOLLM2).config.enable_return_hidden_states
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"enable_return_hidden_states": True},
+        {"deterministic": True},
+        {"logits_processors": ["a:b"]},
+        {"speculative_algorithm": "ngram"},
+    ],
+)
+def test_what_a_step_does_not_give_is_refused(setting: dict[str, Any]) -> None:
+    """To models that answer with vectors everywhere, and to those that make text where a device lacks it."""
+    [name] = setting
+    flag = f"--{name.replace('_', '-')}.* cannot be honoured"
     gpu = Machine(gpus=(H200,), torch_cuda="13.0")
-    for machine, pooled in ((gpu, False), (LAPTOP, True)):
-        with pytest.raises(ConfigError, match="--enable-return-hidden-states cannot be") as caught:
-            resolve(config, machine, pooled=pooled)
-        assert caught.value.param == "enable_return_hidden_states"
+    for machine in (LAPTOP, gpu):
+        with pytest.raises(ConfigError, match=f"{flag} by a model that answers with vectors") as caught:
+            resolve(Config(**setting), machine, SMOLLM2, pooled=True)
+        assert caught.value.param == name
+    assert getattr(resolve(Config(**setting), LAPTOP, SMOLLM2).config, name)
+    if name in PLATFORMS["cuda"].lacks:
+        with pytest.raises(ConfigError, match=f"{flag} by --device cuda"):
+            resolve(Config(**setting), gpu, SMOLLM2)
+    else:
+        assert getattr(resolve(Config(**setting), gpu, SMOLLM2).config, name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 cannot be honoured by an encoder"),
+        ({"attention_backend": "triton"}, "--attention-backend triton cannot be honoured by an encoder"),
+        ({"memory_fraction": 0.5}, "--memory-fraction cannot be honoured by an encoder"),
+        ({"quantization": "fp8"}, "--quantization fp8 cannot be honoured for encoders on a GPU"),
+        ({"quantization": "int8"}, "int8 has no GPU kernels"),
+        ({"tp": 2}, "an encoder is not split over ranks; use --tp 1"),
+    ],
+)
+def test_what_an_encoder_does_not_do_on_a_gpu(setting: dict[str, Any], message: str) -> None:
+    gpu = Machine(gpus=(H200, H200), torch_cuda="13.0")
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(Config(**setting), gpu, MINILM)
+    assert caught.value.param == next(iter(setting))
 
 
 def test_a_part_of_the_memory_is_a_gpus() -> None:
@@ -370,17 +409,14 @@ def test_what_a_gpu_cannot_run_is_refused_before_anything_is_loaded(
     assert resolve(Config(device="cpu"), machine, SMOLLM2 | changes).config.device == "cpu"
 
 
-def test_models_for_vectors_leave_the_gpu_with_a_word() -> None:
+def test_models_for_vectors_run_on_the_gpu() -> None:
     machine = Machine(gpus=(H200,), torch_cuda="13.0")
-    found = resolve(Config(), machine, SMOLLM2, pooled=True)
-    assert found.config.device == "cpu"
-    assert any("the GPU is not used" in note and "embedding" in note for note in found.notes)
-    assert "embedding" in found.reasons["device"]
-    assert not any(
-        "GPU" in note for note in resolve(Config(device="cpu"), machine, SMOLLM2, pooled=True).notes
-    )
-    with pytest.raises(ConfigError, match="embedding and classification models run on the CPU"):
-        resolve(Config(device="cuda"), machine, SMOLLM2, pooled=True)
+    for model, pooled in ((SMOLLM2, True), (MINILM, False)):
+        found = resolve(Config(), machine, model, pooled=pooled).config
+        assert (found.device, found.dtype) == ("cuda", "bfloat16")
+        assert resolve(Config(dtype="float32"), machine, model, pooled).config.dtype == "float32"
+        assert resolve(Config(device="cpu"), machine, model, pooled).config.device == "cpu"
+    assert resolve(Config(), LAPTOP, MINILM).config.dtype == "float32"
 
 
 def test_a_build_of_torch_for_rocm() -> None:

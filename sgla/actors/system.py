@@ -274,7 +274,7 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     """The model's files, downloaded if need be,
     ``config`` with every open value filled in, and how to sample. Blocks.
 
-    Models that answer with vectors run on the CPU, whatever else there is. Raises ConfigError.
+    Raises ConfigError.
     """
     from sgla.hub.fetch import resolve_model
     from sgla.hub.source import open_source

@@ -63,9 +63,10 @@ class Linear:
 
         path = Path(dense.folder) / "model.safetensors"
         try:
-            tensors = {name.removeprefix("linear."): value.float() for name, value in load_file(path).items()}
+            stored = load_file(path, str(torch.get_default_device()))
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{path} cannot be read: {error}") from error
+        tensors = {name.removeprefix("linear."): value.float() for name, value in stored.items()}
         bias = tensors.get("bias") if dense.bias else None
         shape = (dense.outputs, dense.inputs)
         if "weight" not in tensors or tensors["weight"].shape != shape or (dense.bias and bias is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -64,8 +65,10 @@ def load_decoder(
     context_len: int,
     on_progress: OnProgress | None = None,
     seed: int = 0,
+    on_model: Callable[[CausalLM], None] | None = None,
 ) -> PooledDecoder:
-    """Without its output layer. Raises ConfigError and WeightError as ``load_model`` does."""
+    """Without its output layer. ``on_model`` is told of the body. Raises ConfigError and WeightError as
+    ``load_model`` does."""
     spec = ModelSpec.from_config(source.config)
     body = body_of(spec.architecture)
     if body is None:
@@ -76,6 +79,8 @@ def load_decoder(
         model_class(body)(replace(spec, tied=True), build, context_len),
         make_head(pooling, build, body, spec.hidden),
     )
+    if on_model is not None:
+        on_model(model.body)
     load_weights(
         source, build, spec.architecture, tied=True, rename=_decoder_name, on_progress=on_progress, seed=seed
     )

@@ -69,7 +69,8 @@ class Constraints:
         self._constraints.pop(slot, None)
         self._new.pop(slot, None)
         self._has[slot] = bool(new.sampling.grammar)
-        self._sampled[slot] = new.sampling.logprobs >= 0 or forbids(new.sampling)
+        asked = new.sampling
+        self._sampled[slot] = asked.logprobs >= 0 or asked.hidden or forbids(asked)
         self._known[slot] = 0
         if new.sampling.grammar:
             self._new[slot] = new

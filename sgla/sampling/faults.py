@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sgla.messages import Failed
 
 NOT_NUMBERS = -1  # the largest logit is +inf, or one is NaN
@@ -30,5 +33,10 @@ def no_logprobs(row: int) -> Failed:
     return Failed(row, f"logprobs cannot be computed: of logits, {BROKEN}", fault=True)
 
 
-def no_vector(row: int) -> Failed:
-    return Failed(row, f"the vector's values are no numbers: {BROKEN}", fault=True)
+def of_vector(row: int, values: NDArray[np.float32], labels: bool) -> list[Failed]:
+    """The failure of a row whose vector holds what is no number.
+    ``labels``: the values are log-probabilities of labels, of which one may be -inf."""
+    if labels:
+        return [no_logprobs(row)] if np.isnan(values).any() else []
+    why = f"the vector's values are no numbers: {BROKEN}"
+    return [] if np.isfinite(values).all() else [Failed(row, why, fault=True)]

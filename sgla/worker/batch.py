@@ -45,6 +45,7 @@ class PooledRow(NamedTuple):
 class Stated(NamedTuple):
     """The tokens ``first:end`` of a step, those of a row that brings their hidden states."""
 
+    row: int
     first: int
     end: int
 
@@ -99,7 +100,8 @@ def read(
         if starts[row] + q_lens[row] == tables.prompt_len[slots[row]]
     ]
     stated = [
-        Stated(int(ends[row] - q_lens[row]), int(ends[row])) for row in np.flatnonzero(tables.hidden[slots])
+        Stated(row, int(ends[row] - q_lens[row]), int(ends[row]))
+        for row in np.flatnonzero(tables.hidden[slots]).tolist()
     ]
     wanted = Wanted(sampled, slots[sampled], positions, last, runs, spans, pooled, stated)
     logits = last

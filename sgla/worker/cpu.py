@@ -34,6 +34,7 @@ from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import load as load_processors
 from sgla.sampling.runs import ragged
+from sgla.worker.answers import answers, most_rows
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.drafts import NGrams, verify
 from sgla.worker.forward import Forward, Kept, make_forward
@@ -45,8 +46,6 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
-# Of hidden states that a step with a token of each request brings: several fit in the ring of results.
-STATE_BYTES = 3 << 18
 
 
 class CpuRunner(Runner):
@@ -57,10 +56,8 @@ class CpuRunner(Runner):
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         processors = load_processors(config.logits_processors)
-        slots, step_tokens = config.max_running_requests or SLOTS, config.step_tokens or STEP_TOKENS
-        spec = ModelSpec.from_config(source.config)
-        if config.enable_return_hidden_states:
-            slots = min(slots, max(1, STATE_BYTES // (4 * spec.hidden)))
+        spec, step_tokens = ModelSpec.from_config(source.config), config.step_tokens or STEP_TOKENS
+        slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
         check_weights(weights, self.place.free())
         state = state_of(spec, self.shard.size, self.shard.rank)
@@ -100,11 +97,7 @@ class CpuRunner(Runner):
             device=self.place.device.name,
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (kernels, size.note) if note],
-            grammars=True,
-            processors=list(processors),
-            scores=True,
-            hidden=0 if self._kept is None else spec.hidden,
-            drafts=(config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0,
+            **answers(config, spec, self.pooling, list(processors)),
         )
 
     def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:
@@ -195,8 +188,7 @@ class CpuRunner(Runner):
                 for index in np.flatnonzero(tokens == row.token):
                     values = label_logprobs(logits[index], self._labels[row.slot])
                     vectors.append(values.tobytes())
-                    if np.isnan(values).any():
-                        failed.append(faults.no_logprobs(row.row))
+                    failed += faults.of_vector(row.row, values, labels=True)
             for span, found in zip(wanted.prompt_spans, scores):
                 inside = np.flatnonzero((tokens >= span.first) & (tokens < span.end))
                 if len(inside):

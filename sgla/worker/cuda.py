@@ -1,4 +1,4 @@
-"""The runner of a model that generates, on an NVIDIA GPU:
+"""The runner of a decoder on an NVIDIA GPU:
 state lives on the device, decode steps are graph replays, and results are read a step late.
 
 A step is launched without waiting for the one before it: plans carry no token ids, the token table on the
@@ -8,13 +8,13 @@ StepResult.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sgla.config import Config
 from sgla.grammar.matcher import Matchers
@@ -23,19 +23,21 @@ from sgla.kernels.rehearsal import compilers
 from sgla.messages import SAMPLE, CacheGroup, Facts, Progress, StepCost, StepPlan, StepResult
 from sgla.model.base import CausalLM
 from sgla.model.load import load_model
+from sgla.model.load_pooled import load_decoder
 from sgla.model.spec import ModelSpec
 from sgla.model.state import token_bytes
 from sgla.sampling.constraints import Constraints, mask_threads
-from sgla.sampling.device import Pending, Scored
+from sgla.worker.answers import answers
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
-from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
+from sgla.worker.gpu_steps import Eager, GpuSteps, Kernels, Sizes
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.kv import zero_pages
 from sgla.worker.memory import mib
 from sgla.worker.place import Gpu
+from sgla.worker.pooler import Pooler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.runner import Runner
 from sgla.worker.state import column
@@ -56,27 +58,32 @@ class CudaRunner(Runner):
 
     def _load(self, config: Config, source: ModelSource) -> None:
         woken = compilers().submit(wake_triton, self.shard.rank)
-        spec, dtype = ModelSpec.from_config(source.config), dtype_of(config)
-        sizes = choose_sizes(config, spec)
+        spec = ModelSpec.from_config(source.config)
+        sizes = choose_sizes(config, spec, self.pooling)
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
         self.notes += self.place.notes
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
+        self._states = config.enable_return_hidden_states
         self.budget = Budget(weights_of(config, spec, self.place), sizes.step_tokens, sizes.slots)
         self.budget.weights.check(self.place.free())
         begin = partial(self._begin, kernels, sizes, woken, torch.cuda.memory_allocated())
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
-            load_model(
-                source,
-                dtype,
-                config.quantization,
-                self.shard,
-                sizes.context_len,
-                self._report,
-                config.random_seed or 0,
-                begin,
-            )
+            self._load_model(config, source, sizes.context_len, begin)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def _load_model(
+        self, config: Config, source: ModelSource, context_len: int, begin: Callable[[CausalLM], None]
+    ) -> None:
+        seed, dtype = config.random_seed or 0, dtype_of(config)
+        quantization, report = config.quantization, self._report
+        if self.pooling is None:
+            load_model(source, dtype, quantization, self.shard, context_len, report, seed, begin)
+            return
+        head = load_decoder(
+            source, self.pooling, dtype, quantization, self.shard, context_len, report, seed, begin
+        ).head
+        self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
 
     def _begin(
         self, kernels: Kernels, sizes: Sizes, woken: Future[None], before: int, model: CausalLM
@@ -87,7 +94,7 @@ class CudaRunner(Runner):
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
             self.steps = GpuSteps(model, kernels, sizes)
         self.budget.ledger = {"weights": made - before, "tables": torch.cuda.memory_allocated() - made}
-        self._captures = kernels.attention.captures
+        self._captures = kernels.attention.captures and self.pooling is None
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = pool.submit(rehearse, self.steps, woken) if self._captures else None
         pool.shutdown(wait=False)
@@ -123,7 +130,8 @@ class CudaRunner(Runner):
             jumps = self.shard.size == 1  # other ranks are told one token a row
             host = steps.tables.host.tokens
             self.constraints = Constraints(host, vocab, self.matchers, jumps=jumps, pin=True)
-        self.flights = Flights(steps.tables, steps.sampler, self.constraints)
+        labels = self.pooling is None
+        self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
         pages = self.budget.pool(config, page, peak, self._graph_bytes(peak.prompts))
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype)
@@ -144,7 +152,7 @@ class CudaRunner(Runner):
             device=self.place.device.name,
             ledger=self.budget.ledger,
             notes=self.notes,
-            grammars=True,
+            **answers(config, steps.model.spec, self.pooling),
         )
 
     def _graph_bytes(self, prompts: int) -> int:
@@ -196,14 +204,13 @@ class CudaRunner(Runner):
                 self.constraints.admit(new)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
-        landed: Tensor | None = None
-        scored: list[Scored] = []
         if self._decodes(plan, rows):
-            count = rows
             out, landed, pending = self.graphs.run(slots, starts)
-        else:
-            out, count, scored, pending = self._extend(plan, slots, starts)
-        return self.flights.begin(plan, begin, out, count, landed, pending, scored)
+            return self.flights.begin(plan, begin, out, rows, landed, pending, [])
+        out, count, scored, pending, beside = self._extend(plan, slots, starts)
+        flight = self.flights.begin(plan, begin, out, count, None, pending, scored)
+        flight.beside = beside
+        return flight
 
     def _decodes(self, plan: StepPlan, rows: int) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""
@@ -213,6 +220,7 @@ class CudaRunner(Runner):
             and plan.flags == DECODE_FLAGS * rows
             and len(plan.q_lens) == 4 * rows
             and int(column(plan.q_lens).max()) == 1
+            and not (self._states and self._brings_states(plan))
         )
 
     @torch.inference_mode()
@@ -233,13 +241,16 @@ class CudaRunner(Runner):
             self.release(flight)
         return self.finish(flight)
 
-    def _extend(
-        self, plan: StepPlan, slots: Any, starts: Any
-    ) -> tuple[Tensor, int, list[Scored], Pending | None]:
-        """A step with prompt tokens."""
+    def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> Eager:
+        """A step with prompt tokens, or one that brings hidden states."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         graphs = self._captures and not self.steps.deterministic and self.prompts.takes(starts, q_lens, flags)
+        if self._states and self._brings_states(plan):
+            graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags)
-            return out, count, [], pending
+            return Eager(out, count, [], pending, None)
         return self.steps.run_eagerly(plan)
+
+    def _brings_states(self, plan: StepPlan) -> bool:
+        return bool(self.steps.tables.host.hidden[column(plan.slots)].any())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,14 @@ from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables
 from sgla.worker.state import Int32s, column
+
+
+class Beside(NamedTuple):
+    """What some steps bring beside tokens, pinned: ``vectors``, with their rows, of prompts that are
+    complete, and ``hidden`` states, float32 [q_len, width] of each row that wants them."""
+
+    vectors: list[tuple[int, Tensor]]
+    hidden: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -39,6 +47,7 @@ class Flight:
     tokens: Tensor | None = None
     unmet: list[tuple[int, str]] = field(default_factory=list)
     on_host: tuple[Any, Any] | None = None
+    beside: Beside | None = None
 
     @property
     def step(self) -> int:
@@ -50,10 +59,17 @@ class Flight:
 
 
 class Flights:
-    """``constraints`` is None on ranks that do not sample, where no step is held."""
+    """``constraints`` is None on ranks that do not sample, where no step is held. ``labels``: vectors are
+    log-probabilities of labels."""
 
-    def __init__(self, tables: DeviceTables, sampler: DeviceSampler, constraints: Constraints | None) -> None:
-        self._tables, self._sampler, self._constraints = tables, sampler, constraints
+    def __init__(
+        self,
+        tables: DeviceTables,
+        sampler: DeviceSampler,
+        constraints: Constraints | None,
+        labels: bool = True,
+    ) -> None:
+        self._tables, self._sampler, self._constraints, self._labels = tables, sampler, constraints, labels
         self._last_end: torch.cuda.Event | None = None
 
     def begin(
@@ -115,6 +131,8 @@ class Flights:
                 result.failed.append(faults.no_logprobs(scored.row))
             else:
                 result.logprobs.append(block)
+        if flight.beside is not None:
+            self._add(flight.beside, result)
         unmet = flight.unmet
         if flight.on_host is not None and self._constraints is not None:
             taken = self._constraints.take(*flight.on_host, tokens)
@@ -126,6 +144,12 @@ class Flights:
         if unmet or (len(tokens) and tokens.min() < 0):
             result.failed += self._failed(flight.plan, unmet, tokens)
         return result
+
+    def _add(self, beside: Beside, result: StepResult) -> None:
+        result.hidden = [states.numpy().tobytes() for states in beside.hidden]
+        for row, vector in beside.vectors:
+            result.vectors.append(vector.numpy().tobytes())
+            result.failed += faults.of_vector(row, vector.numpy(), self._labels)
 
     def _failed(self, plan: StepPlan, unmet: list[tuple[int, str]], tokens: Any) -> list[Failed]:
         """Samples whose grammar cannot go on, and those without a token."""

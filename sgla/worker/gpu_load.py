@@ -11,8 +11,9 @@ from sgla.device import check as check_device
 from sgla.dist import Shard
 from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
-from sgla.messages import LONGEST
+from sgla.messages import LONGEST, Pooling
 from sgla.model.spec import AttentionSpec, ModelSpec
+from sgla.worker.answers import most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES
@@ -26,9 +27,9 @@ def dtype_of(config: Config) -> str:
     return "bfloat16" if config.dtype == "auto" else config.dtype
 
 
-def choose_sizes(config: Config, spec: ModelSpec) -> Sizes:
+def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Sizes:
     return Sizes(
-        config.max_running_requests or SLOTS,
+        most_rows(config, spec.hidden, pooling, SLOTS),
         config.step_tokens or STEP_TOKENS,
         config.context_length or min(spec.context_len, LONGEST),
         config.page_size,

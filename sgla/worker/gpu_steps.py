@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,15 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.gpu import Forward, GpuOps
 from sgla.kernels.ops import KVLayer
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE, StepPlan
+from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups, token_bytes
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
+from sgla.worker.batch import Columns, PromptSpan, Wanted, read
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
+from sgla.worker.flights import Beside
 from sgla.worker.kv import Arena, allocate_kv
-from sgla.worker.state import column
+from sgla.worker.pooler import Pooler
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 EAGER = 3000.0  # microseconds that an eager step takes longer to launch
@@ -49,6 +52,17 @@ class Sizes(NamedTuple):
     page_size: int
 
 
+class Eager(NamedTuple):
+    """What a step leaves: its tokens are the first ``rows`` of ``out`` on the GPU, unless they are still
+    ``pending``."""
+
+    out: Tensor
+    rows: int
+    scored: list[Scored]
+    pending: Pending | None
+    beside: Beside | None
+
+
 def sizes_up_to(limit: int) -> list[int]:
     """Batch sizes that get a graph: a batch runs in the next larger one."""
     sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
@@ -59,6 +73,8 @@ class GpuSteps:
     """A model with its tables, sampler and pages on the GPU. ``kv`` is set when its size is known, and again
     whenever that changes; ``logits`` float32[slots, this rank's part of V] are those of graphs;
     ``scales``: of k and v of each layer."""
+
+    pooler: Pooler | None = None  # of a model that answers with vectors
 
     def __init__(self, model: CausalLM, kernels: Kernels, sizes: Sizes) -> None:
         self.model, self.shard = model, model.shard
@@ -112,33 +128,60 @@ class GpuSteps:
             layer.k_scale, layer.v_scale = scales
         return layers
 
-    def run_eagerly(self, plan: StepPlan) -> tuple[Tensor, int, list[Scored], Pending | None]:
+    def run_eagerly(self, plan: StepPlan) -> Eager:
         """Decode rows go first, then what has a history (see ``ExtendRows``),
         which the row numbers of the result must not show."""
-        slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
-        flags = np.frombuffer(plan.flags, np.uint8)
-        order = np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable").astype(np.int32)
-        slots, starts, q_lens = slots[order], starts[order], q_lens[order]
-        picked = np.flatnonzero(flags[order] & SAMPLE)
-        picked = picked[np.argsort(order[picked])]  # in the plan's row order
-        count = len(picked)
+        columns, wanted = read(plan, self.tables.host)
+        order = np.argsort((columns.q_lens > 1) * (1 + (columns.starts == 0)), kind="stable")
+        slots, starts, q_lens = (column[order] for column in columns[:3])
+        first = q_lens.cumsum() - q_lens
+        moved = np.empty_like(first)  # how far the tokens of each row of the plan move
+        moved[order] = first - (columns.q_lens.cumsum() - columns.q_lens)[order]
+        tails = [row.token + moved[row.row] for row in wanted.pooled]
+        count = len(wanted.rows)
         # As many as a graph has, so that no kernel is new; a row that is not wanted is the first token's.
-        host = np.zeros((3, next(size for size in self._sampled if size >= count)), np.int32)
-        host[:, :count] = q_lens.cumsum()[picked] - 1, slots[picked], (starts + q_lens)[picked]
+        size = next(size for size in self._sampled if size >= count + len(tails))
+        host = np.zeros((3, size), np.int32)
+        host[0, count : count + len(tails)] = tails
+        host[:, :count] = wanted.tokens + moved[wanted.rows], wanted.slots, wanted.positions
         at, where, positions = upload(host)
         batch = self.extend_batch(slots, starts, q_lens)
-        scores = bool((flags & PROMPT_LOGPROBS).any())
-        hidden = self.forward.hidden(batch, None if scores else at)
-        scored = self._score_prompts(plan, hidden, slots, starts, q_lens, order) if scores else []
+        whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)
+        hidden = self.forward.hidden(batch, None if whole else at)
+        picked = hidden[at[: count + len(tails)]] if whole else hidden
+        scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, moved)]
+        vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, moved)
+        begun = [(row.first + moved[row.row], row.end + moved[row.row]) for row in wanted.stated]
+        states = [to_host(hidden[begin:end].float()) for begin, end in begun]
+        beside = Beside(vectors, states) if vectors or states else None
         if not count:
-            return batch.ids, 0, scored, None
+            return Eager(batch.ids, 0, scored, None, beside)
         host, where, positions = host[:, :count], where[:count], positions[:count]
-        logits = self.logits_of(hidden[at[:count]] if scores else hidden[:count])
+        logits = self.logits_of(picked[:count])
         out = torch.empty(count, dtype=torch.int32, device="cuda")
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)
-            return out, count, scored, None
-        return out, count, scored, Pending(logits, where, positions, out, order[picked], (host[1], host[2]))
+            return Eager(out, count, scored, None, beside)
+        pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
+        return Eager(out, count, scored, pending, beside)
+
+    def _vectors(
+        self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, moved: Any
+    ) -> list[tuple[int, Tensor]]:
+        """Of the rows whose prompts are complete, whose last hidden states are ``tails``: row and values."""
+        rows = [row.row for row in wanted.pooled]
+        if self.pooler is not None:
+            if self.pooler.whole:
+                ends = columns.q_lens.cumsum() + moved
+                self.pooler.add(columns.slots, columns.starts, ends - columns.q_lens, ends, hidden)
+                slots = columns.slots[rows]
+                tails = self.pooler.take(slots, self.tables.host.prompt_len[slots])
+            return list(zip(rows, to_host(self.pooler.vectors(tails)))) if rows else []
+        if not rows:
+            return []
+        logprobs = self.forward.logits(tails, whole=True).log_softmax(-1)
+        labels = [self.sampler.labels(row.slot) for row in wanted.pooled]
+        return [(row, to_host(own[ids])) for row, own, ids in zip(rows, logprobs, labels)]
 
     def extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
         """Rows with any number of tokens; those with one come first."""
@@ -211,25 +254,17 @@ class GpuSteps:
         """Of this rank's part of the vocabulary."""
         return self.forward.logits(hidden)
 
-    def _score_prompts(
-        self, plan: StepPlan, hidden: Tensor, slots: Any, starts: Any, q_lens: Any, order: Any
-    ) -> list[Scored]:
-        """Logprobs of the prompt tokens that rows owe, a few rows of logits at a time."""
-        flags = np.frombuffer(plan.flags, np.uint8)[order]
-        scored = []
-        first = np.cumsum(q_lens) - q_lens
-        for r in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist():
-            slot, start = int(slots[r]), int(starts[r])
-            count = min(start + int(q_lens[r]), int(self.tables.host.prompt_len[slot]) - 1) - start
-            k = max(0, int(self.tables.host.prompt_logprobs[slot]))
-            parts, asked = [], self.sampler.logprob_ids(slot)
-            for at in range(0, count, LOGIT_ROWS):
-                size = min(LOGIT_ROWS, count - at)
-                logits = self.forward.logits(hidden[first[r] + at : first[r] + at + size], whole=True)
-                targets = self.tables.tokens[slot, start + 1 + at : start + 1 + at + size]
-                parts.append(score(logits, targets, k, asked))
-            if parts:
-                values, ranks, ids, tops = (to_host(torch.cat(column)) for column in zip(*parts))
-                others = 0 if asked is None else len(asked)
-                scored.append(Scored(int(order[r]), True, start + 1, others, values, ranks, ids, tops))
-        return scored
+    def _score_prompt(self, span: PromptSpan, hidden: Tensor, moved: Any) -> Iterator[Scored]:
+        """Logprobs of the prompt tokens that a row owes, a few rows of logits at a time."""
+        count, first, slot = span.end - span.first, span.first + int(moved[span.row]), span.slot
+        k, asked = max(0, int(self.tables.host.prompt_logprobs[slot])), self.sampler.logprob_ids(slot)
+        parts = []
+        for at in range(0, count, LOGIT_ROWS):
+            size = min(LOGIT_ROWS, count - at)
+            logits = self.forward.logits(hidden[first + at : first + at + size], whole=True)
+            targets = self.tables.tokens[slot, span.start + at : span.start + at + size]
+            parts.append(score(logits, targets, k, asked))
+        if parts:
+            values, ranks, ids, tops = (to_host(torch.cat(column)) for column in zip(*parts))
+            others = 0 if asked is None else len(asked)
+            yield Scored(span.row, True, span.start, others, values, ranks, ids, tops)

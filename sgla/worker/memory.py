@@ -65,13 +65,14 @@ def size_kv(
     return KVSize(pages, context, sum(n * b for n, b in zip(pages, pool.page_bytes)), note)
 
 
-def check_weights(needed: int, available: int) -> None:
-    """Raises OutOfMemory rather than let the kernel kill the process while it loads."""
+def check_weights(needed: int, available: int, advice: str = "--quantization int8 or int4") -> None:
+    """Raises OutOfMemory rather than let the kernel kill the process while it loads.
+    ``advice``: settings with which a model takes less."""
     if needed > available:
         raise OutOfMemory(
             f"the weights need {mib(needed)}, {mib(needed - available)} more than the {mib(available)} "
-            "available; use --quantization int8 or int4, or a smaller model",
-            param="quantization",
+            f"available; use {advice}, or a smaller model",
+            param=advice.split()[0].removeprefix("--"),
         )
 
 

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from sgla.config import Config
 from sgla.device import Device
 from sgla.dist import Shard, join
+from sgla.kernels import ops
 from sgla.kernels.device import describe, use
+from sgla.kernels.dispatch import using
+from sgla.kernels.lazy import force
+from sgla.kernels.program import Limits
+from sgla.layers.batch import ForwardBatch
+from sgla.worker.forward import Forward, compiled
 from sgla.worker.memory import available_bytes, resident_bytes
 
 
@@ -30,6 +37,9 @@ class Place(Protocol):
     def usage(self) -> dict[str, int]:
         """What the rank takes now, by name, in bytes."""
 
+    def compiled(self, forward: Forward, limits: Limits, native: bool) -> tuple[Forward, str]:
+        """``forward`` as fast as it can be here, and a note on that for the start-up report."""
+
 
 class Cpu:
     """Threads of this machine. ``threads``: how many this rank has."""
@@ -46,6 +56,9 @@ class Cpu:
 
     def usage(self) -> dict[str, int]:
         return resident_bytes()
+
+    def compiled(self, forward: Forward, limits: Limits, native: bool) -> tuple[Forward, str]:
+        return compiled(forward, limits, self.threads, native)
 
 
 class Gpu:
@@ -66,6 +79,18 @@ class Gpu:
     def usage(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info()
         return {"free": free, "total": total}
+
+    def compiled(self, forward: Forward, limits: Limits, native: bool) -> tuple[Forward, str]:
+        """Op by op, for models without pages."""
+        from sgla.kernels.gpu import GpuOps
+
+        lowered = GpuOps(ops.attention.body)
+
+        def run(batch: ForwardBatch) -> Tensor:
+            with using(lowered):
+                return force(forward(batch))
+
+        return run, ""
 
 
 def take_place(config: Config, rank: int, size: int, store: Path) -> Cpu | Gpu:

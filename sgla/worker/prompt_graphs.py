@@ -16,7 +16,7 @@ from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import InGraph, cut
 from sgla.kernels.triton import step
-from sgla.messages import PROMPT_LOGPROBS, SAMPLE
+from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import STAGES, Capture
@@ -59,7 +59,7 @@ class PromptGraphs:
     def takes(self, starts: Any, q_lens: Any, flags: Any) -> bool:
         prompts = ~_decodes(q_lens, flags)
         few = int(prompts.sum()) <= REAL and int(q_lens.sum()) <= self.limit
-        return few and (starts[prompts] < HISTORY).all() and not (flags & PROMPT_LOGPROBS).any()
+        return few and (starts[prompts] < HISTORY).all() and not (flags & (PROMPT_LOGPROBS | POOL)).any()
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels."""

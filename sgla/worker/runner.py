@@ -16,7 +16,7 @@ from sgla.config import Config
 from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
-from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import Control, Facts, Pooling, Progress, StepPlan, StepResult
 from sgla.worker.place import Place, take_place
 from sgla.worker.profile import Profiler
 
@@ -25,7 +25,7 @@ class Runner(ABC):
     """One rank of a model. Loads on construction; ``report`` hears of the progress.
     Raises ConfigError and its kin.
 
-    ``matchers``: of a rank that samples, for a model whose outputs may have a grammar.
+    ``pooling``: of a model that answers with vectors. ``matchers``: of a rank that samples, for a model whose outputs may have a grammar.
     """
 
     facts: Facts
@@ -39,7 +39,9 @@ class Runner(ABC):
         size: int,
         rendezvous: str,
         report: Callable[[Progress], None],
+        pooling: Pooling | None = None,
     ) -> None:
+        self.pooling = pooling
         self._seconds: dict[str, float] = {}
         self._report = report
         self.profiler = Profiler(rank)

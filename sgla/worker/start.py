@@ -1,4 +1,4 @@
-"""Which runner a CPU worker makes of the model it is given.
+"""Which runner a worker on a CPU makes of the model it is given.
 A worker imports this before it knows the model."""
 
 from __future__ import annotations
@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgla.config import Config
+from sgla.device import check_answers
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.build import BuildError
 from sgla.kernels.native import library, prepare
-from sgla.messages import Pooling, Progress
+from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
 from sgla.model.spec import ModelSpec
 from sgla.worker.cpu import CpuRunner
@@ -33,27 +34,19 @@ def cpu_runner(
             lambda done, of: report(Progress(phase="compile", message="CPU kernels", done=done, total=of))
         )
     pooling = read_pooling(source, config.task)
+    encoder = pooling is not None and pooling.encoder
+    check_answers(config, "cpu", pooling is not None, encoder)
     if config.deterministic:
-        check_deterministic(source, pooling)
-    if config.logits_processors and pooling is not None:
-        raise ConfigError(
-            "--logits-processors cannot be honoured for models that answer with vectors; leave it out",
-            param="logits_processors",
-        )
-    if pooling is None:
-        return CpuRunner(config, source, rank, size, rendezvous, report)
-    if pooling.encoder:
-        return EncoderRunner(config, source, pooling, rank, size, rendezvous, report)
-    return PooledRunner(config, source, pooling, rank, size, rendezvous, report)
+        check_deterministic(source)
+    kind = EncoderRunner if encoder else CpuRunner if pooling is None else PooledRunner
+    return kind(config, source, rank, size, rendezvous, report, pooling)
 
 
-def check_deterministic(source: ModelSource, pooling: Pooling | None) -> None:
-    """Raise ConfigError for what torch computes, whose bits depend on the number of rows: routers, pooling,
-    heads, and everything where the native kernels cannot be had."""
+def check_deterministic(source: ModelSource) -> None:
+    """Raise ConfigError for what torch computes, whose bits depend on the number of rows: routers, and
+    everything where the native kernels cannot be had."""
     obstacle = None
-    if pooling is not None:
-        obstacle = "for models that answer with vectors"
-    elif ModelSpec.from_config(source.config).moe is not None:
+    if ModelSpec.from_config(source.config).moe is not None:
         obstacle = "for mixtures of experts"
     else:
         try:

@@ -1,0 +1,43 @@
+"""What a model's steps answer with, on every device: ``Facts`` have it from here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgla.config import Config
+from sgla.messages import Pooling
+from sgla.model.encoder import EncoderSpec
+from sgla.model.spec import ModelSpec
+
+# Bytes that hidden states may take in a step with a token of each request, and vectors in any step:
+# several steps fit in the ring of results.
+STATE_BYTES, VECTOR_BYTES = 3 << 18, 1 << 20
+
+
+def most_rows(config: Config, hidden: int, pooling: Pooling | None, rows: int) -> int:
+    """Rows that may be resident: ``rows`` if nobody says otherwise, and as many as results have room for.
+    ``hidden``: values of a hidden state."""
+    rows = config.max_running_requests or rows
+    if pooling is not None:
+        return min(rows, max(1, VECTOR_BYTES // (4 * pooling.size)))
+    if config.enable_return_hidden_states:
+        return min(rows, max(1, STATE_BYTES // (4 * hidden)))
+    return rows
+
+
+def answers(
+    config: Config,
+    spec: ModelSpec | EncoderSpec,
+    pooling: Pooling | None,
+    processors: list[str] | None = None,
+) -> dict[str, Any]:
+    """The fields of ``Facts`` that say it. ``processors``: names of those that are loaded."""
+    if pooling is not None:
+        return {"pooling": pooling}
+    return {
+        "grammars": True,
+        "scores": True,
+        "processors": processors or [],
+        "hidden": spec.hidden if config.enable_return_hidden_states else 0,
+        "drafts": (config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0,
+    }

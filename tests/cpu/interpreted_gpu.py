@@ -1,0 +1,150 @@
+"""Runners for a GPU that compute without one, compared with those of the CPU: torch's operations run on the CPU, and Triton's
+kernels in its interpreter. CUDA's kernels do nothing, so attention is torch's, no graph is captured, and no row asks for top-k,
+top-p or min-p. The kernels that take long in the interpreter, which other tests compare, are replaced by the bodies of their ops.
+
+``python interpreted_gpu.py``: prints for each case what both answer, as JSON. It is a process of its own, as ``fake_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import json
+import tempfile
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fake_gpu import Nothing, _cpu, pretend
+from test_pooling import BERT, write_modules
+from tiny import LLAMA, Transcript, make_core, run, submit, tiny_config
+from torch.overrides import TorchFunctionMode
+
+from sgla.hub.source import ModelSource
+from sgla.kernels import gpu, ops
+from sgla.kernels.cuda import build
+from sgla.messages import Submit
+from sgla.model import load
+from sgla.worker import cuda
+from sgla.worker.gpu_memory import Peak
+from sgla.worker.start import cpu_runner
+from sgla.worker.start_gpu import cuda_runner
+
+SLOW = ops.rms_norm, ops.add_rms_norm, ops.qk_norm_rope_store, ops.act_mul
+
+
+class OnCpu(TorchFunctionMode):
+    """What is asked of a GPU is done here. Memory that is not set is zero: a kernel that does nothing gives zeros."""
+
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {k: _cpu(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        args = [_cpu(arg) for arg in args]
+        if f is torch.mm and "out_dtype" in kwargs:
+            return torch.mm(args[0], args[1]).to(kwargs["out_dtype"])
+        return {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}.get(f, f)(*args, **kwargs)
+
+
+class Event(Nothing):
+    def query(self) -> bool:
+        return True
+
+
+def become_gpu() -> None:
+    """From now on this process has one."""
+    real = load.load_weights
+    pretend("A100")
+    load.load_weights = real
+    torch.cuda.Event = Event  # type: ignore[assignment, misc]
+    build._compiled = lambda *args: b""  # type: ignore[assignment]
+    build.Kernel.launch = lambda self, *args, **kwargs: None  # type: ignore[method-assign, assignment]
+    for op in SLOW:
+        del gpu.LOWERINGS[op]
+    cuda.measure, cuda.warm_up = (lambda *args: Peak(0, 0)), (lambda *args: None)
+    OnCpu().__enter__()
+
+
+def text() -> list[Submit]:
+    return [
+        submit("greedy", [5, 9, 2], 4),
+        submit("drawn", [7] * 20, 4, temperature=0.9, seed=3),
+        submit("scored", list(range(1, 30)), 3, logprobs=2, prompt_logprobs=1),
+        submit("labels", [4, 5, 6], 0, pool=[3, 9]),
+        submit("states", list(range(40, 52)), 3, hidden=True),
+    ]
+
+
+def inputs() -> list[Submit]:
+    lengths = (1, 40, 5, 5, 17)
+    prompts = [np.random.default_rng(n).integers(2, 300, length).tolist() for n, length in enumerate(lengths)]
+    return [submit(str(n), prompt, 0, pool=[]) for n, prompt in enumerate(prompts)]
+
+
+def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
+    """A model with random weights; ``pooling``: how its files say that hidden states are pooled, or ""."""
+    if pooling:
+        folder = folder / f"{model['architectures'][0]}-{pooling}"
+        folder.mkdir()
+        write_modules(folder, pooling, dense=(48, 20))
+    return ModelSource("dummy", folder, (), model, {})
+
+
+DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
+ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
+STATES = {"enable_return_hidden_states": True}
+# model, pooling, requests, settings, those of the GPU alone
+CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
+    "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
+    "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
+    "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),
+}
+
+
+def shown(transcript: Transcript) -> dict[str, Any]:
+    """What each request got: tokens, and all floats one after the other."""
+
+    def floats(data: list[bytes]) -> list[float]:
+        return np.frombuffer(b"".join(data), np.float32).tolist()
+
+    found: dict[str, Any] = {}
+    for rid, deltas in transcript.items():
+        places = [*chain.from_iterable([*(d.prompt_logprobs or []), *(d.logprobs or [])] for d in deltas)]
+        found[rid] = {
+            "tokens": [token for delta in deltas for token in delta.tokens],
+            "logprobs": [place.logprob for place in places if place is not None],
+            "vector": floats([deltas[-1].vector or b""]),
+            "states": floats([states for delta in deltas for states in delta.hidden or []]),
+        }
+    return found
+
+
+def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings: Any) -> dict[str, Any]:
+    _, _, requests, common, _ = CASES[case]
+    runner = make(tiny_config(**common | settings), model, 0, 1, "", lambda progress: None)
+    facts = runner.facts
+    encoder = facts.pooling is not None and facts.pooling.encoder
+    core = make_core(
+        facts, encoder=encoder, prefix_cache=facts.pooling is None or facts.pooling.kind == "last"
+    )
+    return shown(run(runner, requests(), core))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        torch.manual_seed(0)
+        sources = {case: source(Path(name), *parts[:2]) for case, parts in CASES.items()}
+        found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in CASES}
+        become_gpu()
+        for case, (*_, own) in CASES.items():
+            found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **own)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What runners of a GPU answer is what those of the CPU do, as far as that shows without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+KINDS = "logprobs", "vector", "states"
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """In a process of its own: see ``interpreted_gpu.py``."""
+    done = subprocess.run(
+        [sys.executable, "interpreted_gpu.py"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [("text", set(KINDS)), ("last", {"vector"}), ("mean", {"vector"}), ("encoder", {"vector"})],
+)
+def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[str]) -> None:
+    cpu, gpu = answers[case]["cpu"], answers[case]["gpu"]
+    assert cpu.keys() == gpu.keys()
+    assert {kind for found in gpu.values() for kind in KINDS if found[kind]} == kinds
+    for rid, expected in cpu.items():
+        assert gpu[rid]["tokens"] == expected["tokens"]
+        for kind in KINDS:
+            np.testing.assert_allclose(gpu[rid][kind], expected[kind], atol=2e-5, rtol=1e-4)
+
+
+def test_an_encoder_in_bfloat16_is_near(answers: dict[str, Any]) -> None:
+    both = answers["encoder in bfloat16"]
+    for rid, expected in both["cpu"].items():
+        a, b = np.array(expected["vector"]), np.array(both["gpu"][rid]["vector"])
+        assert 0 < np.linalg.norm(a - b) < 0.03 * np.linalg.norm(a)
