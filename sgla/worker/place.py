@@ -16,7 +16,6 @@ from sgla.dist import Shard, join
 from sgla.kernels import ops
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
-from sgla.kernels.lazy import force
 from sgla.kernels.program import Limits
 from sgla.layers.batch import ForwardBatch
 from sgla.worker.forward import Forward, compiled
@@ -88,7 +87,7 @@ class Gpu:
 
         def run(batch: ForwardBatch) -> Tensor:
             with using(lowered):
-                return force(forward(batch))
+                return forward(batch)
 
         return run, ""
 
