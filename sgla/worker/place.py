@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device
 from sgla.dist import Shard, join
-from sgla.kernels import ops
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
 from sgla.kernels.program import Limits
@@ -60,6 +59,15 @@ class Cpu:
         return compiled(forward, limits, self.threads, native)
 
 
+class NoPages:
+    """For the attention over pages in models without any, whose attention is another op."""
+
+    in_place = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("an encoder has no pages")
+
+
 class Gpu:
     """The NVIDIA GPU that has the rank's number."""
 
@@ -83,7 +91,7 @@ class Gpu:
         """Op by op, for models without pages."""
         from sgla.kernels.gpu import GpuOps
 
-        lowered = GpuOps(ops.attention.body)
+        lowered = GpuOps(NoPages())
 
         def run(batch: ForwardBatch) -> Tensor:
             with using(lowered):
