@@ -2,8 +2,8 @@
 
     python bench/questions.py --model demo --settings '{"temperature": 0}' '{"temperature": 0.2, "repetition_penalty": 1.1}'
 
-A setting has the fields of ``SamplingParams``, and may have ``system``, a system message, and ``talk``: what the page and
-``sgla chat`` ask for besides. An answer is right if it has one of the words before its 200th character; it loops if eight words in
+A setting has the fields of ``SamplingParams``, and may have ``system``, a system message, ``examples``, pairs of questions and answers
+that come before, and ``talk``: what the page and ``sgla chat`` ask for besides. An answer is right if it has one of the words before its 200th character; it loops if eight words in
 a row come back four times. The questions are what a newcomer asks first, and were written down before any model was measured.
 """
 
@@ -85,6 +85,75 @@ HELD_BACK = {
     "Which language do people speak in Mexico?": "spanish",
     "What is the plural of child?": "children",
 }
+# As easy, to choose a setting by, so that the others say what it is worth.
+TO_CHOOSE = {
+    "What is the capital of Portugal?": "lisbon",
+    "What is the capital of Poland?": "warsaw",
+    "What is the capital of Austria?": "vienna",
+    "What is the capital of Ireland?": "dublin",
+    "What is the capital of Norway?": "oslo",
+    "What is the capital of Sweden?": "stockholm",
+    "What is the capital of India?": "delhi",
+    "What is the capital of Turkey?": "ankara",
+    "What is the capital of Cuba?": "havana",
+    "What is the capital of Hungary?": "budapest",
+    "What is 1 + 1?": "2|two",
+    "What is 3 + 3?": "6|six",
+    "What is 5 + 4?": "9|nine",
+    "What is 6 + 5?": "11|eleven",
+    "What is 8 minus 2?": "6|six",
+    "What is 5 minus 4?": "1|one",
+    "What is 2 times 3?": "6|six",
+    "What is half of ten?": "5|five",
+    "How many sides does a triangle have?": "3|three",
+    "How many sides does a square have?": "4|four",
+    "How many wheels does a car have?": "4|four",
+    "How many wheels does a bicycle have?": "2|two",
+    "How many eyes do people have?": "2|two",
+    "How many letters does the English alphabet have?": "26|twenty-six",
+    "How many weeks are in a year?": "52|fifty-two",
+    "How many seasons are in a year?": "4|four",
+    "What colour is snow?": "white",
+    "What colour is a ripe banana?": "yellow",
+    "What colour is blood?": "red",
+    "What colour do you get if you mix red and blue?": "purple|violet",
+    "What colour do you get if you mix black and white?": "gray|grey",
+    "What is the opposite of black?": "white",
+    "What is the opposite of left?": "right",
+    "What is the opposite of good?": "bad|evil",
+    "What is the opposite of fast?": "slow",
+    "What is the opposite of young?": "old",
+    "What is the red planet?": "mars",
+    "Which planet has the best known rings?": "saturn",
+    "Which planet is closest to the sun?": "mercury",
+    "Who wrote Oliver Twist?": "dickens",
+    "Who wrote Harry Potter?": "rowling",
+    "Who painted The Starry Night?": "van gogh|gogh",
+    "Who invented the telephone?": "bell",
+    "Who developed the theory of relativity?": "einstein",
+    "Who composed the Moonlight Sonata?": "beethoven",
+    "Which American president ended slavery?": "lincoln",
+    "What do plants need from the sun?": "light|sunlight|energy",
+    "Which animal says moo?": "cow|cows",
+    "Which animal says quack?": "duck|ducks",
+    "What do cows give us to drink?": "milk",
+    "What is the tallest animal in the world?": "giraffe|giraffes",
+    "Which is the longest river in Africa?": "nile",
+    "On which continent is China?": "asia",
+    "On which continent is Brazil?": "america",
+    "On which continent is Kenya?": "africa",
+    "Which language do people speak in Germany?": "german",
+    "Which language do people speak in Japan?": "japanese",
+    "In which country is the Eiffel Tower?": "france",
+    "In which country are the pyramids of Giza?": "egypt",
+    "What is the plural of foot?": "feet",
+    "What is the plural of tooth?": "teeth",
+    "What is the past tense of go?": "went",
+    "What is the first month of the year?": "january",
+    "Which day comes after Monday?": "tuesday",
+    "Which organ pumps blood through the body?": "heart",
+    "What metal is attracted by magnets?": "iron|steel",
+}
 OPEN = [
     "Hello! Who are you?",
     "Tell me a joke.",
@@ -137,6 +206,8 @@ def ask(engine: Engine, questions: list[str], setting: dict[str, Any], tokens: i
         fields = engine.chat_params | fields
     system = fields.pop("system", None)
     begin = [{"role": "system", "content": system}] if system else []
+    for asked, answered in fields.pop("examples", []):
+        begin += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     sampling = engine.sampling(**fields)
 
     def chat(question: str) -> Output:
@@ -173,10 +244,12 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=["{}"], metavar="JSON")
     parser.add_argument("--open", action="store_true", help="ask the open questions, too")
     parser.add_argument("--held-back", action="store_true", help="ask 30 other easy questions")
+    parser.add_argument("--to-choose", action="store_true", help="ask those to choose a setting by")
     args = parser.parse_args()
+    easy = HELD_BACK if args.held_back else TO_CHOOSE if args.to_choose else EASY
     with Engine(args.model, chat_template=args.chat_template, context_length=2048) as engine:
         for setting in args.settings:
-            found = measure(engine, HELD_BACK if args.held_back else EASY, json.loads(setting), args.open)
+            found = measure(engine, easy, json.loads(setting), args.open)
             print(json.dumps({"model": args.model, "template": args.chat_template, **found}), flush=True)
 
 

@@ -133,4 +133,5 @@ def test_an_answer_counts_by_whole_words_at_its_beginning() -> None:
     assert questions.loops(line * 4)
     assert not questions.loops(line * 3)
     assert {len(part) for part in (questions.EASY, questions.HELD_BACK, questions.OPEN)} == {30}
-    assert not questions.EASY.keys() & questions.HELD_BACK.keys()
+    sets = [questions.EASY, questions.HELD_BACK, questions.TO_CHOOSE]
+    assert len({question for each in sets for question in each}) == sum(map(len, sets))
