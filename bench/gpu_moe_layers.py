@@ -38,13 +38,14 @@ class Layer:
 
     def __init__(self, spec: ModelSpec) -> None:
         assert spec.moe is not None
-        d, f, hd, experts = spec.hidden, spec.moe.intermediate, spec.head_dim, spec.moe.experts
-        self.qkv, self.o = weight((spec.heads + 2 * spec.kv_heads) * hd, d), weight(d, spec.heads * hd)
+        part = spec.attention[0]  # as all the others
+        d, f, hd, experts = spec.hidden, spec.moe.intermediate, part.head_dim, spec.moe.experts
+        self.qkv, self.o = weight((part.heads + 2 * part.kv_heads) * hd, d), weight(d, part.heads * hd)
         self.router, self.gate_up = weight(experts, d), weight(experts * 2 * f, d)
         self.down = weight(experts * d, f)
         self.norm, self.head_norm = torch.ones(d, device="cuda"), torch.ones(hd, device="cuda")
         pages = MOST * LONGEST // PAGE + 1
-        pool = torch.zeros(2, pages, spec.kv_heads, PAGE, hd, dtype=BF16, device="cuda").transpose(2, 3)
+        pool = torch.zeros(2, pages, part.kv_heads, PAGE, hd, dtype=BF16, device="cuda").transpose(2, 3)
         self.kv = KVLayer(pool[0], pool[1])
 
 
@@ -54,7 +55,7 @@ class Chain:
     def __init__(self, spec: ModelSpec, layers: list[Layer]) -> None:
         self.spec, self._layers = spec, layers
         self.embed = SimpleNamespace(weight=weight(1000, spec.hidden))
-        self._cos_sin = torch.randn(LONGEST, spec.head_dim, device="cuda")
+        self._cos_sin = torch.randn(LONGEST, spec.widest_head, device="cuda")
 
     def forward(self, batch: Any, kv: Any, rows: Any = None) -> torch.Tensor:
         spec = self.spec
@@ -84,13 +85,15 @@ def floor_us(spec: ModelSpec, layer: Layer, batch: DeviceBatch) -> float:
     assert spec.moe is not None
     wanted = 1 - (1 - spec.moe.top_k / spec.moe.experts) ** batch.rows
     experts = wanted * (layer.gate_up.data.nbytes + layer.down.data.nbytes)
-    kv = int(batch.kv_len.sum()) * 4 * spec.kv_heads * spec.head_dim
+    part = spec.attention[0]
+    kv = int(batch.kv_len.sum()) * 4 * part.kv_heads * part.head_dim
     return (layer.qkv.data.nbytes + layer.o.data.nbytes + experts + kv) / 4.34e6
 
 
 def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
     assert spec.moe is not None
-    shape = attention.Shape(spec.heads, spec.kv_heads, spec.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST)
+    part = spec.attention[0]
+    shape = attention.Shape(part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST)
     attend = attention.choose("auto", shape, spec.attention_scale)[0]
     forward = gpu.Forward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     batch = mixed(rows)

@@ -96,9 +96,9 @@ def measure(
     if spec.moe:  # experts that some row needs, on average
         experts = spec.moe.experts
         inner = spec.moe.intermediate * experts * (1 - (1 - spec.moe.top_k / experts) ** rows)
-    layer = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 3 * spec.hidden * inner
-    weights = 2 * (spec.layers * layer + spec.vocab * spec.hidden)
-    kv = 4 * rows * context * spec.layers * spec.kv_heads * spec.head_dim
+    products = sum(layer.weights(spec.hidden) + 3 * spec.hidden * inner for layer in spec.attention)
+    weights = 2 * (products + spec.vocab * spec.hidden)
+    kv = 4 * rows * context * sum(layer.kv_heads * layer.head_dim for layer in spec.attention)
     return {
         "bs": rows,
         "graph_ms": round(graph_ms, 4),

@@ -116,8 +116,9 @@ def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
     def linear(n: int, k: float, tokens: int) -> float:
         return least(2 * n * k, 2 * tokens * n * k)
 
-    layers, hidden, heads = spec.layers, spec.hidden, spec.heads * spec.head_dim
-    per_token = 2 * spec.kv_heads * spec.head_dim
+    attention = spec.attention[0]  # as all the others
+    layers, hidden, heads = spec.layers, spec.hidden, attention.heads * attention.head_dim
+    per_token = 2 * attention.kv_heads * attention.head_dim
 
     def behind(cost: Callable[[int], float]) -> float:
         """Of what follows attention: in the last layer only rows that sample go on."""
