@@ -130,7 +130,7 @@ def qk_norm_rope_store(
     rotated the NeoX way (first half with second half) by ``cos_sin`` float32 [P, rot] (cos | sin).
     ``out_loc`` int32[G, T], or of one group.
     """
-    page_size, kv_heads, dim = kv.k.shape[1:]
+    kv_heads, dim = kv.k.shape[2:]
     tail = [kv_heads * dim, kv_heads * kv.v.shape[3]]
     q, k, v = qkv.split([qkv.shape[1] - sum(tail), *tail], dim=1)
     q, k, v = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (kv_heads, -1))
@@ -138,22 +138,27 @@ def qk_norm_rope_store(
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    out_loc = (out_loc[kv.group] if out_loc.dim() > 1 else out_loc).long()
-    page, offset = out_loc // page_size, out_loc % page_size
-    _store(kv.k, k, page, offset, kv.k_scale)
-    _store(kv.v, v, page, offset, kv.v_scale)
+    q, k = rotate(q, positions, cos_sin), rotate(k, positions, cos_sin)
+    where = places(kv, out_loc)
+    store(kv.k, k, where, kv.k_scale)
+    store(kv.v, v, where, kv.v_scale)
     return q.reshape(qkv.shape[0], -1)
 
 
-def _store(pages: Tensor, x: Tensor, page: Tensor, offset: Tensor, scale: float) -> None:
+def places(kv: KVLayer, out_loc: Tensor) -> tuple[Tensor, Tensor]:
+    """Pages int64[T] and places in them, where the tokens of a step go."""
+    out_loc = (out_loc[kv.group] if out_loc.dim() > 1 else out_loc).long()
+    return out_loc // kv.k.shape[1], out_loc % kv.k.shape[1]
+
+
+def store(pages: Tensor, x: Tensor, where: tuple[Tensor, Tensor], scale: float = 1.0) -> None:
+    """Put x ``[T, Hkv, hd]`` there."""
     if pages.dtype == torch.float8_e4m3fn:
         x, pages = (
             (x.float() / scale).clamp(-448, 448).to(pages.dtype).view(torch.uint8),
             pages.view(torch.uint8),
         )
-    pages[page, offset] = x.to(pages.dtype)
+    pages[where] = x.to(pages.dtype)
 
 
 def _load(pages: Tensor, which: Tensor, scale: float) -> Tensor:
@@ -162,7 +167,9 @@ def _load(pages: Tensor, which: Tensor, scale: float) -> Tensor:
     return pages[which].float()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """x ``[T, H, hd]`` with the first ``rot`` values of each head rotated: see ``qk_norm_rope_store``."""
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     a, b = a.float(), b.float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import QKVLinear, RowLinear, split_heads
 from sgla.layers.norm import RMSNorm
+
+
+class LayerAttention(Protocol):
+    """Attention of a layer: what it sees of the tokens before, which ``out`` brings back to the width."""
+
+    out: RowLinear
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor: ...
 
 
 class SelfAttention:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.ops import KVLayer
-from sgla.layers.attention import SelfAttention
+from sgla.layers.attention import LayerAttention, SelfAttention
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP, PlainMLP
@@ -90,7 +90,7 @@ class Decoder(CausalLM):
             return LayerNorm(build, name, spec.hidden, spec.eps, spec.norm_offset, spec.norm_bias)
         return RMSNorm(build, name, spec.hidden, spec.eps, spec.norm_offset)
 
-    def attention(self, build: Build, name: str, index: int) -> SelfAttention:
+    def attention(self, build: Build, name: str, index: int) -> LayerAttention:
         spec, layer = self.spec, self.spec.attention[index]
         return SelfAttention(
             build,

@@ -152,6 +152,26 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         pooled=True,
     ),
+    "MiniCPM3ForCausalLM": Family(
+        ("minicpm3",),
+        _DECODER
+        | _sizes(73448, 2560, 6400, 62, 40, 32768, 40)
+        | {
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": None,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        _CAUSAL | _BIASES,
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+    ),
     "Qwen2ForCausalLM": Family(
         ("qwen2",),
         _DECODER

@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[str, Activation] = _GATES | {
     "relu2": "relu2",
 }  # without a gate
 # Kinds of rope scaling: the numbers they cannot do without, and those they may have.
-# ``factors`` comes from GGUF files.
+# ``factors`` comes from GGUF files, and from longrope (arXiv 2402.13753) up to the length of its short ones.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -45,6 +45,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "factors": (("factors",), ()),
+    "longrope": (("short_factor", "long_factor", "original_max_position_embeddings"), ()),
 }
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -235,6 +236,9 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     layers = c.integer("num_hidden_layers", LAYERS)
     attention = _attention(c, family, hidden, layers, positions)
     bias = _flag(c, family, "attention_bias", "use_bias")
+    scale = hidden**0.5 if family.scaled_embedding else 1.0
+    depth = _number(c, family, "scale_depth", layers**0.5) / layers**0.5
+    base = _number(c, family, "dim_model_base", hidden) / hidden
     return ModelSpec(
         architecture=c.architecture,
         hidden=hidden,
@@ -257,11 +261,9 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         norm_offset=family.norm_offset,
         gated=family.gated,
         interleaved=family.interleaved,
-        embedding_scale=_number(
-            c, family, "embedding_multiplier", hidden**0.5 if family.scaled_embedding else 1.0
-        ),
-        residual_scale=_number(c, family, "residual_multiplier", 1.0),
-        logit_scale=_number(c, family, "logit_scale", 1.0) / _number(c, family, "logits_scaling", 1.0),
+        embedding_scale=_number(c, family, "scale_emb", _number(c, family, "embedding_multiplier", scale)),
+        residual_scale=_number(c, family, "residual_multiplier", depth),
+        logit_scale=_number(c, family, "logit_scale", base) / _number(c, family, "logits_scaling", 1.0),
     )
 
 
@@ -535,6 +537,9 @@ def _rope(
             )
     rotated = _rotated(table, c, head_dim, partial)
     p = Reader(c.architecture, {"rope_theta": theta, **table})
+    if kind == "longrope":
+        kind, p, optional = "factors", _short(p, positions), ()
+        needed = ("factors",)
     scaling: dict[str, Any] = {
         key: p.number(key) for key in (*needed, *optional) if key != "factors" and p.given(key)
     }
@@ -553,6 +558,18 @@ def _rope(
     if base <= 1:
         raise p.error("rope_theta", "above 1")
     return RopeSpec(base, rotated, kind, scaling)
+
+
+def _short(p: Reader, positions: int) -> Reader:
+    """The factors of longrope, which has others for longer sequences than it was trained with."""
+    trained = "original_max_position_embeddings"
+    if p.integer(trained, POSITIONS) < positions:
+        raise ConfigError(
+            f"config.json: rope scaling 'longrope' changes its factors beyond {p.values[trained]} tokens, "
+            f"which is not supported; set max_position_embeddings to {p.values[trained]}",
+            param="model",
+        )
+    return Reader(p.architecture, {**p.values, "factors": p.values["short_factor"]})
 
 
 def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> int:

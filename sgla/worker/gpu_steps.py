@@ -114,7 +114,8 @@ class GpuSteps:
         )
         self.forward.hidden(batch)
         tables.page_table[slot] = 0
-        most = torch.stack([torch.stack([kv.k.abs().max(), kv.v.abs().max()]) for kv in self.kv])
+        pairs = ((kv.k, kv.v if kv.v.numel() else kv.k) for kv in self.kv)
+        most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
     def allocate(self, pages: int, page_size: int, dtype: str) -> list[KVLayer]:

@@ -7,6 +7,7 @@ import torch
 from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.ops import KVLayer
+from sgla.layers.attention import SelfAttention
 from sgla.layers.mlp import PlainMLP
 from sgla.layers.moe import MoE
 from sgla.model.base import CausalLM
@@ -15,7 +16,7 @@ from sgla.model.llama import Block, Llama
 
 def match(model: CausalLM, kv: list[KVLayer]) -> DecodeStep | None:
     """The kernel for this model on this GPU, if there is one and it pays."""
-    if not isinstance(model, Llama) or kv[0].k.dtype != torch.bfloat16:
+    if type(model) is not Llama or kv[0].k.dtype != torch.bfloat16:
         return None
     spec = model.spec
     blocks = (block for block in model.blocks if isinstance(block, Block))
@@ -52,6 +53,8 @@ def match(model: CausalLM, kv: list[KVLayer]) -> DecodeStep | None:
 def _weights(block: Block) -> LayerWeights | MixtureWeights | None:
     """A layer's tensors, if it has nothing but plain bfloat16 weights, full attention and SiLU-gated MLPs."""
     attention, mlp = block.attention, block.mlp
+    if not isinstance(attention, SelfAttention):
+        return None
     qkv, out = attention.qkv, attention.out
     norms = block.input_norm.weight, block.mlp_norm.weight
     heads = attention.q_norm, attention.k_norm

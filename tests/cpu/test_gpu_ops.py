@@ -41,6 +41,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "logit_scale": 0.5,
     },
+    "MiniCPM3ForCausalLM": {
+        "model_type": "minicpm3",
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "Olmo2ForCausalLM": {"model_type": "olmo2", "head_dim": None},
     "Starcoder2ForCausalLM": {"model_type": "starcoder2"},
     "Qwen3MoeForCausalLM": {

@@ -1,0 +1,106 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in the absorbed form: what makes keys and
+values of the latent is multiplied into the queries and into what the heads have seen. All heads then read one
+key of the pages, of which the first values are the value, too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.dispatch import op
+from sgla.kernels.ops import KVLayer
+from sgla.layers.attention import neox_order
+from sgla.layers.batch import ForwardBatch
+from sgla.layers.build import Build
+from sgla.layers.linear import MergedColumnLinear, RowLinear
+from sgla.layers.norm import RMSNorm
+from sgla.model.latent_spec import LatentSpec
+from sgla.model.llama import Llama
+from sgla.quant.weight import SourceTensor
+
+EPS = 1e-6  # of the latents' norms, whatever the model's is
+
+
+@op(like="q")
+def rotate_and_keep(
+    q: Tensor, latent: Tensor, positions: Tensor, cos_sin: Tensor, kv: KVLayer, out_loc: Tensor
+) -> Tensor:
+    """q ``[T, Hq * hd]`` and the latent ``[T, hd]`` with the last ``rot`` values of each head rotated by
+    ``cos_sin`` float32 ``[P, rot]``; the latent goes to the pages."""
+    heads = torch.cat([q, latent], 1).unflatten(1, (-1, latent.shape[1]))
+    still, turned = heads.split([heads.shape[2] - cos_sin.shape[1], cos_sin.shape[1]], dim=2)
+    heads = torch.cat([still, ops.rotate(turned, positions, cos_sin)], 2)
+    ops.store(kv.k, heads[:, -1:], ops.places(kv, out_loc), kv.k_scale)
+    return heads[:, :-1].flatten(1)
+
+
+class LatentAttention:
+    """``[T, d] -> [T, Hq * value]``, which ``out`` brings back to the width. Ranks split the heads; each has
+    the whole latent. ``interleaved``: as in ``SelfAttention``."""
+
+    def __init__(
+        self, build: Build, name: str, hidden: int, layer: LatentSpec, cos_sin: Tensor, interleaved: bool
+    ) -> None:
+        own, width = build.shard.range(layer.heads), layer.nope + layer.rotated
+        order = neox_order(layer.rotated, layer.rotated) if interleaved else torch.arange(layer.rotated)
+
+        def behind(still: int) -> tuple[Tensor]:
+            """The order of rows of which the first ``still`` are not rotated."""
+            return (torch.cat([torch.arange(still), still + order.cpu()]),)
+
+        rows = range(own.start * width, own.stop * width)
+        self.q_down = self.q_norm = None
+        source = "q_proj"
+        if layer.q_rank:
+            part = (f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank))
+            self.q_down = MergedColumnLinear(build, hidden, [part])
+            self.q_norm = RMSNorm(build, f"{name}.q_a_layernorm", layer.q_rank, EPS)
+            source = "q_b_proj"
+        queries = (f"{name}.{source}", layer.heads * width, rows)
+        self.q_up = MergedColumnLinear(build, layer.q_rank or hidden, [queries], orders=behind(layer.nope))
+        latent = (f"{name}.kv_a_proj_with_mqa", layer.head_dim, range(layer.head_dim))
+        self.kv_down = MergedColumnLinear(build, hidden, [latent], orders=behind(layer.v_dim))
+        self.kv_norm = RMSNorm(build, f"{name}.kv_a_layernorm", layer.v_dim, EPS)
+        dtype = torch.float32 if build.plain == "f32" else torch.bfloat16
+        self.k_up = torch.zeros(len(own), layer.nope, layer.v_dim, dtype=dtype)
+        self.v_up = torch.zeros(len(own), layer.value, layer.v_dim, dtype=dtype)
+        shape = layer.heads * (layer.nope + layer.value), layer.v_dim
+        build.declare(f"{name}.kv_b_proj.weight", shape, partial(self._take, own))
+        columns = range(own.start * layer.value, own.stop * layer.value)
+        self.out = RowLinear(build, f"{name}.o_proj", hidden, layer.heads * layer.value, columns)
+        self.layer, self.cos_sin = layer, cos_sin
+
+    def _take(self, own: range, source: SourceTensor) -> None:
+        """Rows: of each head those that make its key, then those that make its value."""
+        each = self.layer.nope + self.layer.value
+        heads = source.dense(range(own.start * each, own.stop * each)).unflatten(0, (-1, each))
+        self.k_up.copy_(heads[:, : self.layer.nope])
+        self.v_up.copy_(heads[:, self.layer.nope :])
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        layer = self.layer
+        latent = self.kv_down(x)
+        if self.q_down is not None and self.q_norm is not None:
+            x = self.q_norm(self.q_down(x))
+        q = self.q_up(x).unflatten(1, (-1, layer.nope + layer.rotated))
+        absorbed = torch.einsum("thn,hnr->thr", q[..., : layer.nope], self.k_up.to(q.dtype))
+        q = torch.cat([absorbed, q[..., layer.nope :]], 2).flatten(1)
+        content = self.kv_norm(latent[:, : layer.v_dim].contiguous())
+        latent = torch.cat([content, latent[:, layer.v_dim :]], 1)
+        q = rotate_and_keep(q, latent, batch.positions, self.cos_sin, kv, batch.out_loc)
+        seen = ops.attention(q, kv.latent(layer.v_dim), batch, layer.scale)
+        seen = seen.unflatten(1, (-1, layer.v_dim))
+        return torch.einsum("thr,hvr->thv", seen, self.v_up.to(seen.dtype)).flatten(1)
+
+
+class Latent(Llama):
+    """MiniCPM 3 (arXiv 2404.06395), and the dense layers of DeepSeek-V2 and V3."""
+
+    def attention(self, build: Build, name: str, index: int) -> LatentAttention:
+        layer = self.spec.attention[index]
+        assert isinstance(layer, LatentSpec)
+        cos_sin = self.angles(layer.rope, layer.rotated)
+        return LatentAttention(build, name, self.spec.hidden, layer, cos_sin, self.spec.interleaved)

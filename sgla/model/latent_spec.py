@@ -1,0 +1,65 @@
+"""The shapes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), by the keys that its families
+share. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sgla.errors import ConfigError
+from sgla.model.families import Reader
+from sgla.model.spec import HEADS, INNER, AttentionSpec, RopeSpec, StateTensor, ropes
+
+
+@dataclass(frozen=True)
+class LatentSpec(AttentionSpec):
+    """Of a token one latent of ``v_dim`` values is kept, which all heads share, with the ``rotated`` values
+    of its key behind it: ``head_dim`` in all. A head's query has ``nope`` values that stay as they are before
+    its ``rotated`` ones; its value has ``value``. ``q_rank``: width of the queries' own latent, 0 without."""
+
+    q_rank: int = 0
+    nope: int = 0
+    rotated: int = 0
+    value: int = 0
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim - self.rotated
+
+    def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
+        return (StateTensor("k", (1, self.head_dim)),)
+
+    def weights(self, hidden: int) -> int:
+        queries = self.heads * (self.nope + self.rotated)
+        down = hidden * (self.q_rank + self.head_dim)
+        up = (self.q_rank or hidden) * queries + self.v_dim * self.heads * (self.nope + self.value)
+        return down + up + self.heads * self.value * hidden
+
+
+def read(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """See ``Family.attention``."""
+    heads, hidden = c.integer("num_attention_heads", HEADS), c.integer("hidden_size", 1 << 17)
+    if c.given("num_key_value_heads") and c.values["num_key_value_heads"] != heads:
+        raise c.error("num_key_value_heads", f"that of num_attention_heads, {heads}")
+    rotated, nope = c.integer("qk_rope_head_dim", INNER), c.integer("qk_nope_head_dim", INNER)
+    if rotated % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim must be even, not {rotated}", param="model")
+    rope, _ = ropes(c, rotated, positions)
+    layer = LatentSpec(
+        heads=heads,
+        kv_heads=1,
+        head_dim=c.integer("kv_lora_rank", INNER) + rotated,
+        scale=(nope + rotated) ** -0.5 * _warmer(rope),
+        rope=rope,
+        q_rank=c.integer("q_lora_rank", INNER) if c.given("q_lora_rank") else 0,
+        nope=nope,
+        rotated=rotated,
+        value=c.integer("v_head_dim", INNER) if c.given("v_head_dim") else hidden // heads,
+    )
+    return (layer,) * layers
+
+
+def _warmer(rope: RopeSpec) -> float:
+    """What a stretched context multiplies the scores by, beside what the angles' magnitude does."""
+    weight, factor = rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor", 1.0)
+    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight and factor > 1 else 1.0
