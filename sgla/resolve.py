@@ -25,7 +25,12 @@ from sgla.text.tools.families import dialect_of
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
-OF_CHECKPOINTS = {"gguf": "a quantized GGUF file", "checkpoint": "a quantized checkpoint"}
+OF_CHECKPOINTS = {
+    "gguf": "a quantized GGUF file",
+    "gptq": "a GPTQ checkpoint",
+    "awq": "an AWQ checkpoint",
+    "checkpoint": "a quantized checkpoint",
+}
 DRAFTS = 8  # most tokens that a row guesses in a step, if nobody says otherwise
 BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",

@@ -55,7 +55,7 @@ class Fp8(Method):
                 return Scaled(stored[weight], scale, _covered(name, tuple(scale.shape), (n, k), self.block))
         raise WeightError(f"{weight} has e4m3 numbers without a scale ({weight}_scale or _scale_inv)")
 
-    def unused(self, name: str) -> bool:
+    def unused(self, name: str, tensor: StoredTensor) -> bool:
         return _UNUSED.match(name) is not None
 
 

@@ -318,7 +318,7 @@ def _joined(stored: dict[str, _Stored], build: Build) -> Iterator[tuple[str, Sou
         for part in found:
             del stored[raws[part]]
     for raw, tensor in stored.items():
-        if (name := _canonical(raw)) in build.table or not method.unused(name):
+        if (name := _canonical(raw)) in build.table or not method.unused(name, tensor):
             yield raw, tensor
 
 

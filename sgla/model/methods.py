@@ -21,6 +21,8 @@ def register(name: str, method: str) -> None:
 for _name in ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"):
     register(_name, "sgla.model.fp8:Fp8")
 register("gguf", "sgla.model.gguf:Gguf")
+register("gptq", "sgla.model.gptq:Gptq")
+register("awq", "sgla.model.gptq:Awq")
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
@@ -43,9 +45,9 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; fp8, fbgemm_fp8, compressed-tensors with float-quantized and modelopt with "
-        "FP8 are. Take the model's unquantized checkpoint, with --quantization int8 or int4 if need be, "
-        "or a GGUF file",
+        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors with float-quantized and "
+        "modelopt with FP8 are. Take the model's unquantized checkpoint, with --quantization int8 or int4 if "
+        "need be, or a GGUF file",
         param="model",
     )
 

@@ -60,7 +60,7 @@ class Method:
         """Its matrix ``[n, k]``, of those of ``tensors`` that are there. Raises WeightError."""
         return stored[f"{module}.weight"]
 
-    def unused(self, name: str) -> bool:
+    def unused(self, name: str, tensor: StoredTensor) -> bool:
         """Whether the file may have this tensor and nobody needs it."""
         return False
 

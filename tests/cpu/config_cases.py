@@ -558,8 +558,14 @@ REFUSED: dict[str, Case] = {
     "quick gelu": Case(encoder("Bert", "bert", hidden_act="quick_gelu"), "hidden_act"),
     "distilbert eps": Case(DISTILBERT | {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
     "distilbert twice": Case(DISTILBERT | {"hidden_size": 64}, "hidden_size"),
-    "awq": Case(quantized("awq", bits=4, group_size=128, version="gemm", zero_point=True), "awq"),
-    "gptq": Case(quantized("gptq", bits=4, group_size=128, desc_act=False, sym=True), "gptq"),
+    "awq in another order": Case(quantized("awq", bits=4, group_size=128, version="gemv", zero_point=True), "version"),
+    "awq without zeros": Case(quantized("awq", bits=4, group_size=128, zero_point=False), "zero_point"),
+    "gptq of 3 bits": Case(quantized("gptq", bits=3, group_size=128, desc_act=False, sym=True), "bits"),
+    "gptq without groups": Case(quantized("gptq", bits=4, desc_act=False), "group_size"),
+    "gptq of several sizes": Case(
+        quantized("gptq", bits=4, group_size=128, dynamic={r"+:.*\.mlp\..*": {"bits": 8}}), "dynamic"
+    ),
+    "gptq for marlin": Case(quantized("gptq", bits=4, group_size=128, checkpoint_format="marlin"), "checkpoint_format"),
     "bitsandbytes": Case(quantized("bitsandbytes", load_in_4bit=True), "bitsandbytes"),
     "bitsandbytes of old": Case(quantized(None, load_in_8bit=True), "bitsandbytes"),
     "int4 of compressed-tensors": Case(quantized("compressed-tensors", format="pack-quantized"), "pack-quantized"),
@@ -585,8 +591,8 @@ REFUSED: dict[str, Case] = {
         ),
         "config_groups",
     ),
-    "awq inside text_config": Case(
-        gemma3_vision({"quantization_config": {"quant_method": "awq"}}), "awq"
+    "hqq inside text_config": Case(
+        gemma3_vision({"quantization_config": {"quant_method": "hqq"}}), "hqq"
     ),
     "old key of compressed-tensors": Case(
         llama(compression_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}), "pack-quantized"
@@ -599,7 +605,9 @@ REFUSED: dict[str, Case] = {
     "hqq": Case(quantized("hqq"), "hqq"),
     "eetq of a mixture": Case(mixtral(quantization_config={"quant_method": "eetq"}), "eetq"),
     "mlx": Case(llama(quantization={"bits": 4, "group_size": 64}), "quantization"),
-    "awq of an encoder": Case(encoder("Bert", "bert", quantization_config={"quant_method": "awq"}), "awq"),
+    "awq of an encoder": Case(
+        encoder("Bert", "bert", quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128}), "quantization_config"
+    ),
     "layers 1e9": Case(llama(num_hidden_layers=10**9), "num_hidden_layers"),
     "no layers": Case(llama(num_hidden_layers=0), "num_hidden_layers"),
     "width 2^40": Case(llama(hidden_size=1 << 40), "hidden_size"),

@@ -1,0 +1,122 @@
+"""GPTQ and AWQ checkpoints (arXiv 2210.17323, 2306.00978). Loads no torch.
+
+Beside ``X.scales`` there are ``X.qweight`` and ``X.qzeros``, with several numbers in each int32, and with
+GPTQ ``X.g_idx``, the group of each input channel. A CPU keeps them in groups of 32: GPTQ's symmetric ones as
+they are, others with the minimum of a group rounded to float16. Where the channels of a group do not lie
+together (``desc_act``), and on GPUs, the weights become floating-point numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sgla.errors import ConfigError, WeightError
+from sgla.model.families import Reader, shown
+from sgla.quant.method import Held, Method
+
+if TYPE_CHECKING:
+    from sgla.quant.weight import SourceTensor, StoredTensor
+
+SCALES = ("F16", "BF16", "F32")
+_GROUP = 32  # channels of k that have constants of their own in our storages
+
+
+class Gptq(Method):
+    name = "gptq"
+    devices: tuple[str, ...] = ("cpu",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        c = Reader("gptq", config)
+        self.bits = _bits(c, (4, 8))
+        self.group = _group(c, "group_size")
+        self.symmetric, self.reordered = c.flag("sym") or not c.given("sym"), c.flag("desc_act")
+        version = config.get("checkpoint_format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            raise c.error("checkpoint_format", "gptq or gptq_v2")
+        self.plus = 1 if version == "gptq" else 0
+        for rule in c.table("dynamic"):  # GPTQModel's settings for some layers
+            if not rule.startswith("-:"):
+                raise c.error("dynamic", "rules that leave layers out (-:...)")
+            self.ignored.append(f"re:{rule[2:]}")
+        self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
+        if self.reordered or self.group % _GROUP:
+            self.storage, self.devices = "", ()
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
+        each, groups = 32 // self.bits, -(-k // (self.group or k))
+        return {
+            f"{module}.qweight": Held((k // each, n), ("I32",)),
+            f"{module}.qzeros": Held((groups, n // each), ("I32",)),
+            f"{module}.scales": Held((groups, n), SCALES),
+            f"{module}.g_idx": Held((k,), ("I32",), optional=True),
+        }
+
+    def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
+        from sgla.model import quants
+
+        group = self.group or k
+        qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
+        g_idx = stored.get(f"{module}.g_idx")
+        order = None if g_idx is None else quants.group_order(g_idx.values(), group)
+        if order is not None and not self.reordered:
+            raise WeightError(f"{module}.g_idx is not in order, though desc_act is false")
+        if self.symmetric and quants.any_other_zero(qzeros.values(), self.bits, self.plus):
+            raise WeightError(f"{module}.qzeros is not half of the range, though sym is true")
+        made = quants.Gptq if self.plus else quants.Gptq2
+        return made(qweight, qzeros, scales, (n, k), self.bits, group, order)
+
+    def unused(self, name: str, tensor: StoredTensor) -> bool:
+        """AutoGPTQ writes a bias of zeros for every layer."""
+        return name.endswith(".bias") and not tensor.dense().any()
+
+
+class Awq(Method):
+    name, storage = "awq", "int4"
+    devices: tuple[str, ...] = ("cpu",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        c = Reader("awq", config)
+        self.bits = _bits(c, (4,), "bits" if c.given("bits") else "w_bit")
+        self.group = _group(c, "group_size" if c.given("group_size") else "q_group_size")
+        if str(config.get("version", "gemm")).lower() != "gemm":
+            raise c.error("version", "gemm")
+        if config.get("zero_point", True) is not True:
+            raise c.error("zero_point", "true")
+        if self.group % _GROUP:
+            self.storage, self.devices = "", ()
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
+        groups = -(-k // (self.group or k))
+        return {
+            f"{module}.qweight": Held((k, n // 8), ("I32",)),
+            f"{module}.qzeros": Held((groups, n // 8), ("I32",)),
+            f"{module}.scales": Held((groups, n), SCALES),
+        }
+
+    def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
+        from sgla.model import quants
+
+        qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
+        return quants.Awq(qweight, qzeros, scales, (n, k), self.bits, self.group or k)
+
+
+def _bits(c: Reader, known: tuple[int, ...], key: str = "bits") -> int:
+    found = c.values.get(key)
+    if type(found) is int and found in known:
+        return found
+    raise c.error(key, " or ".join(map(str, known)))
+
+
+def _group(c: Reader, key: str) -> int:
+    """Channels with one scale; 0: all."""
+    found = c.values.get(key)
+    if type(found) is not int or not (found == -1 or 0 < found <= 1 << 17):
+        raise ConfigError(
+            f"config.json: quantization_config: {key} is {shown(found)}; "
+            "it must be -1 or a number of channels",
+            param="model",
+        )
+    return max(found, 0)
