@@ -2,13 +2,15 @@
 whether the last tokens are copies of one pattern, as vLLM's ``repetition_detection`` asks.
 
 Copies of a pattern of ``p`` tokens end with the last token if so many tokens in a row equal the one ``p``
-places before them. Such runs can only go on where the last token has occurred before, so a token costs as
-much as it has occurrences in the last ``MAX_PATTERN`` tokens: usually a handful.
+places before them. How many these are is kept for every size of a pattern, and a token changes all of them at
+once: it costs the same (some microseconds) whatever the output is.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from typing import Any
+
+import numpy as np
 
 from sgla.errors import InvalidField
 from sgla.messages import Repetition
@@ -38,35 +40,42 @@ def check_repetition(asked: Repetition | None) -> Repetition | None:
 class Loop:
     """The state of one output."""
 
-    __slots__ = ("_count", "_least", "_length", "_most", "_places", "_runs", "_window")
+    __slots__ = ("_asked", "_at", "_needed", "_runs", "_tokens")
 
     def __init__(self, asked: Repetition) -> None:
         """``asked`` is checked."""
-        self._least = max(1, asked.min_pattern_size)
-        self._most = asked.max_pattern_size
-        self._count = asked.min_count
-        self._length = 0
-        self._window: deque[int] = deque()  # the last ``most`` tokens
-        self._places: dict[int, deque[int]] = {}  # where in the output they are
-        self._runs: dict[int, int] = {}  # by size of the pattern
+        most = asked.max_pattern_size
+        self._asked = asked
+        self._tokens = np.full(4 * most, -1, np.int32)  # from ``_at`` on the output, its last token first
+        self._at = 4 * most
+        self._runs = np.zeros(most, np.int32)  # by size of the pattern, from 1
+        self._needed = self._lengths()
+
+    def _lengths(self) -> np.ndarray[Any, Any]:
+        """Of the runs that are looked for, by size of the pattern."""
+        sizes, never = np.arange(1, self._asked.max_pattern_size + 1), np.iinfo(np.int32).max
+        lengths = sizes * min(self._asked.min_count - 1, never)
+        lengths[: max(1, self._asked.min_pattern_size) - 1] = never
+        return np.minimum(lengths, never).astype(np.int32)
 
     def add(self, token: int) -> bool:
-        """Take the next token; true if the output ends with ``count`` copies of a pattern."""
-        runs: dict[int, int] = {}
-        looping = False
-        places = self._places.setdefault(token, deque())
-        for place in places:
-            size = self._length - place
-            if size >= self._least:
-                run = runs[size] = self._runs.get(size, 0) + 1
-                looping = looping or run >= size * (self._count - 1)
-        self._runs = runs
-        places.append(self._length)
-        self._length += 1
-        self._window.append(token)
-        if len(self._window) > self._most:
-            oldest = self._window.popleft()
-            self._places[oldest].popleft()
-            if not self._places[oldest]:
-                del self._places[oldest]
-        return looping
+        """Take the next token; true if the output ends with ``min_count`` copies of a pattern."""
+        most, tokens, runs = len(self._runs), self._tokens, self._runs
+        if self._at == 0 or self._at == len(tokens):
+            self._at = len(tokens) - most
+            tokens[self._at :] = tokens[:most]
+        before = tokens[self._at : self._at + most]
+        self._at -= 1
+        tokens[self._at] = token
+        runs += 1
+        runs *= before == token
+        return bool((runs >= self._needed).any())
+
+    def __getstate__(self) -> tuple[Repetition, int, bytes, bytes]:
+        return self._asked, self._at, self._tokens.tobytes(), self._runs.tobytes()
+
+    def __setstate__(self, state: tuple[Repetition, int, bytes, bytes]) -> None:
+        self._asked, self._at, tokens, runs = state
+        self._tokens = np.frombuffer(tokens, np.int32).copy()
+        self._runs = np.frombuffer(runs, np.int32).copy()
+        self._needed = self._lengths()

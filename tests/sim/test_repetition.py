@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Sequence
 
@@ -39,10 +40,21 @@ def test_every_place_of_random_outputs_is_told_as_the_definition_says(
         ]
 
 
-def test_what_it_keeps_does_not_grow_with_the_output() -> None:
-    loop = Loop(Repetition(max_pattern_size=8, min_count=3))
-    assert not any(loop.add(token) for token in range(1000))
-    assert len(loop._window) == len(loop._places) == 8
+@pytest.mark.parametrize("tokens", [range(2000), [7] * 2000])
+def test_what_it_keeps_does_not_grow_with_the_output(tokens: Sequence[int]) -> None:
+    asked = Repetition(max_pattern_size=MAX_PATTERN, min_count=1 << 62)
+    loop = Loop(asked)
+    size = len(pickle.dumps(loop))
+    assert not any(loop.add(token) for token in tokens)
+    assert len(pickle.dumps(loop)) <= size + 8
+
+
+def test_a_copy_goes_on_as_the_original() -> None:
+    loop = Loop(Repetition(max_pattern_size=4, min_count=3))
+    assert not any(loop.add(token) for token in (1, 2, 3, 1, 2, 3, 1, 2))
+    copy = pickle.loads(pickle.dumps(loop))
+    assert [loop.add(3), copy.add(3)] == [True, True]
+    assert [loop.add(2), copy.add(2)] == [False, False]
 
 
 @pytest.mark.parametrize(
