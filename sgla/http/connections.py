@@ -15,9 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
+from sgla import clock
 from sgla.errors import Overloaded
 from sgla.http.bodies import SHARE
 from sgla.http.clients import without_key
+from sgla.http.turns import SLICE
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Connection(web.RequestHandler):
         "_asked",
         "_handler",
         "_head",
+        "_parsing",
         "_resting",
         "_since",
         "_timers",
@@ -110,6 +113,7 @@ class Connection(web.RequestHandler):
         # Of requests that wait behind another one on the same connection no more are read than came with it.
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 1
         self._head = 0  # bytes of a header that is not complete
+        self._parsing = 0.0  # seconds that were spent on what came since reading last rested
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._handler: asyncio.Task[Any] | None = None  # of a request until its answer begins
         self._asked = 0.0  # when that began
@@ -184,11 +188,26 @@ class Connection(web.RequestHandler):
         self._handler = None
 
     def data_received(self, data: bytes) -> None:
+        began = clock.now()
         super().data_received(data)
+        self._parsing += clock.now() - began
+        if self._parsing > SLICE:
+            self._rest_from_reading()
         self._head = self._head + len(data) if self.idle else 0
         if self._head > HEADER_BYTES and self.transport is not None:
             self.transport.write(TOO_LARGE)
             self.force_close()
+
+    def _rest_from_reading(self) -> None:
+        """A turn of the loop brings up to 8 MiB, which may be a million frames or chunks: leave the next ones
+        to a later turn."""
+        self._parsing = 0.0
+        self._pause_transport_reading()
+        self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not (self._reading_paused or self._buffer_paused):
+            self._resume_transport_reading()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None

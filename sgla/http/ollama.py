@@ -146,7 +146,7 @@ async def answer(
         return await sse.stream(request, server, work, lines)
     choices = await server.collect(work)
     raise_aborted(choices)
-    size = answer_size(choices, work.jobs[0].sampling)
+    size = answer_size(choices, work)
     return await answered(request, size, lambda: lines.whole(choices[0]))
 
 

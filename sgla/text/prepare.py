@@ -44,6 +44,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 SYSTEM = ("system", "developer")
+CUT = 1 << 18  # tokens more than the context has that a prompt may lose
 TAIL = 16  # tokens at a prompt's end in which the opener of a free part is looked for
 
 
@@ -329,7 +330,10 @@ class Preparer:
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text)
-        tokens = self.tokenizer.encode(text, add_special_tokens)
+        encoding, limit = self.tokenizer.encoding(text, add_special_tokens), self.limits.context_len
+        if len(encoding) > limit + CUT:
+            raise ContextTooLong.of(limit, len(encoding), 0)
+        tokens = encoding.ids
         if not tokens:
             raise InvalidField("the prompt is empty; send at least one token", param=param)
         if max(tokens) >= self.limits.vocab_size:

@@ -39,6 +39,12 @@ WORDS = [
 BOS, EOS = 510, 511
 
 
+class Ids(list[int]):
+    @property
+    def ids(self) -> list[int]:
+        return self
+
+
 class FakeTokenizer:
     """Bytes are ids 0-255; ids 256-509 are whole words, which only the model writes."""
 
@@ -53,6 +59,9 @@ class FakeTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> Any:
+        return Ids(self.encode(text, add_special_tokens))
 
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
         kept = (i for i in ids if not (skip_special_tokens and i in self.special_ids))

@@ -29,6 +29,7 @@ TEXT = "/v1/completions"
     [
         ("/tokenize", {"prompt": "x" * (MAX_CHARS + 1)}, f"{MAX_CHARS} is the limit"),
         ("/tokenize", {"prompt": ["x"] * (MAX_TEXTS + 1)}, f"{MAX_TEXTS} is the limit"),
+        ("/tokenize", {"prompt": ["x" * 3, "y" * 3]}, "prompt has 8 tokens or more; 7 is the limit"),
         ("/detokenize", {"tokens": [1] * 6}, "5 is the limit"),
         ("/detokenize", {"tokens": [1, [2]]}, "between 0 and"),
     ],
@@ -37,6 +38,7 @@ async def test_limits_of_texts(
     site: Site, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, object], told: str
 ) -> None:
     monkeypatch.setattr("sgla.http.native.tokens.MAX_IDS", 5)
+    monkeypatch.setattr("sgla.http.native.tokens.MAX_TOKENS", 7)
     status, reply = await site.post(route, body)
     assert status == 400
     assert told in reply["error"]["message"]

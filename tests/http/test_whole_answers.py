@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from http_site import Serve, Site
 
 from sgla.http.answer import whole
 from sgla.http.answer.collect import Choice
-from sgla.http.answer.whole import PART, PIECE, TEXT, each, in_parts, pieces, written
-from sgla.messages import Event, Job, Pooling, TokenLogprob, Usage
+from sgla.http.answer.whole import INLINE, PART, PIECE, TEXT, each, in_parts, pieces, written
+from sgla.http.openai.common import answer_size
+from sgla.messages import Event, Job, Pooling, SamplingParams, TokenLogprob, Usage
 
 PROMPT = {"prompt": "hi", "logprobs": 20}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20}
@@ -48,6 +51,19 @@ def test_nothing_long_is_encoded_in_one_go(monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(b"".join(made)) == value | {"long": [[i] * 10 for i in range(10_000)]}
     assert max(sizes) <= TEXT + 2
     assert all(PIECE <= len(piece) < 2 * PIECE for piece in made[:-1])
+
+
+def test_of_a_long_answer_not_all_choices_are_counted() -> None:
+    work: Any = SimpleNamespace(jobs=[SimpleNamespace(sampling=SamplingParams())], n=4)
+
+    def choices() -> Iterator[Choice]:
+        for i in range(2):
+            choice = Choice(i)
+            choice.tokens = [1] * INLINE
+            yield choice
+        raise AssertionError("it is long already")
+
+    assert answer_size(choices(), work) > INLINE
 
 
 def test_logprobs_are_freed_once_they_are_written() -> None:

@@ -132,7 +132,7 @@ def test_length_is_checked_against_the_context(byte_level: Tokenizer) -> None:
 def test_hopelessly_long_text_is_refused_before_it_is_encoded(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_level, "encode", None)
+    monkeypatch.setattr(byte_level, "encoding", None)
     with pytest.raises(ContextTooLong):
         preparer(byte_level)(job(text="x" * 100_000))
 
@@ -253,6 +253,19 @@ def test_a_model_without_marks_refuses_a_suffix(byte_level: Tokenizer) -> None:
         preparer(byte_level)(job(text="x", suffix="y"))
 
 
+def test_of_a_prompt_that_no_cut_saves_no_list_is_made(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would hold up all other threads."""
+    monkeypatch.setattr("sgla.text.prepare.CUT", 10)
+    prepared = preparer(byte_level, context=20)
+    assert len(prepared(job(text="1 2 3 " * 4, keep_last=5, sampling={"max_tokens": 4}))[0].tokens) == 5
+    encoding = [0] * 31  # has no ``ids``
+    monkeypatch.setattr(byte_level, "encoding", lambda text, add_special_tokens: encoding)
+    with pytest.raises(ContextTooLong, match="requested 31 tokens"):
+        prepared(job(text="1 2 3 " * 5, keep_last=5, sampling={"max_tokens": 4}))
+
+
 def test_a_long_prompt_loses_its_beginning_or_its_end(byte_level: Tokenizer) -> None:
     prepared = preparer(byte_level, context=20)
     ids = list(range(10, 40))
@@ -296,7 +309,7 @@ def test_texts_that_no_context_holds_are_not_encoded(
         return encode_pair(text, *more)
 
     monkeypatch.setattr(byte_level, "encode_pair", noted)
-    monkeypatch.setattr(byte_level, "encode", None)
+    monkeypatch.setattr(byte_level, "encoding", None)
     for fields in ({"text": long}, {"text": long, "pool": []}, {"text": "x", "pair": long, "pool": []}):
         with pytest.raises(ContextTooLong):
             prepared(job(**fields))

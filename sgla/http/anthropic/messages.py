@@ -57,7 +57,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         return await sse.stream(request, server, work, MessageStream(answer))
     choices = await server.collect(work)
     raise_aborted(choices)
-    size = answer_size(choices, work.jobs[0].sampling)
+    size = answer_size(choices, work)
     return await answered(request, size, lambda: answer.whole(choices[0]))
 
 
@@ -75,7 +75,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     tokenizer = server.ingress.tokenizer
     text = await render(request, server, chat)
     check_size("messages", [text], MAX_CHARS, "characters with the chat template")
-    count = await beside(request, len(text), lambda: len(tokenizer.encode(text, add_special_tokens=False)))
+    count = await beside(request, len(text), lambda: len(tokenizer.encoding(text, add_special_tokens=False)))
     return json_response({"input_tokens": count})
 
 

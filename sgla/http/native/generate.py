@@ -98,8 +98,7 @@ async def answer(
         results = [shapes.result(choice) for choice in choices]
         return results if many or work.n > 1 else results[0]
 
-    size = sum(answer_size(choices[i : i + 1], work.jobs[i // work.n].sampling) for i in range(len(choices)))
-    return await answered(request, size, whole, choices)
+    return await answered(request, answer_size(choices, work), whole, choices)
 
 
 async def begin_turn(

@@ -21,6 +21,7 @@ TOKENIZE = Schema(TokenizeRequest)
 DETOKENIZE = Schema(DetokenizeRequest)
 MAX_CHARS = 1 << 20  # that one request may have tokenized
 MAX_IDS = 1 << 18  # that one request may have detokenized
+MAX_TOKENS = 1 << 19  # that one request may get: few texts have more than one for two characters
 MAX_TEXTS = 8192  # of either, in one request
 IDS_SLICE = 4096  # ids that are made text without a pause for other threads
 
@@ -37,9 +38,7 @@ async def tokenize(request: web.Request) -> web.Response:
     texts = prompt if isinstance(prompt, list) else [prompt]
     check_size("prompt", texts, MAX_CHARS, "characters")
     tokenizer = server.ingress.tokenizer
-    encoded = await beside(
-        request, total(texts), lambda: [tokenizer.encode(text, add_special_tokens=special) for text in texts]
-    )
+    encoded = await beside(request, total(texts), lambda: tokenized(tokenizer, texts, special))
     lists = isinstance(prompt, list)
     facts = server.ingress.facts
     counts = [len(ids) for ids in encoded]
@@ -63,6 +62,20 @@ async def apply_template(request: web.Request) -> web.Response:
     if fields.messages is None:
         raise InvalidField("messages is required", param="messages")
     return json_response({"prompt": await render(request, server, fields)})
+
+
+def tokenized(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
+    """The ids of each text. Raises InvalidField for too many, with those of the texts up to there."""
+    found, size = [], 0
+    for text in texts:
+        encoding = tokenizer.encoding(text, add_special_tokens=special)
+        size += len(encoding)
+        if size > MAX_TOKENS:
+            raise InvalidField(
+                f"prompt has {size} tokens or more; {MAX_TOKENS} is the limit of one request", param="prompt"
+            )
+        found.append(encoding.ids)
+    return found
 
 
 def check_size(name: str, lists: list[Any], most: int, unit: str) -> None:

@@ -62,7 +62,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         choices = await server.collect(work)
         raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
-    size = answer_size(choices, work.jobs[0].sampling)
+    size = answer_size(choices, work)
     return await answered(request, size, lambda: response(head, choices, work, shapes, reading), choices)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
-from sgla.http.answer.whole import encode_all, few, in_parts
+from sgla.http.answer.whole import INLINE, encode_all, few, in_parts
 from sgla.http.errors import error_body
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
-from sgla.http.server import Server
+from sgla.http.server import Server, Work
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, Usage
 from sgla.text.logprobs import prompt_logprobs
@@ -95,14 +95,17 @@ def width(sampling: SamplingParams) -> int:
     return 1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) + len(sampling.logprob_token_ids)
 
 
-def answer_size(choices: Iterable[Choice], sampling: SamplingParams) -> int:
-    """About how many values an answer has: tokens, logprobs, and what it takes to read the text."""
-    shown = width(sampling)
-    return sum(
-        (len(choice.tokens) + len(choice.prompt_logprobs or [])) * shown
-        + (sum(map(len, choice.texts)) + sum(map(len, choice.hidden))) // 2
-        for choice in choices
-    )
+def answer_size(choices: Iterable[Choice], work: Work) -> int:
+    """About how many values an answer has: tokens, logprobs, and what it takes to read the text.
+    Of one that is too long for the loop in any case, not all are counted."""
+    size = 0
+    for i, choice in enumerate(choices):
+        sampling = work.jobs[i // work.n].sampling
+        size += (len(choice.tokens) + len(choice.prompt_logprobs or [])) * width(sampling)
+        size += (sum(map(len, choice.texts)) + sum(map(len, choice.hidden))) // 2
+        if size > INLINE:
+            break
+    return size
 
 
 class ChunkStream(Encoder):

@@ -72,7 +72,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             choice["index"] = index
         return {**head, "choices": shown, "usage": usage_object(usage)}
 
-    return await answered(request, answer_size(choices, work.jobs[0].sampling), whole, choices)
+    return await answered(request, answer_size(choices, work), whole, choices)
 
 
 async def text_work(request: web.Request, server: Server, fields: CompletionRequest) -> Work:

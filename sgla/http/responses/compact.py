@@ -90,4 +90,4 @@ async def compact(request: web.Request) -> web.StreamResponse:
             "usage": usage_object(choice.usage, reader.reasoning_tokens),
         }
 
-    return await answered(request, answer_size(choices, work.jobs[0].sampling), whole)
+    return await answered(request, answer_size(choices, work), whole)
