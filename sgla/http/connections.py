@@ -33,7 +33,8 @@ UNREAD_SECONDS = 120  # that a client may read nothing of an answer
 LINGER_SECONDS = 5
 PATIENCE = 5.0  # seconds for which a client may keep a connection waiting that others want
 HEADER_BYTES = 64 << 10  # of all headers of a request
-READ_BYTES = 64 << 10  # of a body that are kept for a handler that does not read, about
+READ_BYTES = 16 << 10  # of a body that are kept for a handler that does not read, about
+PARSED = 16 << 10  # bytes that are parsed in one go
 
 OWN_FILES = 128  # descriptors for all that is no client
 # Asked of the system; some systems allow a billion, and programs that are started close them all.
@@ -87,7 +88,9 @@ class Connection(web.RequestHandler):
         "_asked",
         "_handler",
         "_head",
+        "_later",
         "_parsing",
+        "_rest",
         "_resting",
         "_since",
         "_timers",
@@ -113,7 +116,9 @@ class Connection(web.RequestHandler):
         # Of requests that wait behind another one on the same connection no more are read than came with it.
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 1
         self._head = 0  # bytes of a header that is not complete
-        self._parsing = 0.0  # seconds that were spent on what came since reading last rested
+        self._rest = b""  # of what came, and is parsed later
+        self._later: asyncio.Handle | None = None
+        self._parsing = 0.0  # seconds that were spent on it since others last had the loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._handler: asyncio.Task[Any] | None = None  # of a request until its answer begins
         self._asked = 0.0  # when that began
@@ -175,6 +180,7 @@ class Connection(web.RequestHandler):
         self.handshake = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._rest = b""
         self.gone()
         super().connection_lost(exc)
 
@@ -188,26 +194,52 @@ class Connection(web.RequestHandler):
         self._handler = None
 
     def data_received(self, data: bytes) -> None:
+        """A turn of the loop may bring 8 MiB, a million frames or chunks: what takes long to parse is left to
+        later turns."""
+        if not self._rest and len(data) <= PARSED:
+            self._parse(data)
+            if self._parsing > SLICE:
+                self._parse_later()
+        elif data:
+            self._rest += data
+            if self._later is None:
+                self._parse_rest()
+        else:  # what the parser has kept is to be parsed
+            super().data_received(data)
+
+    def _parse(self, data: bytes) -> None:
         began = clock.now()
         super().data_received(data)
         self._parsing += clock.now() - began
-        if self._parsing > SLICE:
-            self._rest_from_reading()
         self._head = self._head + len(data) if self.idle else 0
         if self._head > HEADER_BYTES and self.transport is not None:
             self.transport.write(TOO_LARGE)
             self.force_close()
 
-    def _rest_from_reading(self) -> None:
-        """A turn of the loop brings up to 8 MiB, which may be a million frames or chunks: leave the next ones
-        to a later turn."""
+    def _parse_rest(self) -> None:
+        """As much of it as does not take long, while aiohttp wants it."""
+        self._later = None
+        while self._rest and not (self._reading_paused or self._buffer_paused) and self._parsing <= SLICE:
+            piece, self._rest = self._rest[:PARSED], self._rest[PARSED:]
+            self._parse(piece)
+        if self._reading_paused or self._buffer_paused:
+            self._pause_transport_reading()
+        elif self._rest or self._parsing > SLICE:
+            self._parse_later()
+        else:
+            super()._resume_transport_reading()
+
+    def _parse_later(self) -> None:
         self._parsing = 0.0
         self._pause_transport_reading()
-        self._loop.call_soon(self._read_on)
+        if self._later is None:
+            self._later = self._loop.call_soon(self._parse_rest)
 
-    def _read_on(self) -> None:
-        if not (self._reading_paused or self._buffer_paused):
-            self._resume_transport_reading()
+    def _resume_transport_reading(self) -> None:
+        if self._rest:
+            self._parse_later()
+        else:
+            super()._resume_transport_reading()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None

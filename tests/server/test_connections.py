@@ -327,31 +327,36 @@ async def test_headers_come_in_time_and_are_small(monkeypatch: pytest.MonkeyPatc
         writer.close()
 
 
-async def test_reading_rests_when_what_comes_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn of the loop may bring 8 MiB of frames or chunks. Nothing is lost."""
-    monkeypatch.setattr(connections, "SLICE", 0.0)
-    rests = 0
-    rest = connections.Connection._rest_from_reading
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+async def test_what_takes_long_to_parse_is_parsed_in_many_turns(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Requests one behind the other, and a body in tiny chunks that arrives at once. Nothing is lost."""
+    monkeypatch.setattr(connections, "SLICE", seconds)
+    sizes: list[int] = []
+    parse = connections.Connection._parse
 
-    def counted(self: connections.Connection) -> None:
-        nonlocal rests
-        rest(self)
-        rests += not self.transport.is_reading()  # type: ignore[union-attr]
+    def counted(self: connections.Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        parse(self, data)
 
-    monkeypatch.setattr(connections.Connection, "_rest_from_reading", counted)
+    monkeypatch.setattr(connections.Connection, "_parse", counted)
     async with serving(limit=16) as server:
-        reader, writer = await server.connect(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
-        for _ in range(50):
+        reader, writer = await server.connect(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 600)
+        for _ in range(600):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"}")
-        assert rests
         writer.close()
-        body = b"a" * (1 << 20)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-        reader, writer = await server.connect(head + b"100000\r\n" + body + b"\r\n0\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 4")
-        assert rests > 2
+        body = b'{"prompt":"' + b"word " * 8000 + b'","temperature":-1}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+        reader, writer = await server.connect(head + chunks)
+        answer = await reader.readuntil(b"}}")
+        assert b"HTTP/1.1 400" in answer
+        assert b"temperature" in answer
         writer.close()
+    assert max(sizes) <= connections.PARSED
+    assert sum(sizes) == 600 * 34 + len(head) + len(chunks)
 
 
 async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
