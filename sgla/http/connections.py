@@ -33,7 +33,7 @@ UNREAD_SECONDS = 120  # that a client may read nothing of an answer
 LINGER_SECONDS = 5
 PATIENCE = 5.0  # seconds for which a client may keep a connection waiting that others want
 HEADER_BYTES = 64 << 10  # of all headers of a request
-READ_BYTES = 16 << 10  # of a body that are kept for a handler that does not read, about
+READ_BYTES = 64 << 10  # of a body that are kept for a handler that does not read, about
 PARSED = 16 << 10  # bytes that are parsed in one go
 
 OWN_FILES = 128  # descriptors for all that is no client
