@@ -42,6 +42,7 @@ PURPOSE, MADE = "batch", "batch_output"
 HIDDEN = "\0"  # an owner that no client is
 PINNED = 1e12  # a stamp that is never old
 PIECE = 64 << 10  # bytes of an upload that are stored at once
+SMALL = 4096  # bytes of pieces that are stored by one statement
 COST = 64  # bytes that a piece counts for beside its data
 PIECES = Pieces("pieces", "file", "number")
 LISTED = 256  # files that are looked at in one transaction for a list
@@ -99,17 +100,24 @@ class Files:
         yield from self.database.leftovers.free_for(tx, len(data))
 
     def put_all(
-        self, tx: sqlite3.Connection, number: int, lines: list[tuple[int, str]], client: str
+        self,
+        tx: sqlite3.Connection,
+        texts: dict[int, list[tuple[int, bytes]]],
+        client: str,
     ) -> Iterator[None]:
-        """Add pieces of text, in one statement."""
-        size = sum(COST + len(text.encode()) for _, text in lines)
+        """Add pieces of text to hidden files, by their numbers: all of them, or none. Raises StorageFull."""
+        size = sum(COST + len(text) for pieces in texts.values() for _, text in pieces)
         yield from self.make_room(tx, client, size)
-        tx.execute(
-            "INSERT INTO pieces SELECT ?, json_extract(value, '$[0]'), "
-            "CAST(json_extract(value, '$[1]') AS BLOB) FROM json_each(?)",
-            (number, encode(lines).decode()),
-        )
-        self.grow(tx, number, size)
+        for number, pieces in texts.items():
+            small = [(piece, text.decode()) for piece, text in pieces if len(text) <= SMALL]
+            tx.execute(
+                "INSERT INTO pieces SELECT ?, json_extract(value, '$[0]'), "
+                "CAST(json_extract(value, '$[1]') AS BLOB) FROM json_each(?)",
+                (number, encode(small).decode()),
+            )
+            long = [(number, piece, text) for piece, text in pieces if len(text) > SMALL]
+            tx.executemany("INSERT INTO pieces VALUES (?, ?, ?)", long)
+            self.grow(tx, number, sum(COST + len(text) for _, text in pieces))
         yield from self.database.leftovers.free_for(tx, size)
 
     def grow(self, tx: sqlite3.Connection, number: int, size: int) -> None:

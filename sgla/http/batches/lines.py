@@ -136,11 +136,13 @@ def answer_line(uid: str, custom_id: str, status: int, body: bytes, ignored: lis
     )
 
 
-def error_line(number: int, custom_id: str | None, code: str, message: str, param: str | None = None) -> str:
+def error_line(
+    number: int, custom_id: str | None, code: str, message: str, param: str | None = None
+) -> bytes:
     """Of a request that was not run."""
     error = {"code": code, "message": message, "param": param, "line": number}
     line = {"id": line_id(), "custom_id": custom_id, "response": None, "error": error}
-    return encode(line).decode() + "\n"
+    return encode(line) + b"\n"
 
 
 def line_id() -> str:

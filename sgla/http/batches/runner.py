@@ -218,7 +218,7 @@ class Runner:
         batch.total = batch.failed = 0
         seen: set[bytes] = set()
         errors: list[dict[str, Any]] = []
-        bad: list[tuple[int, str]] = []
+        bad: list[tuple[int, bytes]] = []
         lines = self._lines(batch, self._longest)
 
         async def check() -> bool:
@@ -252,7 +252,7 @@ class Runner:
         batch.become("in_progress")
         await self.store.save(batch)
 
-    async def _keep_errors(self, batch: Batch, lines: list[tuple[int, str]]) -> None:
+    async def _keep_errors(self, batch: Batch, lines: list[tuple[int, bytes]]) -> None:
         if lines:
             await self.store.keep_errors(batch, lines)
             lines.clear()
@@ -299,7 +299,7 @@ class Runner:
     async def _expire(self, batch: Batch) -> None:
         """Answer what is left, as far as there is room."""
         done, lines = await self.store.done(batch), self._lines(batch, self._longest)
-        late: list[tuple[int, str]] = []
+        late: list[tuple[int, bytes]] = []
         message = f"the request was not run within the completion window of {batch.seen['completion_window']}"
 
         async def answer() -> bool:
@@ -362,7 +362,7 @@ class Runner:
         try:
             line = await self._checked(batch, await lines.text(found))
         except BadLine as error:  # it was right once: the server has other names now
-            return failure(found.number, error).encode(), True
+            return failure(found.number, error), True
         url, name, body = line.url, line.custom_id, bytes(line.body)
         del line
         client = batch.client._replace(group=GROUP)
@@ -408,7 +408,7 @@ def is_done(done: bytearray, line: Numbered) -> bool:
     return line.number < len(done) and bool(done[line.number])
 
 
-def failure(number: int, error: BadLine) -> str:
+def failure(number: int, error: BadLine) -> bytes:
     return error_line(number, error.custom_id, error.code, error.message, error.param)
 
 

@@ -3,15 +3,26 @@ those that have ended as clients see them, the others with what it takes to go o
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Generator, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from sgla.errors import InvalidField, NotFound, Overloaded
-from sgla.http.batches.files import COST, HIDDEN, MADE, PINNED, PURPOSE, UNBOUNDED, Files, file_object
+from sgla.http.batches.files import (
+    COST,
+    HIDDEN,
+    MADE,
+    PINNED,
+    PURPOSE,
+    UNBOUNDED,
+    Files,
+    StorageFull,
+    file_object,
+)
 from sgla.http.batches.usage import no_usage
 from sgla.http.clients import Client
 from sgla.http.state.database import Database, Work
@@ -33,11 +44,21 @@ CREATE TABLE unended_batches (
 BATCH = "batch"  # the kind
 MOST = 4096  # batches, those that have ended included
 MOST_UNENDED = 32  # of one client
+TOGETHER = 64  # answers that are stored in one transaction
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class FileNotFound(NotFound):
     code = "file_not_found"
+
+
+class Answer(NamedTuple):
+    """To a line, on its way to the database; ``kept`` is done when it is there."""
+
+    line: int
+    data: bytes
+    failed: bool
+    kept: asyncio.Future[None]
 
 
 class Batch:
@@ -56,6 +77,8 @@ class Batch:
         self.completed = self.failed = 0
         self.usage: dict[str, Any] = seen.setdefault("usage", no_usage())
         self.running = 0  # choices
+        self.answers: list[Answer] = []
+        self.keeping: asyncio.Task[None] | None = None  # while there are answers
         self.wanted = ""  # how it is to end, if somebody wants it to
         self.local = False  # the operator's own: as many lines as there are, each for any route
 
@@ -184,22 +207,59 @@ class BatchStore:
         await self._run(batch, work)
 
     async def keep(self, batch: Batch, line: int, data: bytes, failed: bool) -> None:
-        """The answer to a line, and the usage with it. Raises StorageFull."""
-        file, json = batch.errors if failed else batch.output, encode(batch.shown())
+        """The answer to a line, and the usage with it, in one transaction with those that come while an
+        earlier one runs. Raises StorageFull."""
+        kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        batch.answers.append(Answer(line, data, failed, kept))
+        if batch.keeping is None:
+            batch.keeping = asyncio.ensure_future(self._keep(batch))
+        await kept
+
+    async def _keep(self, batch: Batch) -> None:
+        """The answers that nobody has given up."""
+        together = TOGETHER
+        while batch.answers:
+            some, batch.answers = batch.answers[:together], batch.answers[together:]
+            group = [answer for answer in some if not answer.kept.done()]
+            failure: Exception | None = None
+            try:
+                await self._put(batch, group)
+            except StorageFull as error:
+                if len(group) > 1:  # there may be room for some of them
+                    batch.answers, together = group + batch.answers, 1
+                    continue
+                failure = error
+            except Exception as error:
+                failure = error
+            for answer in group:
+                if failure is None:
+                    batch.failed += answer.failed
+                    batch.completed += not answer.failed
+                if answer.kept.done():
+                    continue
+                if failure is None:
+                    answer.kept.set_result(None)
+                else:
+                    answer.kept.set_exception(failure)
+        batch.keeping = None
+
+    async def _put(self, batch: Batch, group: list[Answer]) -> None:
+        texts: dict[int, list[tuple[int, bytes]]] = {}
+        for answer in group:
+            file = batch.errors if answer.failed else batch.output
+            texts.setdefault(file, []).append((answer.line, answer.data))
+        json = encode(batch.shown())
 
         def work(tx: sqlite3.Connection) -> Iterator[None]:
-            yield from self.files.put(tx, file, line, data, batch.client.name)
+            yield from self.files.put_all(tx, texts, batch.client.name)
             tx.execute("UPDATE objects SET json = ? WHERE number = ?", (json, batch.number))
 
         await self._run(batch, work)
-        if failed:
-            batch.failed += 1
-        else:
-            batch.completed += 1
 
-    async def keep_errors(self, batch: Batch, lines: list[tuple[int, str]]) -> None:
+    async def keep_errors(self, batch: Batch, lines: list[tuple[int, bytes]]) -> None:
         """The same for lines that were not run."""
-        await self._run(batch, lambda tx: self.files.put_all(tx, batch.errors, lines, batch.client.name))
+        texts = {batch.errors: list(lines)}
+        await self._run(batch, lambda tx: self.files.put_all(tx, texts, batch.client.name))
         batch.failed += len(lines)
 
     async def save(self, batch: Batch) -> None:
