@@ -97,8 +97,9 @@ async def test_silent_connections_make_room() -> None:
             writer.close()
 
 
-async def test_requests_of_many_new_connections_are_answered() -> None:
+async def test_requests_of_many_new_connections_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there may be, from one client, that all connect before the first of them asks."""
+    monkeypatch.setattr(connections, "NEW_SECONDS", 30.0)
     async with serving(limit=8) as server:
         opened = [await server.connect() for _ in range(8 + SPARE)]
         for _, writer in opened:
