@@ -38,6 +38,7 @@ def quantize_checkpoint(folder: Path, layout: str, **config: Any) -> dict[str, t
     ("model_type", "changes"),
     [
         ("qwen3", {"head_dim": 16}),
+        ("phi3", {}),  # fused layers
         (
             "qwen3_moe",
             {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
