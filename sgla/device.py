@@ -15,7 +15,6 @@ from sgla.errors import ConfigError
 SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
-HEAD_DIM = 256  # the largest of the attention kernels
 CPU = "give --device cpu"
 # Settings for what models that make text do with logits, and for pages of KV.
 OF_TEXT = "deterministic", "enable_return_hidden_states", "logits_processors", "speculative_algorithm"
@@ -157,9 +156,7 @@ def devices(kind: str) -> tuple[Device, ...]:
         ) from error
 
 
-def check(
-    device: Device, config: Config, head_dim: int, dtype: str, mixture: bool, stored: str | None
-) -> None:
+def check(device: Device, config: Config, dtype: str, mixture: bool, stored: str | None) -> None:
     """Raise ConfigError for a decoder that ``device`` cannot run. ``dtype``: in which it computes;
     ``stored``: the quantization of the checkpoint."""
     quantization = config.quantization or stored
@@ -171,12 +168,6 @@ def check(
         raise ConfigError(
             f"{device.name} has compute capability {device.arch[0]}.{device.arch[1]}, and the kernels need "
             f"{LEAST[0]}.{LEAST[1]} (Ampere) or more; {CPU}",
-            param="device",
-        )
-    if head_dim > HEAD_DIM:
-        raise ConfigError(
-            f"the model's head dimension is {head_dim}, and the GPU's "
-            f"attention kernels end at {HEAD_DIM}; {CPU}",
             param="device",
         )
     if config.deterministic and (mixture or stored is not None):
@@ -208,7 +199,7 @@ def check(
 
 def check_encoder(device: Device, config: Config, dtype: str) -> None:
     """``check`` for an encoder."""
-    check(device, config, 0, dtype, False, None)
+    check(device, config, dtype, False, None)
     if config.quantization:
         raise ConfigError(
             f"--quantization {config.quantization} cannot be honoured for encoders on a GPU; leave it out",

@@ -109,7 +109,7 @@ def resolve(
     dtype = filling.settle("dtype", choose_dtype(encoder and device != "cuda"))
     for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
         if isinstance(spec, ModelSpec):
-            check_device(gpu, config, spec.widest_head, dtype, spec.moe is not None, spec.quantization)
+            check_device(gpu, config, dtype, spec.moe is not None, spec.quantization)
         elif spec is not None:
             check_encoder(gpu, config, dtype)
     filling.settle("threads", choose_threads(machine, config.tp))

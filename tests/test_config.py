@@ -380,7 +380,6 @@ def test_explain_leaves_the_rest_of_a_gpu_to_the_kv_cache() -> None:
 @pytest.mark.parametrize(
     ("changes", "gpu", "config", "message", "param"),
     [
-        ({"head_dim": 512}, H200, {}, "head dimension is 512.*--device cpu", "device"),
         (
             {},
             nvidia("Tesla T4", (7, 5), 40, 16 * GIB),

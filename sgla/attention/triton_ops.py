@@ -10,7 +10,7 @@ from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention
 
-HEAD_DIM = 256
+HEAD_DIM = 512  # beyond, not even the smallest tiles fit into the shared memory of a block
 
 
 def refuses(shape: Shape) -> str | None:

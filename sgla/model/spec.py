@@ -165,10 +165,6 @@ class ModelSpec:
         return self.method.name if self.method is not None and "cuda" in self.method.devices else None
 
     @property
-    def widest_head(self) -> int:
-        return max(layer.head_dim for layer in self.attention)
-
-    @property
     def windows(self) -> tuple[int, ...]:
         """Sliding windows of the layers; 0: full attention."""
         return tuple(layer.window for layer in self.attention)

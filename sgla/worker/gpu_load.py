@@ -39,7 +39,7 @@ def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Si
 def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) -> tuple[Kernels, list[str]]:
     """Also notes on what was decided why. Raises ConfigError for a model that this GPU cannot run."""
     dtype, mixture = dtype_of(config), spec.moe is not None
-    check_device(place.device, config, spec.widest_head, dtype, mixture, spec.quantization)
+    check_device(place.device, config, dtype, mixture, spec.quantization)
     kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
     shapes = shapes_of(config, spec, place.shard, sizes)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):

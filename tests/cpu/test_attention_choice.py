@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +16,9 @@ from sgla.attention import cascade, native
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.device import nvidia
 from sgla.errors import ConfigError
-from sgla.kernels import device
+from sgla.kernels import device, ops
 from sgla.kernels.cuda import decode_attention
+from sgla.kernels.ops import KVLayer
 
 pytest.importorskip("triton")
 SHAPE = attention.Shape(16, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, 64)
@@ -179,14 +182,14 @@ def test_sinks_are_for_those_who_know_them() -> None:
 def test_layers_with_other_heads_have_their_own_kernels() -> None:
     """The portable ones: they know which layer it is by its pages."""
     narrow = SHAPE._replace(alone=False)
-    wide = narrow._replace(head_dim=512)
+    wide = narrow._replace(head_dim=576)
     backend, notes = attention.choose("auto", [narrow, wide])
     assert "triton decode, triton prefill of 16 heads of 128; torch decode, torch" in backend.name
     assert not backend.captures
     assert backend.grows
     assert not backend.in_place
     assert "native decode not used: layers have several kinds of heads" in notes
-    with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 512 values"):
+    with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 576 values"):
         attention.choose("triton", [narrow, wide])
 
 
@@ -198,3 +201,24 @@ def test_groups_with_native_decode(group: int) -> None:
 @pytest.mark.parametrize("group", [11, 13, 32])
 def test_groups_without(group: int) -> None:
     assert names(shape=SHAPE._replace(heads=8 * group))[0] == "triton"
+
+
+def test_each_layer_gets_its_own_attention() -> None:
+    """By its pages, and by how many heads the queries have."""
+    shapes = [
+        SHAPE._replace(heads=h, kv_heads=2, head_dim=d, alone=False) for h, d in ((4, 16), (8, 16), (4, 8))
+    ]
+    backend, _ = attention.choose("torch", shapes)
+    ints = partial(torch.tensor, dtype=torch.int32)
+    for shape in shapes:
+        kv = KVLayer(*torch.randn(2, 3, 16, 2, shape.head_dim))
+        q = torch.randn(7, shape.heads * shape.head_dim)
+        batch = attention.DeviceBatch(
+            rows=2, tokens=7, ids=ints([0] * 7), positions=ints([9, 0, 1, 2, 3, 4, 5]), slots=ints([0, 1]),
+            q_start=ints([0, 1, 7]), kv_len=ints([10, 6]), out_loc=ints([0] * 7), page_table=ints([[1], [2]]),
+            page_size=16, sample_rows=ints([0, 6]), decode_rows=1,
+            extend=attention.ExtendRows(*(np.array(x, np.int32) for x in ([1], [6], [6], [[1], [2]]))),
+        )  # fmt: skip
+        backend.plan(batch)
+        found = backend(q, kv, batch, 0.3, 0, 0.0)
+        torch.testing.assert_close(found, ops.attention(q, kv, batch, 0.3))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy_family
-from checkpoints import Eager, random_prompts, save_checkpoint
+from checkpoints import Eager, check_against_hf, random_prompts, save_checkpoint
+from safetensors.torch import save_file
 from tiny import run, run_executor, submit, tiny_config
 
 from sgla.dist import Shard
@@ -18,8 +20,10 @@ from sgla.hub.source import open_source
 from sgla.model import registry
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
+from sgla.model.spec import ModelSpec
 from sgla.worker.cpu import CpuRunner
 
+LLAMA = "sgla.model.llama:Llama"
 PROMPTS = random_prompts([1, 7, 33, 90])
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -121,3 +125,50 @@ def test_a_family_with_an_op_of_its_own(
         for p in PROMPTS
     ]
     assert [row.tokens for row in rows] == expected
+
+
+SHAPES = [(6, 3, 8), (3, 3, 8), (6, 6, 4)]  # heads, KV heads and values of a head, layer by layer
+
+
+def narrowed(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A checkpoint of layers with ``SHAPES``; ``whole``, of layers with 6, 6 and 8, is changed to compute the same."""
+    parts = dict(whole)
+    for i, (heads, kv_heads, dim) in enumerate(SHAPES):
+        name = f"model.layers.{i}.self_attn"
+        kept = torch.tensor([0, 2, 4, 6]) if dim == 4 else torch.arange(8)  # these turn as those of 4 do
+        for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            w = whole[f"{name}.{which}_proj.weight"].view(6, 8, -1)
+            own = w[:count, kept].clone()
+            parts[f"{name}.{which}_proj.weight"] = own.flatten(0, 1)
+            w.zero_()
+            same = own.repeat_interleave(heads // count, 0)
+            w[:heads, kept] = same * (8 / dim) ** 0.5 if which == "q" else same
+        out = whole[f"{name}.o_proj.weight"].view(-1, 6, 8)
+        parts[f"{name}.o_proj.weight"] = out[:, :heads, kept].flatten(1).clone()
+    return {key: value.contiguous() for key, value in parts.items()}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@torch.no_grad()
+def test_layers_with_shapes_of_their_own(
+    native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists in config.json, as OpenELM and DeciLM have them: equal to a Llama that has all heads in every layer."""
+    monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
+    registry.register(
+        "ToyForCausalLM", dataclasses.replace(toy_family.FAMILY, layers_differ=True, model=LLAMA)
+    )
+    hf = save_checkpoint(tmp_path, "llama", num_key_value_heads=6, hidden_size=48)
+    save_file(narrowed(hf.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
+    source = open_source(tmp_path)
+    heads, kv_heads, dims = (list(column) for column in zip(*SHAPES))
+    source.config.update(architectures=["ToyForCausalLM"], model_type="toy", num_attention_heads=heads)
+    source.config.update(num_key_value_heads=kv_heads, head_dim=dims)
+    model = load_model(source)
+    assert [layer.tensors[0].shape for layer in model.state()] == [(3, 8), (3, 8), (6, 4)]
+    rows = Eager(model, native=native, budget=40).generate(PROMPTS, 12)
+    check_against_hf(rows, 12, hf)
+    matrices = sum(p.numel() for p in narrowed(hf.state_dict()).values() if p.dim() > 1)
+    assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
+    with pytest.raises(ConfigError, match="head_dim is .* a list of 3 numbers"):
+        ModelSpec.from_config(source.config | {"head_dim": [8, 8]})

@@ -258,6 +258,7 @@ def extend_cut(dim: int, size: int, shared: int) -> Cut:
     less."""
     n = 64 if dim <= 128 else 32
     cuts = [Cut(m, keys, 2) for m, keys in ((128, n), (64, n), (64, n // 2), (32, n // 2), (16, 16))]
+    cuts = cuts[dim > 256 :]  # sums of the largest tile would not fit into registers
     return _fitting(cuts, lambda c: size * (padded(dim) * (c.m + 2 * c.n) + c.m * c.n) + 4 * c.m, shared)
 
 
