@@ -284,9 +284,11 @@ def test_every_import_is_a_declared_dependency() -> None:
         assert names - THROUGH_OTHERS <= declared(*extras), folder
 
 
-def copied(folder: Path) -> Path:
+PARTS = ("sgla/", "csrc/", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+
+
+def copied(folder: Path, parts: tuple[str, ...] = PARTS) -> Path:
     """What the package is built from, as a checkout has it."""
-    parts = ("sgla/", "csrc/", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
     for name in tracked():
         if (ROOT / name).exists() and name.startswith(parts):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -326,6 +328,17 @@ def test_the_wheel_has_what_is_no_python(tmp_path: Path) -> None:
     assert sources
     assert names >= sources | {"sgla/py.typed", "sgla/cli/__init__.py", "sgla/http/page/index.html"}
     assert not [name for name in names if name.startswith(("tests", "bench"))]
+
+
+def test_the_source_distribution_has_every_file(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    copy = copied(tmp_path / "copy", ("",))
+    (tmp_path / "info").mkdir()
+    listing = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path / "info")]
+    subprocess.run(listing, cwd=copy, check=True)
+    listed = (tmp_path / "info/sgla.egg-info/SOURCES.txt").read_text().splitlines()
+    links = {name for name in tracked() if (ROOT / name).is_symlink()}  # what they lead to is there
+    assert {name for name in tracked() if (ROOT / name).exists()} - links <= {*map(os.path.normpath, listed)}
 
 
 def test_a_wheel_of_a_platform_brings_kernels_that_are_found_without_a_compiler(tmp_path: Path) -> None:
