@@ -4,6 +4,7 @@ shrink."""
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -108,3 +109,9 @@ def test_functions_are_short() -> None:
 
 def test_classes_are_short() -> None:
     assert {name for lines, name in lengths(ast.ClassDef) if lines > LONGEST_CLASS} <= LONG_CLASSES
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their names alone, and ends if two folders have the same one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
