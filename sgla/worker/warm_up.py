@@ -97,12 +97,13 @@ def _admit_all(steps: GpuSteps) -> None:
 
 
 def _peak(run: Callable[[GpuSteps], None], steps: GpuSteps) -> int:
+    """Bytes that it needs: those that torch takes from the GPU, or more, if it has room of its own."""
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run(steps)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_reserved() - before
+    return max(torch.cuda.max_memory_reserved() - reserved, torch.cuda.max_memory_allocated() - allocated)
 
 
 def _read_most(steps: GpuSteps) -> None:
