@@ -3,7 +3,8 @@ that it was.
 
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
 ``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
-asked for and what was launched besides, its context, its pages and its ledger; or the error that ended it. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+asked for and what was launched besides, its context, its pages and its ledger; or the error that ended it. With ``compile`` Triton's
+kernels are compiled for the card, and the shared memory that they take is told. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
+from triton.compiler import ASTSource
 
 from sgla.config import Config
 from sgla.errors import ConfigError
@@ -145,7 +147,8 @@ class Launches:
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
-        launch, launches = build.Kernel.launch, self.seen
+        self.sources: dict[str, tuple[ASTSource, Any]] = {}  # of Triton's kernels
+        launch, launches, sources = build.Kernel.launch, self.seen, self.sources
 
         def compiled(file: str, defines: Any, target: str) -> bytes:
             return f"{file} {defines}".encode()
@@ -155,7 +158,10 @@ class Launches:
             launch(self, *args, **kwargs)
 
         def compile_(self: Any, key: str, signature: Any, device: int, *args: Any) -> Any:
-            return SimpleNamespace(name=f"{self.__name__} {key}")
+            name = f"{self.__name__} {key}"
+            constants, options, attributes, *_ = args
+            sources[name] = ASTSource(self, signature, constants, attributes), options
+            return SimpleNamespace(name=name)
 
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             launches.add(ask(self, *args, grid=grid, warmup=True, **options).name)
@@ -167,6 +173,30 @@ class Launches:
             lambda self: ctypes.c_void_p(1),
         )
         triton.JITFunction._do_compile, triton.JITFunction.run = compile_, run
+
+
+# Kernels that know nothing of the model but its vocabulary.
+OF_NO_SHAPE = {f"sgla.kernels.triton.{name}" for name in ("sampling", "step", "rules")}
+
+
+def shared(launches: Launches, card: str) -> dict[str, int]:
+    """Compile Triton's kernels for the card: the bytes of shared memory of a block that each of them takes."""
+    major, minor = CARDS[card].capability
+    target = triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32)
+
+    def compiled(item: tuple[str, tuple[ASTSource, Any]]) -> tuple[str, int]:
+        name, (source, options) = item
+        kernel = triton.compile(source, target=target, options=options.__dict__)
+        return name.partition(" ")[0], kernel.metadata.shared
+
+    found: dict[str, int] = {}
+    sources = {
+        name: item for name, item in launches.sources.items() if item[0].fn.__module__ not in OF_NO_SHAPE
+    }
+    for name, size in map(compiled, sources.items()):
+        found[name] = max(size, found.get(name, 0))
+    launches.sources.clear()
+    return found
 
 
 def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
@@ -230,7 +260,9 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     finally:
         cuda.rehearse = rehearse
     facts = runner.facts
+    kernels = shared(launches, case["card"]) if case.get("compile") else {}
     return {
+        "shared": kernels,
         "asked": len(asked),
         "late": sorted(launches.seen - asked),
         "context": facts.context_len,

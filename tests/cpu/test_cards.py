@@ -29,8 +29,10 @@ LATENT = json.loads(
 )
 
 
-def start(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    model = json.loads((HERE.parents[1] / "bench/models/llama-3.1-8b/config.json").read_text()) | SMALL
+def start(cases: list[dict[str, Any]], model: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """What ``fake_gpu.py`` says of the cases, each of which changes the configuration ``model``."""
+    if model is None:
+        model = json.loads((HERE.parents[1] / "bench/models/llama-3.1-8b/config.json").read_text()) | SMALL
     few = {"step_tokens": 64, "context_length": 64, "max_running_requests": 8, "kv_cache_bytes": 4 << 20}
     full = [
         case | {"model": model | case.get("model", {}), "config": few | case.get("config", {})}
@@ -38,7 +40,7 @@ def start(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
     code = "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(full)], cwd=HERE, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, json.dumps(full)], cwd=HERE, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,0 +1,113 @@
+"""Triton's kernels for the shapes of models that people serve compile for each generation of GPUs, without one, and fit the shared
+memory of its blocks; as do those of CUDA where they run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_cards import start
+
+from sgla.device import nvidia
+
+pytest.importorskip("triton")
+CARDS = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
+Model = dict[str, Any]
+BASE: Model = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "vocab_size": 500,
+    "intermediate_size": 256,
+    "max_position_embeddings": 4096,
+}
+
+
+def llama(heads: int, kv_heads: int, head_dim: int, hidden: int, **more: Any) -> Model:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return sizes | {"hidden_size": hidden} | more
+
+
+def family(architecture: str, model_type: str, **more: Any) -> Model:
+    return {"architectures": [architecture], "model_type": model_type} | more
+
+
+QWEN2, QWEN3 = family("Qwen2ForCausalLM", "qwen2"), family("Qwen3ForCausalLM", "qwen3")
+MIXTURE = family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    num_experts=16,
+    num_experts_per_tok=8,
+    moe_intermediate_size=128,
+    norm_topk_prob=True,
+)
+MIXTRAL = family("MixtralForCausalLM", "mixtral", num_local_experts=8, num_experts_per_tok=2)
+GEMMA2 = family("Gemma2ForCausalLM", "gemma2", sliding_window=64, query_pre_attn_scalar=256)
+GEMMA3 = family("Gemma3ForCausalLM", "gemma3_text", sliding_window=64, query_pre_attn_scalar=256)
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+QUARTER = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+SHAPES: dict[str, Model] = {
+    "qwen2.5-0.5b": llama(14, 2, 64, 896) | QWEN2,
+    "qwen2.5-7b": llama(28, 4, 128, 3584) | QWEN2,
+    "qwen2.5-72b": llama(64, 8, 128, 8192) | QWEN2,
+    "qwen3-0.6b": llama(16, 8, 128, 1024) | QWEN3,
+    "qwen3-8b": llama(32, 8, 128, 4096) | QWEN3,
+    "qwen3-14b": llama(40, 8, 128, 5120) | QWEN3,
+    "qwen3-30b-a3b": llama(32, 4, 128, 2048) | MIXTURE,
+    "qwen3-235b-a22b": llama(64, 4, 128, 4096) | MIXTURE,
+    "llama-3.2-1b": llama(32, 8, 64, 2048),
+    "llama-3.2-3b": llama(24, 8, 128, 3072),
+    "llama-3.1-8b": llama(32, 8, 128, 4096),
+    "llama-3.1-70b": llama(64, 8, 128, 8192),
+    "llama-2-7b": llama(32, 32, 128, 4096),
+    "tinyllama": llama(32, 4, 64, 2048),
+    "open-llama-3b": llama(32, 32, 100, 3200),
+    "falcon3-7b": llama(12, 4, 256, 3072),
+    "yi-34b": llama(56, 8, 128, 7168),
+    "mixtral-8x7b": llama(32, 8, 128, 4096) | MIXTRAL,
+    "mistral-nemo": llama(32, 8, 128, 5120) | family("MistralForCausalLM", "mistral"),
+    "phi-3-mini": llama(32, 32, 96, 3072) | family("Phi3ForCausalLM", "phi3", pad_token_id=0),
+    "phi-4": llama(40, 10, 128, 5120) | family("Phi3ForCausalLM", "phi3", pad_token_id=0),
+    "gemma-2-9b": llama(16, 8, 256, 3584) | GEMMA2,
+    "gemma-2-27b": llama(32, 16, 128, 4608) | GEMMA2,
+    "gemma-3-1b": llama(4, 1, 256, 1152) | GEMMA3,
+    "gemma-3-27b": llama(32, 16, 128, 5376) | GEMMA3,
+    "smollm2-135m": llama(9, 3, 64, 576),
+    "stablelm-2-1.6b": llama(32, 32, 64, 2048) | family("StableLmForCausalLM", "stablelm") | QUARTER,
+    "stablelm-3b": llama(32, 32, 80, 2560) | family("StableLmForCausalLM", "stablelm") | QUARTER,
+    "starcoder2-3b": llama(24, 2, 128, 3072) | family("Starcoder2ForCausalLM", "starcoder2"),
+    "glm-4-9b": llama(32, 2, 128, 4096) | family("GlmForCausalLM", "glm", pad_token_id=0) | HALF,
+    "command-r7b": llama(32, 8, 128, 4096) | family("CohereForCausalLM", "cohere"),
+    "heads of 112": llama(16, 4, 112, 1792),
+    "heads of 192": llama(16, 1, 192, 3072),
+    "heads of 72": llama(16, 16, 72, 1152),
+}
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+FEW = {"A100": "gemma-2-9b"}  # the others are left to .ci/full
+
+
+def compiled(card: str, names: list[str]) -> None:
+    fp8 = nvidia(card, CARDS[card]).fp8
+    cases = [{"card": card, "model": SHAPES[name], "compile": True} for name in names]
+    if len(names) > 1:
+        cases += [case | {"config": {"deterministic": True}} for case in cases[:4]]
+        cases += [case | {"config": FP8} for case in cases[:12:4] if fp8]
+    found = start(cases, BASE)
+    limit = nvidia(card, CARDS[card]).shared
+    for case, answer in zip(cases, found, strict=True):
+        assert "error" not in answer, (case, answer)
+        too_large = {name: size for name, size in answer["shared"].items() if size > limit}
+        assert not too_large, (json.dumps(case), too_large)
+        assert any(name.startswith(("_extend", "_attend")) for name in answer["shared"]) or card == "H200"
+
+
+@pytest.mark.parametrize("card", FEW)
+def test_kernels_compile(card: str) -> None:
+    compiled(card, [FEW[card]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_kernels_of_all_shapes_compile(card: str) -> None:
+    compiled(card, list(SHAPES))
