@@ -40,7 +40,8 @@ class Fp8(Method):
         if not e4m3[kind]:
             raise unsupported(kind, config)
         if kind == "compressed-tensors":
-            _check_compressed(config)
+            check_compressed(config)
+            _check_numbers(config)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
@@ -69,14 +70,19 @@ def static_scales(config: Mapping[str, Any]) -> bool:
     return any(found.get("dynamic") is False for found in inputs)
 
 
-def _check_compressed(config: Mapping[str, Any]) -> None:
-    """compressed-tensors stores more than e4m3 numbers under that name. Raises ConfigError."""
+def check_compressed(config: Mapping[str, Any]) -> None:
+    """compressed-tensors has more than its formats of numbers say. Raises ConfigError."""
     q = Reader("compressed-tensors", config)
     if q.table("transform_config"):
         raise q.error("transform_config", "empty: rotated weights are not supported")
     sparsity = Reader("compressed-tensors", q.table("sparsity_config"))
     if sparsity.values.get("format", "dense") != "dense":
         raise sparsity.error("format", "dense in sparsity_config")
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """It stores others than e4m3 under that name, too. Raises ConfigError."""
+    q = Reader("compressed-tensors", config)
     groups = Reader("compressed-tensors", q.table("config_groups"))
     for name in groups.values:
         group = Reader("compressed-tensors", groups.table(name))

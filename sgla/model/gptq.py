@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
 SCALES = ("F16", "BF16", "F32")
-_GROUP = 32  # channels of k that have constants of their own in our storages
+GROUP = 32  # channels of k that have constants of their own in our storages
 
 
 class Gptq(Method):
@@ -41,7 +41,7 @@ class Gptq(Method):
                 raise c.error("dynamic", "rules that leave layers out (-:...)")
             self.ignored.append(f"re:{rule[2:]}")
         self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
-        if self.reordered or self.group % _GROUP:
+        if self.reordered or self.group % GROUP:
             self.storage, self.devices = "", ()
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
@@ -62,7 +62,8 @@ class Gptq(Method):
         order = None if g_idx is None else quants.group_order(g_idx.values(), group)
         if order is not None and not self.reordered:
             raise WeightError(f"{module}.g_idx is not in order, though desc_act is false")
-        if self.symmetric and quants.any_other_zero(qzeros.values(), self.bits, self.plus):
+        zeros = quants.numbers(qzeros.values(), self.bits, 1).int() + self.plus
+        if self.symmetric and bool((zeros != 1 << self.bits - 1).any()):
             raise WeightError(f"{module}.qzeros is not half of the range, though sym is true")
         made = quants.Gptq if self.plus else quants.Gptq2
         return made(qweight, qzeros, scales, (n, k), self.bits, group, order)
@@ -85,7 +86,7 @@ class Awq(Method):
             raise c.error("version", "gemm")
         if config.get("zero_point", True) is not True:
             raise c.error("zero_point", "true")
-        if self.group % _GROUP:
+        if self.group % GROUP:
             self.storage, self.devices = "", ()
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:

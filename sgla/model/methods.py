@@ -14,12 +14,14 @@ _METHODS: dict[str, str] = {}
 
 
 def register(name: str, method: str) -> None:
-    """Add a format: what ``quant_method`` says, and module and class of its ``Method``, which may be any."""
+    """Add a format: what ``quant_method`` says, and module and name of what makes a ``Method`` of
+    the configuration, a class for the most part."""
     _METHODS[name] = method
 
 
-for _name in ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"):
+for _name in ("fp8", "fbgemm_fp8", "modelopt"):
     register(_name, "sgla.model.fp8:Fp8")
+register("compressed-tensors", "sgla.model.compressed:compressed")
 register("gguf", "sgla.model.gguf:Gguf")
 register("gptq", "sgla.model.gptq:Gptq")
 register("awq", "sgla.model.gptq:Awq")
@@ -45,9 +47,9 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors with float-quantized and "
-        "modelopt with FP8 are. Take the model's unquantized checkpoint, with --quantization int8 or int4 if "
-        "need be, or a GGUF file",
+        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors with float-quantized or "
+        "pack-quantized, and modelopt with FP8 are. Take the model's unquantized checkpoint, with "
+        "--quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )
 

@@ -1,4 +1,4 @@
-"""Matrices of few bits in groups along k, as AWQ and GPTQ store them."""
+"""Matrices of few bits in groups along k, as GPTQ, AWQ and compressed-tensors store them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Quants(NamedTuple):
 
 @dataclass(frozen=True)
 class Grouped(ABC):
-    """A SourceTensor of three. ``qweight`` and ``qzeros`` have ``32 / bits`` numbers in each int32.
+    """A SourceTensor of three, of which the first two have ``32 / bits`` neighbours in each int32.
 
     ``group``: channels of k with one zero and one scale. ``order``: the group of each channel, int64 ``[k]``,
     where these do not lie together (GPTQ's act-order)."""
 
-    qweight: StoredTensor
-    qzeros: StoredTensor  # [groups, n / per int32]
-    scales: StoredTensor  # [groups, n]
+    packed: StoredTensor
+    zeros: StoredTensor | None  # None: half of the range
+    scales: StoredTensor
     shape: tuple[int, ...]
     bits: int
     group: int
@@ -63,33 +63,27 @@ class Grouped(ABC):
         scale, minimum = (t.repeat_interleave(self.group // GROUP, 1)[:, :groups] for t in constants)
         return made.of(self.bits, q, scale, minimum).cut(columns)
 
-    def unpacked(self, packed: StoredTensor, rows: range, order: tuple[int, ...]) -> Tensor:
-        """int32 numbers ``[.., len(rows)]`` of output channels ``rows``, where each int32 has some that are
-        neighbours: place i, from the lowest bits on, the one that ``order`` says."""
-        each = len(order)
-        first, last = rows.start // each, -(-rows.stop // each)
-        words = packed.values(columns=range(first, last))
-        places = torch.empty(each, dtype=torch.int32, device=words.device)
-        places[list(order)] = torch.arange(0, 32, self.bits, dtype=torch.int32, device=words.device)
-        numbers = (words[..., None] >> places & (1 << self.bits) - 1).flatten(1)
-        return numbers[:, rows.start - first * each :][:, : len(rows)]
-
-    def of_rows(self, rows: range) -> Tensor:
-        """Scales ``[groups, len(rows)]``."""
-        return self.scales.values(columns=rows)
+    def of_channels(
+        self, packed: StoredTensor, rows: range, dim: int, order: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The numbers of output channels ``rows``, which are neighbours along ``dim``."""
+        each = 32 // self.bits
+        words = range(rows.start // each, -(-rows.stop // each))
+        found = packed.values(words) if dim == 0 else packed.values(columns=words)
+        return numbers(found, self.bits, dim, order).narrow(dim, rows.start - words.start * each, len(rows))
 
 
 class Gptq(Grouped):
-    """qweight ``[k / per int32, n]``. Zeros are one less than they mean (``plus`` 1) but in version 2."""
+    """packed ``[k / per int32, n]``, zeros ``[groups, n / per int32]``, scales ``[groups, n]``. Zeros are one
+    less than they mean (``plus`` 1) but in version 2."""
 
     plus = 1
 
     def quants(self, rows: range) -> Quants:
-        words = self.qweight.values(columns=rows)
-        places = torch.arange(0, 32, self.bits, dtype=torch.int32, device=words.device)
-        q = (words[:, None] >> places[:, None] & (1 << self.bits) - 1).to(torch.uint8).flatten(0, 1)
-        zero = self.unpacked(self.qzeros, rows, tuple(range(32 // self.bits))) + self.plus
-        return Quants(q.T.contiguous(), zero.T, self.of_rows(rows).T)
+        assert self.zeros is not None
+        q = numbers(self.packed.values(columns=rows), self.bits, 0)
+        zero = self.of_channels(self.zeros, rows, 1).int() + self.plus
+        return Quants(q.T.contiguous(), zero.T, self.scales.values(columns=rows).T)
 
 
 class Gptq2(Gptq):
@@ -97,20 +91,38 @@ class Gptq2(Gptq):
 
 
 class Awq(Grouped):
-    """qweight ``[k, n / 8]``; eight neighbours lie in an order that suits AWQ's kernels."""
+    """packed ``[k, n / 8]``, zeros ``[groups, n / 8]``, scales ``[groups, n]``. Eight neighbours lie in an
+    order that suits AWQ's kernels."""
 
     ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def quants(self, rows: range) -> Quants:
-        q = self.unpacked(self.qweight, rows, self.ORDER).to(torch.uint8)
-        return Quants(q.T.contiguous(), self.unpacked(self.qzeros, rows, self.ORDER).T, self.of_rows(rows).T)
+        assert self.zeros is not None
+        q, zero = (self.of_channels(t, rows, 1, self.ORDER).T for t in (self.packed, self.zeros))
+        return Quants(q.contiguous(), zero.int(), self.scales.values(columns=rows).T)
 
 
-def any_other_zero(qzeros: Tensor, bits: int, plus: int) -> bool:
-    """Whether one of the zeros is not half of the range."""
-    places = torch.arange(0, 32, bits, dtype=torch.int32, device=qzeros.device)
-    zeros = (qzeros[..., None] >> places & (1 << bits) - 1) + plus
-    return bool((zeros != 1 << bits - 1).any())
+class Packed(Grouped):
+    """packed ``[n, k / per int32]``, zeros ``[n / per int32, groups]``, scales ``[n, groups]``."""
+
+    def quants(self, rows: range) -> Quants:
+        q = numbers(self.packed.values(rows), self.bits, 1)[:, : self.shape[1]]
+        scale = self.scales.values(rows)
+        if self.zeros is None:
+            zero = torch.full_like(scale, 1 << self.bits - 1, dtype=torch.int32)
+        else:
+            zero = self.of_channels(self.zeros, rows, 0).int()
+        return Quants(q, zero, scale)
+
+
+def numbers(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """uint8: what int32 ``[a, b]`` hold of neighbours along ``dim``. ``order``: which of them has each place,
+    from the lowest bits on."""
+    each = 32 // bits
+    shifts = torch.empty(each, dtype=torch.int32, device=words.device)
+    shifts[list(order or range(each))] = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    found = words.unsqueeze(dim + 1) >> (shifts[:, None] if dim == 0 else shifts) & (1 << bits) - 1
+    return found.to(torch.uint8).flatten(dim, dim + 1)
 
 
 def group_order(g_idx: Tensor, group: int) -> Tensor | None:

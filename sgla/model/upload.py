@@ -22,7 +22,7 @@ class Upload(threading.local):
     """Brings parts of files to the current GPU of the calling thread, in the order of its current stream."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(BUFFERS)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(BUFFERS)]
         self._copied = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._turn = 0
 
@@ -33,7 +33,7 @@ class Upload(threading.local):
         size = prod(shape) * dtype.itemsize
         self._copied[turn].synchronize()
         if self._buffers[turn].nbytes < size:
-            self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._buffers[turn] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         pinned = self._buffers[turn][:size]
         read(file, at, pinned.numpy().data)
         uploaded = pinned.view(dtype).view(shape).to("cuda", non_blocking=True)

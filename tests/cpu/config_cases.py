@@ -219,6 +219,11 @@ FP8: dict[Literal["tensor", "channel", "block"], Config] = {
         "weight_block_size": [16, 16],
     },
 }
+PACKED: Config = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+    "input_activations": None,
+}
 SHAPES: Config = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 DISTILBERT: Config = {
     "architectures": ["DistilBertModel"],
@@ -568,7 +573,24 @@ REFUSED: dict[str, Case] = {
     "gptq for marlin": Case(quantized("gptq", bits=4, group_size=128, checkpoint_format="marlin"), "checkpoint_format"),
     "bitsandbytes": Case(quantized("bitsandbytes", load_in_4bit=True), "bitsandbytes"),
     "bitsandbytes of old": Case(quantized(None, load_in_8bit=True), "bitsandbytes"),
-    "int4 of compressed-tensors": Case(quantized("compressed-tensors", format="pack-quantized"), "pack-quantized"),
+    "int4 of compressed-tensors without groups": Case(
+        quantized("compressed-tensors", format="pack-quantized"), "config_groups"
+    ),
+    **{
+        f"int4 of compressed-tensors: {words}": Case(
+            quantized(
+                "compressed-tensors", format="pack-quantized", config_groups={"group_0": PACKED | {key: value}}
+            ),
+            words,
+        )
+        for key, value, words in (
+            ("targets", ["re:.*mlp.*"], "config_groups"),
+            ("input_activations", {"num_bits": 8, "type": "int"}, "input_activations"),
+            ("weights", {"num_bits": 2, "type": "int", "strategy": "channel"}, "num_bits"),
+            ("weights", {"num_bits": 8, "type": "float", "strategy": "channel"}, "weights"),
+            ("weights", {"num_bits": 4, "type": "int", "strategy": "tensor"}, "strategy"),
+        )
+    },
     "int8 of compressed-tensors": Case(quantized("compressed-tensors", format="int-quantized"), "int-quantized"),
     "nvfp4": Case(quantized("modelopt", quant_algo="NVFP4"), "NVFP4"),
     **{
@@ -595,7 +617,7 @@ REFUSED: dict[str, Case] = {
         gemma3_vision({"quantization_config": {"quant_method": "hqq"}}), "hqq"
     ),
     "old key of compressed-tensors": Case(
-        llama(compression_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}), "pack-quantized"
+        llama(compression_config={"quant_method": "compressed-tensors", "format": "marlin-24"}), "marlin-24"
     ),
     "two quantizations": Case(
         quantized("fp8") | {"compression_config": {"quant_method": "awq"}}, "compression_config"

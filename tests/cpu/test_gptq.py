@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints, written here number by number, against the matrices that they mean."""
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, written here number by number, against the matrices that they mean."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tens
     if config.get("desc_act"):
         g_idx = g_idx[torch.randperm(k)]
     dense = (q - zero[:, g_idx]) * scale.float()[:, g_idx]
+    if config["quant_method"] == "compressed-tensors":
+        parts = {
+            "weight_packed": pack(q, 1, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([n, k]),
+        }
+        if not config["sym"]:
+            parts["weight_zero_point"] = pack(zero, 0, bits)
+        return parts | ({"weight_g_idx": g_idx.int()} if config.get("desc_act") else {}), dense
     if config["quant_method"] == "awq":
         parts = {"qweight": pack(q.T, 1, 4, AWQ_ORDER), "qzeros": pack(zero.T, 1, 4, AWQ_ORDER)}
         return parts | {"scales": scale.T.contiguous()}, dense
@@ -87,15 +96,36 @@ def gptq(**changes: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False} | changes
 
 
+def compressed(**changes: Any) -> dict[str, Any]:
+    """With what ``quantize`` reads beside what the file says."""
+    settings = {"bits": 4, "group_size": 32, "sym": True} | changes
+    weights = {
+        "num_bits": settings["bits"],
+        "type": "int",
+        "symmetric": settings["sym"],
+        "strategy": "channel" if settings["group_size"] == -1 else "group",
+        "group_size": settings["group_size"],
+        "actorder": "group" if settings.get("desc_act") else None,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return settings | {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*layers.2.mlp.down_proj"],
+    }
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gptq": (gptq(), "q4_0"),
-    "groups of 32, version 2": (gptq(group_size=32, checkpoint_format="gptq_v2"), "q4_0"),
-    "8 bits, one group": (gptq(bits=8, group_size=-1), "q8_0"),
-    "asymmetric": (gptq(sym=False), "int4"),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
-        "int4",
-    ),
+    "gptq, groups of 32, version 2": (gptq(group_size=32, checkpoint_format="gptq_v2"), "q4_0"),
+    "gptq, 8 bits, one group": (gptq(bits=8, group_size=-1), "q8_0"),
+    "gptq, asymmetric": (gptq(sym=False), "int4"),
+    "awq": (AWQ, "int4"),
+    "compressed-tensors": (compressed(), "q4_0"),
+    "compressed-tensors, 8 bits, channels": (compressed(bits=8, group_size=-1), "q8_0"),
+    "compressed-tensors, asymmetric": (compressed(sym=False), "int4"),
 }
 
 
@@ -105,7 +135,8 @@ def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) ->
     config, kind = CASES[name]
     packed, plain = checkpoints(tmp_path, config)
     given = resolve(Config(device="cpu"), detect(), packed.config).config
-    assert given.quantization == config["quant_method"]
+    method = config["quant_method"]
+    assert given.quantization == ("checkpoint" if method == "compressed-tensors" else method)
     expected = load_model(plain)
     logprobs = Eager(expected).prompt_logprobs(PROMPTS)
     torch.testing.assert_close(Eager(load_model(packed)).prompt_logprobs(PROMPTS), logprobs)
@@ -132,10 +163,11 @@ def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) ->
 
 @torch.no_grad()
 def test_act_order_becomes_floats(tmp_path: Path) -> None:
-    packed, plain = checkpoints(tmp_path, gptq(desc_act=True))
-    assert resolve(Config(device="cpu"), detect(), packed.config).config.quantization is None
-    found, expected = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (packed, plain))
-    torch.testing.assert_close(found, expected)
+    for i, config in enumerate((gptq(desc_act=True), compressed(desc_act=True))):
+        packed, plain = checkpoints(tmp_path / str(i), config)
+        assert resolve(Config(device="cpu"), detect(), packed.config).config.quantization is None
+        found, expected = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (packed, plain))
+        torch.testing.assert_close(found, expected)
 
 
 @torch.no_grad()

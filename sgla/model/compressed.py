@@ -1,0 +1,73 @@
+"""Checkpoints of compressed-tensors: e4m3 numbers, or integers in groups that lie packed in int32. Loads no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sgla.model.families import Reader
+from sgla.model.fp8 import Fp8, check_compressed
+from sgla.model.gptq import GROUP, SCALES
+from sgla.quant.method import Held, Method
+
+if TYPE_CHECKING:
+    from sgla.quant.weight import SourceTensor, StoredTensor
+
+
+def compressed(config: Mapping[str, Any]) -> Method:
+    """Raises ConfigError for what is neither."""
+    return Packed(config) if config.get("format") == "pack-quantized" else Fp8(config)
+
+
+class Packed(Method):
+    """Weights of 4 or 8 bits, without quantized activations. Beside ``X.weight_packed`` there are
+    ``X.weight_scale``, ``X.weight_zero_point`` if they are not symmetric, and ``X.weight_g_idx`` where the
+    channels of a group do not lie together."""
+
+    name = "compressed-tensors"
+    devices: tuple[str, ...] = ("cpu",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        check_compressed(config)
+        groups = Reader(self.name, Reader(self.name, config).table("config_groups"))
+        found = [Reader(self.name, groups.table(name)) for name in groups.values]
+        if len(found) != 1 or found[0].values.get("targets") != ["Linear"]:
+            raise Reader(self.name, config).error("config_groups", "one group, whose targets are Linear")
+        if found[0].table("input_activations"):
+            raise found[0].error("input_activations", "null: only weights may be integers")
+        weights = Reader(self.name, found[0].table("weights"))
+        self.bits = weights.integer("num_bits", 8, 4)
+        if weights.values.get("type") != "int" or self.bits not in (4, 8):
+            raise found[0].error("weights", "int of 4 or 8 bits")
+        if weights.values.get("strategy") not in ("group", "channel"):
+            raise weights.error("strategy", "group or channel")
+        grouped = weights.values["strategy"] == "group"
+        self.group = weights.integer("group_size", 1 << 17) if grouped else 0
+        self.symmetric = weights.flag("symmetric")
+        self.reordered = weights.values.get("actorder") in ("group", "dynamic", True)
+        self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
+        if self.reordered or self.group % GROUP:
+            self.storage, self.devices = "", ()
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
+        each, groups = 32 // self.bits, -(-k // (self.group or k))
+        name = f"{module}.weight"
+        return {
+            f"{name}_packed": Held((n, -(-k // each)), ("I32",)),
+            f"{name}_scale": Held((n, groups), SCALES),
+            f"{name}_shape": Held((2,), optional=True),
+            f"{name}_zero_point": Held((-(-n // each), groups), ("I32",), optional=self.symmetric),
+            f"{name}_g_idx": Held((k,), ("I32",), optional=not self.reordered),
+        }
+
+    def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
+        from sgla.model import quants
+
+        zeros = None if self.symmetric else stored[f"{module}.weight_zero_point"]
+        g_idx = stored.get(f"{module}.weight_g_idx") if self.reordered else None
+        group = self.group or k
+        order = None if g_idx is None else quants.group_order(g_idx.values(), group)
+        packed, scale = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
+        return quants.Packed(packed, zeros, scale, (n, k), self.bits, group, order)
