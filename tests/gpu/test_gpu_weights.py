@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_gptq import CASES, checkpoints
 
 from sgla.dist import Shard
 from sgla.hub.source import open_source
@@ -72,3 +73,17 @@ def test_the_gpu_has_what_the_cpu_reads(
         assert tensor.is_cuda, name
         close = torch.allclose if name.endswith("cos_sin") else torch.equal
         assert close(tensor.cpu(), on_cpu[name]), name
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq, asymmetric", "awq", "compressed-tensors, asymmetric"])
+def test_packed_checkpoints_become_the_same_floats(tmp_path: Path, name: str) -> None:
+    """GPUs compute them in bfloat16; layers that the file leaves out are as they are there."""
+    packed, _ = checkpoints(tmp_path, CASES[name][0])
+    on_cpu = tensors_of(load_model(packed, "bfloat16"))
+    with torch.device("cuda"):
+        on_gpu = tensors_of(load_model(packed, "bfloat16"))
+    assert on_cpu.keys() == on_gpu.keys()
+    for key, tensor in on_gpu.items():
+        assert tensor.is_cuda, key
+        if not key.endswith("cos_sin"):
+            assert torch.equal(tensor.cpu(), on_cpu[key]), key
