@@ -14,6 +14,7 @@ from sgla.attention import DeviceBatch, ExtendRows
 from sgla.attention.base import cut
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
+from sgla.kernels.device import this_device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.rehearsal import rehearsing
 
@@ -93,7 +94,7 @@ def backend(
     _, page_size, kv_heads, dim = kv.k.shape
     shape = attention.Shape(heads, kv_heads, dim, page_size, BF16, frozenset(windows), softcap, 300)
     if name == "flashinfer":
-        why = FlashInferExtend.refuses(shape)
+        why = FlashInferExtend.refuses(shape, this_device())
         if why is not None:
             pytest.skip(why)
     return attention.choose(name, [shape._replace(scale=scale)])[0]
@@ -108,6 +109,9 @@ CASES = [  # heads, kv_heads, dim, window, softcap
     (5, 5, 64, 100, 0.0),
     (8, 4, 256, 33, 20.0),
     (14, 2, 64, 0, 0.0),
+    (32, 2, 128, 0, 0.0),
+    (24, 2, 64, 100, 0.0),
+    (15, 1, 256, 0, 0.0),
 ]
 LENGTHS = {
     "one": [1],
@@ -183,6 +187,34 @@ def test_decode_from_the_projection(
     page, offset = places.long() // 16, places.long() % 16
     assert relative(kv.k[page, offset], expected_kv.k[page, offset]) < 5e-3
     assert torch.equal(kv.v[page, offset], expected_kv.v[page, offset])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(64, 8, 64, 128), (32, 2, 128, 0)])
+def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    """As gpt-oss has them: of decode rows in several blocks, of prompts in Triton, and in any order of steps."""
+    sinks, scale = torch.randn(heads, device="cuda") + 4, dim**-0.5
+    for q_lens, kv_lens in (([1] * 5, [1, 16, 700, 9000, 130]), ([1, 1, 5, 300], [40, 1000, 500, 300])):
+        q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
+        clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
+        expected = ops.attention(q.float(), clean, batch, scale, window, 0.0, sinks)
+        shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({window}), 0.0, 300, sinks=True)
+        for name, decode in (("auto", "native"), ("triton", "triton"), ("torch", "torch")):
+            attend, _ = attention.choose(name, [shape])
+            assert attend.decode.name == decode
+            attend.plan(batch)
+            assert relative(attend(q, kv, batch, scale, window, 0.0, sinks), expected) < 1e-2
+        assert relative(expected, oracle(q, kv, batch, scale, window, 0.0)) > 1e-2
+
+
+@pytest.mark.parametrize("dim", [80, 96, 100, 112, 192, 512])
+def test_heads_of_other_sizes(dim: int) -> None:
+    """Triton's kernels pad them; in groups of 16 query heads."""
+    q_lens, kv_lens = [1, 1, 5, 300], [40, 1000, 500, 300]
+    q, kv, batch = paged(q_lens, kv_lens, 32, 2, dim)
+    attend = backend("auto", batch, kv, 32, (0,), 0.0, dim**-0.5)
+    assert attend.decode.name == attend.extend.name == "triton"
+    attend.plan(batch)
+    assert relative(attend(q, kv, batch, dim**-0.5, 0, 0.0), oracle(q, kv, batch, dim**-0.5, 0, 0.0)) < 1e-2
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
