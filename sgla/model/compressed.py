@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.model.families import Reader
 from sgla.model.fp8 import Fp8, check_compressed
-from sgla.model.gptq import GROUP, SCALES
+from sgla.model.gptq import GROUP, SCALES, SCATTERED
 from sgla.quant.method import Held, Method
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Packed(Method):
         self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
         if self.reordered or self.group % GROUP:
             self.storage, self.devices = "", ()
+        self.notes = SCATTERED if self.reordered else ()
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         each, groups = 32 // self.bits, -(-k // (self.group or k))

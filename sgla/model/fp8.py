@@ -42,6 +42,11 @@ class Fp8(Method):
         if kind == "compressed-tensors":
             check_compressed(config)
             _check_numbers(config)
+        if _static_scales(config):
+            self.notes = (
+                "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
+                "CPU activations are not rounded",
+            )
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
@@ -60,7 +65,7 @@ class Fp8(Method):
         return _UNUSED.match(name) is not None
 
 
-def static_scales(config: Mapping[str, Any]) -> bool:
+def _static_scales(config: Mapping[str, Any]) -> bool:
     """Whether the file has a scale for the activations of each linear layer."""
     if config.get("activation_scheme") == "static" or config.get("quant_method") == "modelopt":
         return True

@@ -18,6 +18,10 @@ from sgla.quant.method import Held, Method
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
+SCATTERED = (
+    "the channels of a group do not lie together in this checkpoint (act-order), so its weights become "
+    "floating-point numbers",
+)
 SCALES = ("F16", "BF16", "F32")
 GROUP = 32  # channels of k that have constants of their own in our storages
 
@@ -43,6 +47,7 @@ class Gptq(Method):
         self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
         if self.reordered or self.group % GROUP:
             self.storage, self.devices = "", ()
+        self.notes = SCATTERED if self.reordered else ()
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         each, groups = 32 // self.bits, -(-k // (self.group or k))

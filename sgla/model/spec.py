@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
-from sgla.model.fp8 import static_scales
-from sgla.model.methods import method_of, quantization_config
+from sgla.model.methods import method_of
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method
 
@@ -182,7 +181,7 @@ class ModelSpec:
         return replace(
             _read(reader, family),
             method=method,
-            notes=noted(architecture, config, unknown),
+            notes=noted(architecture, config, unknown) + (method.notes if method is not None else ()),
         )
 
 
@@ -203,11 +202,6 @@ def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> t
         found.append(
             f"config.json: dual_chunk_attention_config changes attention beyond {chunk} tokens, which is "
             "not supported, so the context ends there"
-        )
-    if static_scales(quantization_config(config)):
-        found.append(
-            "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
-            "CPU activations are not rounded"
         )
     return tuple(found)
 

@@ -29,12 +29,14 @@ class Method:
     """A format in which a checkpoint has its linear layers; this one: a floating-point matrix each.
 
     Made of the file's ``quantization_config``; raises ConfigError for what it cannot honour. ``storage``: in
-    what ``devices`` keep such layers; all others keep floating-point numbers.
+    what ``devices`` keep such layers; all others keep floating-point numbers. ``notes``: what to say of a
+    file that is served.
     """
 
     name: ClassVar[str] = "none"
     storage: str = ""
     devices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         lists = [config.get(key) for key in _LISTS]

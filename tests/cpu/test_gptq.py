@@ -165,7 +165,9 @@ def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) ->
 def test_act_order_becomes_floats(tmp_path: Path) -> None:
     for i, config in enumerate((gptq(desc_act=True), compressed(desc_act=True))):
         packed, plain = checkpoints(tmp_path / str(i), config)
-        assert resolve(Config(device="cpu"), detect(), packed.config).config.quantization is None
+        resolved = resolve(Config(device="cpu"), detect(), packed.config)
+        assert resolved.config.quantization is None
+        assert any("act-order" in note for note in resolved.notes)
         found, expected = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (packed, plain))
         torch.testing.assert_close(found, expected)
 
