@@ -221,7 +221,7 @@ def _attend(
     sinks: Tensor | None,
 ) -> None:
     """Attention of some rows, padded to the longest query and the longest history among them."""
-    page_size, kv_heads, dim = kv.k.shape[1:]
+    page_size, _, dim = kv.k.shape[1:]
     kv_lens = batch.kv_len[rows].long()
     index = torch.arange(int(q_lens.max()), device=q.device)
     valid = index < q_lens[:, None]  # [rows, L]
@@ -243,20 +243,28 @@ def _attend(
     age = position[:, :, None] - place
     seen = (age >= 0) & (age < window) if window else age >= 0
     if softcap or sinks is not None:
-        group = queries.shape[1] // kv_heads
-        scores = queries @ keys.repeat_interleave(group, 1).transpose(2, 3) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-        result = scores.softmax(-1)[..., : place.numel()] @ values.repeat_interleave(group, 1)
+        result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks)
     else:
         result = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=True
         )
     result = result.transpose(1, 2).reshape(len(rows), index.numel(), -1).to(q.dtype)
     out[tokens[valid]] = result[valid]
+
+
+def _weighed(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """What torch's own attention does not know: q ``[R, Hq, L, hd]``, k and v ``[R, Hkv, N, *]``, ``seen``
+    bool ``[R, 1, L, N]``."""
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v.repeat_interleave(group, 1)
 
 
 @op

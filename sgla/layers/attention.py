@@ -31,7 +31,7 @@ class SelfAttention:
     ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
     together, and its rows are brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation,
     of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``. ``window`` 0 is full
-    attention.
+    attention. ``sinks``: a score of each head that has no value (``ops.attention``).
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class SelfAttention:
         eps: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: Literal["", "head", "width"] = "",
@@ -74,6 +75,7 @@ class SelfAttention:
                 RMSNorm(build, f"{name}.k_norm", kv_heads * head_dim, eps, norm_offset),
             )
             self.widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        self.sinks = build.vector(f"{name}.sinks", heads, own) if sinks else None
         self.cos_sin, self.scale, self.eps, self.window, self.softcap = cos_sin, scale, eps, window, softcap
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
@@ -84,7 +86,7 @@ class SelfAttention:
         q = ops.qk_norm_rope_store(
             qkv, batch.positions, self.cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
         )
-        return ops.attention(q, kv, batch, self.scale, self.window, self.softcap)
+        return ops.attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
 
 
 def neox_order(rotated: int, head_dim: int) -> Tensor:

@@ -104,6 +104,7 @@ class Decoder(CausalLM):
             eps=spec.eps,
             window=layer.window,
             softcap=layer.softcap,
+            sinks=layer.sinks,
             qkv_bias=spec.qkv_bias,
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,

@@ -58,7 +58,7 @@ def _weights(block: Block) -> LayerWeights | MixtureWeights | None:
     qkv, out = attention.qkv, attention.out
     norms = block.input_norm.weight, block.mlp_norm.weight
     heads = attention.q_norm, attention.k_norm
-    if mlp.activation != "silu" or attention.window or attention.softcap:
+    if mlp.activation != "silu" or attention.window or attention.softcap or attention.sinks is not None:
         return None
     if any(x.bias is not None or x.weight.kind != "bf16" for x in (qkv, out)):
         return None

@@ -18,9 +18,10 @@ from sgla.errors import ConfigError
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.model import registry
+from sgla.model.families import Reader
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
-from sgla.model.spec import ModelSpec
+from sgla.model.spec import AttentionSpec, ModelSpec, ropes
 from sgla.worker.cpu import CpuRunner
 
 LLAMA = "sgla.model.llama:Llama"
@@ -172,3 +173,31 @@ def test_layers_with_shapes_of_their_own(
     assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
     with pytest.raises(ConfigError, match="head_dim is .* a list of 3 numbers"):
         ModelSpec.from_config(source.config | {"head_dim": [8, 8]})
+
+
+def with_sinks(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    rope, _ = ropes(c, 8, positions)
+    return tuple(AttentionSpec(6, 2, 8, 8**-0.5, rope, sinks=True) for _ in range(layers))
+
+
+@torch.no_grad()
+def test_sinks_equal_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama with the attention of gpt-oss."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.eager_attention_forward", eager_attention_forward
+    )
+    monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
+    family = dataclasses.replace(toy_family.FAMILY, model=LLAMA, attention="test_families:with_sinks")
+    registry.register("ToyForCausalLM", family)
+    hf = save_checkpoint(tmp_path, "llama")
+    hf.set_attn_implementation("eager")
+    for layer in hf.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.randn(6) + 2)
+    save_file({name: x.contiguous() for name, x in hf.state_dict().items()}, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    source.config.update(architectures=["ToyForCausalLM"], model_type="toy")
+    for native in (False, True):
+        rows = Eager(load_model(source), native=native, budget=40).generate(PROMPTS, 12)
+        check_against_hf(rows, 12, hf)
