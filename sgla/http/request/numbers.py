@@ -16,7 +16,8 @@ _FIRST = re.compile(r"`\$\[(\d+)\]")  # of a path in an error
 
 def is_long(value: msgspec.Raw) -> bool:
     """Whether a JSON value is worth cutting: more than a piece, and a list without strings and objects."""
-    if memoryview(value).nbytes <= PIECE:
+    view = memoryview(value)
+    if view.nbytes <= PIECE or bytes(view[:1]) == b'"':
         return False
     text = bytes(value)
     return text.lstrip()[:1] == b"[" and b'"' not in text and b"{" not in text

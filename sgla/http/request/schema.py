@@ -402,6 +402,8 @@ class Schema(Generic[R]):
     def steps(self, body: bytes) -> Generator[None, None, tuple[R, list[str]]]:
         """``typed`` and ``ignored``, with a pause wherever a large body has taken some milliseconds."""
         raw = fields_of(body)
+        if len(body) > numbers.PIECE:
+            yield
         request = yield from self._strict(body, raw)
         if request is None:
             pieces = []
