@@ -111,7 +111,8 @@ class Server:
         self.proxies = Proxies(config.forwarded_allow_ips)
         self.tools = ToolServers(config.tool_server, config.tool_timeout)
         self.probe = Probe(ingress)
-        self.openapi: bytes | None = None  # the description of the API, once somebody has asked
+        # The description of the API, once somebody has asked.
+        self.openapi: asyncio.Future[bytes] | None = None
         self._metrics_text = b""
         self._metrics_hold = 0.0  # until then
         self._live: dict[str, tuple[Work, EndableSink]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +185,23 @@ async def test_the_description_is_served(site: Site, described: dict[str, Any]) 
     assert reply["paths"].keys() == described["paths"].keys()
     model = reply["components"]["schemas"]["ChatRequest"]["properties"]["model"]
     assert {"type": "string", "enum": ["fake", "fake-alias", ""]} in model["anyOf"]
+
+
+async def test_the_description_is_made_once_and_beside_the_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def made(table: Any, names: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return {"openapi": "3.1.0"}
+
+    monkeypatch.setattr("sgla.http.openapi.document", made)
+    site = await serve()
+    answers = await asyncio.gather(*(site.get("/openapi.json") for _ in range(3)))
+    assert {status for status, _ in answers} == {200}
+    (thread,) = threads
+    assert thread is not threading.main_thread()
 
 
 async def test_messages_and_tools_are_refused_as_described(site: Site, described: dict[str, Any]) -> None:
