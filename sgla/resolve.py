@@ -294,8 +294,7 @@ def choose_dtype(wide: bool) -> Settled:
 
 def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
     """How a rank shares out the bytes of its KV cache."""
-    on_gpu = config.device == "cuda"  # where all layers are one group
-    context = 0 if on_gpu else config.context_length or spec.context_len
+    context = config.context_length or min(spec.context_len, LONGEST)
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens)

@@ -275,7 +275,7 @@ class InGraph(NamedTuple):
         decode, prompts = self.attention.decode, self.attention.prompts
         rows = batch.decode_rows > 0
         out = decode.forward(q, kv, batch, scale, window, softcap, sinks) if rows else outcome(q, kv)
-        prompts.forward(q, kv, batch.page_table, self.tiles, scale, window, softcap, out, sinks)
+        prompts.forward(q, kv, batch.pages(kv.group), self.tiles, scale, window, softcap, out, sinks)
         return out
 
 

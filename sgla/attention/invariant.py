@@ -49,7 +49,7 @@ class InvariantDecode:
     ) -> Tensor:
         n = batch.decode_rows
         return invariant.attend(
-            q, kv.k, kv.v, batch.page_table, batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
+            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
             scale * kv.k_scale, window, softcap, self._chunk, self._parts, kv.v_scale, sinks,
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ class InvariantExtend:
         part = self._part
         assert part is not None
         y = invariant.attend(
-            q, kv.k, kv.v, batch.page_table, part.slots, part.q_start, part.kv_len, self._tiles,
+            q, kv.k, kv.v, batch.pages(kv.group), part.slots, part.q_start, part.kv_len, self._tiles,
             scale * kv.k_scale, window, softcap, self._chunk, None, kv.v_scale, sinks,
         )  # fmt: skip
         out.copy_(y)

@@ -59,11 +59,11 @@ class NativeDecode:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
             attend_prefixes(
-                q, kv.k, kv.v, batch.page_table, items, valid, order, first, *self._parts, scale * kv.k_scale, softcap, self._processors
+                q, kv.k, kv.v, batch.pages(kv.group), items, valid, order, first, *self._parts, scale * kv.k_scale, softcap, self._processors
             )  # fmt: skip
             prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(
-            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
+            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
             projection, prefix, (kv.k_scale, kv.v_scale), sinks,
         )  # fmt: skip
 
@@ -147,6 +147,6 @@ class NativeExtend:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        pages = Pages(kv.k, kv.v, batch.page_table) if self._paged else None
+        pages = Pages(kv.k, kv.v, batch.pages(kv.group)) if self._paged else None
         rows = Beside(*beside(q, self._shape)) if self.beside else None
         prompt_attention.attend(q, pages, rows, self._tiles, scale, out)

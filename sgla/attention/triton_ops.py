@@ -45,7 +45,7 @@ class TritonDecode:
         n = batch.decode_rows
         splits = attention.splits_for(n, self._kv_heads, self._device.multiprocessors)
         return attention.decode(
-            q, kv.k, kv.v, batch.page_table, batch.slots[:n], batch.kv_len[:n],
+            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._device.shared, sinks,
         )  # fmt: skip
 
@@ -78,7 +78,7 @@ class TritonExtend:
         out: Tensor,
         sinks: Tensor | None = None,
     ) -> None:
-        self._prompts.forward(q, kv, batch.page_table, self._tiles, scale, window, softcap, out, sinks)
+        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scale, window, softcap, out, sinks)
 
 
 class TritonPrompts:

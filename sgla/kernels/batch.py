@@ -16,8 +16,8 @@ class ForwardBatch:
 
     Row ``r`` owns tokens ``q_start[r]:q_start[r + 1]``, the last tokens of its ``kv_len[r]``; its pages in
     cache group ``g`` are ``page_table[g, slots[r]]``. Token ``t`` stands at ``positions[t]`` and its KV goes
-    to place ``out_loc[g, t]`` (= page * page_size + offset). On a GPU there is one group, and these two are
-    without that dimension.
+    to place ``out_loc[g, t]`` (= page * page_size + offset). On a GPU these two have no such dimension if
+    there is one group.
     """
 
     rows: int
@@ -32,3 +32,12 @@ class ForwardBatch:
     page_size: int
     sample_rows: torch.Tensor  # [S], index of the token whose successor is wanted
     draws: NDArray[Any] | None = None  # ``native.DRAW`` [at most S]: a native program fills in their tokens
+
+    def pages(self, group: int) -> torch.Tensor:
+        """The page table of a cache group: int32[slots, max_pages]."""
+        return self.page_table[group] if self.page_table.dim() > 2 else self.page_table
+
+
+def places(out_loc: torch.Tensor, group: int) -> torch.Tensor:
+    """Those of a cache group in a batch's ``out_loc``: int32[T]."""
+    return out_loc[group] if out_loc.dim() > 1 else out_loc

@@ -25,7 +25,7 @@ from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.load_pooled import load_decoder
 from sgla.model.spec import ModelSpec
-from sgla.model.state import token_bytes
+from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.answers import answers
 from sgla.worker.device_state import upload
@@ -114,13 +114,13 @@ class CudaRunner(Runner):
     def _size(self, config: Config) -> None:
         """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
         steps, vocab = self.steps, self.steps.model.spec.vocab
-        page = int(token_bytes(steps.model.state(), steps.kv_dtype) * config.page_size)
+        dummies = [1] * len(steps.groups)
         if steps.kv_dtype == "fp8":
             steps.scales = steps.measure_scales()
             self.notes.append(
                 "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"
             )
-        steps.kv = steps.allocate(1, config.page_size, steps.kv_dtype)
+        steps.kv = steps.allocate(dummies, config.page_size, steps.kv_dtype)
         self.graphs, self.prompts = DecodeGraphs(steps), PromptGraphs(steps)
         peak = measure(steps)
         steps.forget_rows()
@@ -132,16 +132,20 @@ class CudaRunner(Runner):
             self.constraints = Constraints(host, vocab, self.matchers, jumps=jumps, pin=True)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
-        pages = self.budget.pool(config, page, peak, self._graph_bytes(peak.prompts))
+        pool = Pool(steps.groups, config.page_size, Demand(steps.slots, steps.step_tokens))
+        pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts))
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype)
-        context_len = min(steps.context_len, (pages - 1) * config.page_size)
+        context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)
         if context_len < steps.context_len:
             self.notes.append(
                 f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"
             )
         self.facts = Facts(
-            groups=[CacheGroup(pages, page_bytes=page)],
+            groups=[
+                CacheGroup(count, group.window, size)
+                for count, group, size in zip(pages, steps.groups, pool.page_bytes)
+            ],
             page_size=config.page_size,
             slots=steps.slots,
             context_len=context_len,
@@ -198,7 +202,7 @@ class CudaRunner(Runner):
         begin.record()
         self.steps.tables.apply(plan, self.steps.sampler)
         if plan.zeroed:
-            zero_pages(self.steps.kv, [upload(column(plan.zeroed[0])).long()])
+            zero_pages(self.steps.kv, [upload(column(pages)).long() for pages in plan.zeroed])
         if self.constraints is not None:
             for new in plan.new:
                 self.constraints.admit(new)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from sgla import attention
+from sgla.kernels.batch import places
 from sgla.kernels.triton import step
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.device import DeviceSampler
@@ -14,15 +18,23 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 
 class DeviceTables:
-    """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[slots + 1, max_pages] on the GPU.
-    The last slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host.
-    ``admissions`` counts the rows that have taken slots."""
+    """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[groups, slots + 1, max_pages] on
+    the GPU, without the first dimension if there is one cache group; ``windows``: of each. The last slot
+    belongs to padding rows. ``host`` mirrors the page table for those who plan on the host. ``admissions``
+    counts the rows that have taken slots."""
 
-    def __init__(self, slots: int, context_len: int, page_size: int) -> None:
-        self.page_size, self.admissions = page_size, 0
-        self.host = SlotTables(slots + 1, context_len, page_size)
+    def __init__(self, slots: int, context_len: int, page_size: int, windows: Sequence[int] = (0,)) -> None:
+        self.page_size, self.admissions, self.windows = page_size, 0, windows
+        self.host = SlotTables(slots + 1, context_len, page_size, len(windows))
         self.tokens = torch.zeros(self.host.tokens.shape, dtype=torch.int32, device="cuda")
-        self.page_table = torch.zeros(self.host.page_table.shape[1:], dtype=torch.int32, device="cuda")
+        every = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
+        self.tables = list(every)
+        self.page_table = every if len(windows) > 1 else every[0]
+
+    def places(self, tokens: int) -> Tensor:
+        """Room for ``ForwardBatch.out_loc``."""
+        shape = (len(self.tables), tokens) if len(self.tables) > 1 else (tokens,)
+        return torch.zeros(shape, dtype=torch.int32, device="cuda")
 
     def apply(self, plan: StepPlan, sampler: DeviceSampler) -> None:
         """Take in the new rows, then the appended pages; on the device in stream order."""
@@ -30,11 +42,12 @@ class DeviceTables:
             self._admit(plan.new, sampler)
             self.admissions += len(plan.new)
         if plan.page_slots:
-            slots, counts, pages = column(plan.page_slots), column(plan.page_counts), column(plan.page_ids[0])
+            slots, counts = column(plan.page_slots), column(plan.page_counts)
             first = np.cumsum(counts) - counts
             owners = np.repeat(slots, counts)
-            places = np.arange(len(pages)) - np.repeat(first - self.host.page_count[slots], counts)
-            step.append_pages(upload(np.stack([owners, places, pages])), self.page_table)
+            places = np.arange(len(owners)) - np.repeat(first - self.host.page_count[slots], counts)
+            for table, pages in zip(self.tables, plan.page_ids):
+                step.append_pages(upload(np.stack([owners, places, column(pages)])), table)
         self.host.apply(plan)
 
     def _admit(self, rows: list[NewRow], sampler: DeviceSampler) -> None:
@@ -55,14 +68,43 @@ class DeviceTables:
         data = upload(np.concatenate([head.ravel(), *parts]))
         longest = int(max(head[:, 2].max(), head[:, 4].max()))
         step.admit(
-            data[: head.size].view(head.shape), data, longest, self.tokens, self.page_table,
+            data[: head.size].view(head.shape), data, longest, self.tokens, self.tables[0],
             sampler.temperatures, sampler.top_ps, sampler.min_ps, sampler.top_ks, sampler.seeds,
         )  # fmt: skip
+        for group, table in enumerate(self.tables[1:], 1):
+            held = [column(new.pages[group]) for new in rows]
+            owners = np.repeat([new.slot for new in rows], [len(pages) for pages in held])
+            places = np.concatenate([np.arange(len(pages)) for pages in held])
+            if len(owners):
+                step.append_pages(upload(np.stack([owners, places, np.concatenate(held)])), table)
 
     def put(self, tokens: Int32s) -> None:
         """Change the token table: int32[3, n] of slots, positions and tokens."""
         slots, positions, values = upload(tokens)
         self.tokens[slots.long(), positions.long()] = values
+
+    def prepare_decode(
+        self,
+        slots: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        kv_len: Tensor,
+        out_loc: Tensor,
+        cum: dict[int, Tensor],
+        skip: Tensor | None = None,
+    ) -> None:
+        """See ``kernels/triton/step.py``, for all cache groups; ``cum``: see ``DeviceBatch``."""
+        left, tile = dict(cum), attention.TILE
+        first = next(window for window in cum if window not in self.windows[1:])
+        for group, table in enumerate(self.tables):
+            window = self.windows[group] if group else first
+            step.prepare_decode(
+                slots, starts, self.tokens, table, self.page_size, ids, positions, kv_len,
+                places(out_loc, group), left.pop(window), tile, window, None if group else skip,
+            )  # fmt: skip
+        for window, tiles in left.items():
+            step.count_tiles(kv_len, tiles, tile, window)
 
     def prepare_extend(
         self,
@@ -74,19 +116,12 @@ class DeviceTables:
         positions: Tensor,
         out_loc: Tensor,
     ) -> None:
-        """See ``kernels/triton/step.py``."""
-        step.prepare_extend(
-            slots,
-            starts,
-            q_start,
-            longest,
-            self.tokens,
-            self.page_table,
-            self.page_size,
-            ids,
-            positions,
-            out_loc,
-        )
+        """See ``kernels/triton/step.py``, for all cache groups."""
+        for group, table in enumerate(self.tables):
+            step.prepare_extend(
+                slots, starts, q_start, longest, self.tokens, table, self.page_size, ids, positions,
+                places(out_loc, group),
+            )  # fmt: skip
 
 
 def upload(host: Int32s) -> Tensor:

@@ -25,7 +25,7 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.layers.linear import split_heads
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import pages_for
+from sgla.model.state import Pool, pages_for
 from sgla.worker.memory import MIB, mib
 
 RESERVE = 1024 * MIB
@@ -129,38 +129,43 @@ def graph_bytes(graphs: int, layers: int, peak: int) -> int:
 
 
 def size_pool(
-    free: int,
-    page: int,
-    page_size: int,
-    budget: int | None,
-    wanted: int | None,
-    advise: Callable[[int], Advice],
-) -> int:
-    """Pages of the KV pool, with the dummy page. ``free``: bytes that it may have; ``page``: bytes of one;
-    ``budget`` and ``wanted``: bytes, and tokens of context, that the user asks for; ``advise``: what frees so
-    many bytes. Raises OutOfMemory."""
+    free: int, pool: Pool, budget: int | None, wanted: int | None, advise: Callable[[int], Advice]
+) -> list[int]:
+    """Pages of each cache group, with the dummy pages. ``free``: bytes that they may have; ``budget`` and
+    ``wanted``: bytes, and tokens of context, that the user asks for; ``advise``: what frees so many bytes.
+    Raises OutOfMemory."""
     if budget is not None and budget > free:
         raise OutOfMemory(
             f"a KV cache of {mib(budget)} does not fit: {mib(max(0, free))} are left beside weights, steps "
             f"and graphs, {mib(budget - free)} are missing; lower --kv-cache-bytes",
             param="kv_cache_bytes",
         )
-    room = free if budget is None else budget
-    pages, least = room // page, 1 + pages_for(wanted or 1, page_size)
-    if pages >= least:
+    room, page_size = free if budget is None else budget, pool.page_size
+    pages = within(room, pool)
+    least = pool.needed(wanted or 1) + sum(pool.page_bytes)
+    if pages[0] > pages_for(wanted or 1, page_size):
         return pages
-    missing = max(MIB, least * page - room)
-    if budget is not None and least * page <= free:
-        advice = Advice(f"raise --kv-cache-bytes to {-(-least * page // MIB)}M", "kv_cache_bytes")
-    elif pages > 1:
-        advice = Advice(f"lower --context-length to {(pages - 1) * page_size}", "context_length")
+    missing = max(MIB, least - room)
+    if budget is not None and least <= free:
+        advice = Advice(f"raise --kv-cache-bytes to {-(-least // MIB)}M", "kv_cache_bytes")
+    elif pages[0] > 1:
+        advice = Advice(f"lower --context-length to {(pages[0] - 1) * page_size}", "context_length")
     else:
         advice = advise(missing)
     raise OutOfMemory(
-        f"a context of {wanted or page_size} tokens needs {mib(least * page)} of KV cache, and "
+        f"a context of {wanted or page_size} tokens needs {mib(least)} of KV cache, and "
         f"{mib(max(0, room))} are there; {mib(missing)} are missing; {advice.text}",
         param=advice.param,
     )
+
+
+def within(room: int, pool: Pool) -> list[int]:
+    """Pages of each group, with the dummies, that together take no more than ``room`` bytes, or none."""
+    sizes = pool.page_bytes
+    pages = [1 + count for count in pool.split(max(0, room - sum(sizes)))]
+    over = sum(count * size for count, size in zip(pages, sizes)) - room
+    pages[0] -= max(0, -(-over // sizes[0]))  # a split may be a page of each more
+    return pages
 
 
 class Budget:
@@ -170,9 +175,9 @@ class Budget:
         self.weights, self._step_tokens, self._slots = weights, step_tokens, slots
         self.ledger: dict[str, int] = {}
 
-    def pool(self, config: Config, page: int, peak: Peak, graphs: int) -> int:
-        """As many pages, of ``page`` bytes, as there is memory for, or as the user wants. ``graphs``: bytes
-        that these are going to take. Raises OutOfMemory."""
+    def pool(self, config: Config, pool: Pool, peak: Peak, graphs: int) -> list[int]:
+        """As many pages of each group as there is memory for, or as the user wants. ``graphs``: bytes that
+        these are going to take. Raises OutOfMemory."""
         torch.cuda.empty_cache()
         kept = ledger_of(peak, graphs)
         free, total = torch.cuda.mem_get_info()
@@ -184,8 +189,8 @@ class Budget:
             smaller = peak.shrink(-(-missing // 2), self._step_tokens, self._slots)  # it is kept twice
             return smaller or self.weights.lighter(self.weights.bytes - missing)
 
-        pages = size_pool(free, page, config.page_size, config.kv_cache_bytes, config.context_length, advise)
-        self.ledger |= kept | {"kv": pages * page}
+        pages = size_pool(free, pool, config.kv_cache_bytes, config.context_length, advise)
+        self.ledger |= kept | {"kv": sum(n * b for n, b in zip(pages, pool.page_bytes))}
         return pages
 
     def captured(self, taken: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from sgla.kernels.gpu import Forward, GpuOps
 from sgla.kernels.ops import KVLayer
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
-from sgla.model.state import kv_groups, token_bytes
+from sgla.model.state import kv_groups
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, Wanted, read
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
@@ -83,7 +83,9 @@ class GpuSteps:
         self.windows = sorted(set(model.spec.windows))
         self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * model.spec.layers
-        self.tables = DeviceTables(self.slots, self.context_len, page_size)
+        self.groups = kv_groups(model.state(), self.context_len, self.kv_dtype)
+        windows = [group.window for group in self.groups]
+        self.tables = DeviceTables(self.slots, self.context_len, page_size, windows)
         self.logits = torch.empty(self.slots, len(model.lm_head.own), device="cuda")
         self.forget_rows()
 
@@ -105,26 +107,26 @@ class GpuSteps:
         tables, slot = self.tables, self.slots
         count = min(CALIBRATION, self.step_tokens, self.context_len)
         pages = -(-count // tables.page_size)
-        self.kv = self.allocate(pages + 1, tables.page_size, "bfloat16")
-        tables.page_table[slot, :pages] = torch.arange(1, pages + 1, device="cuda")
+        self.kv = self.allocate([pages + 1] * len(self.groups), tables.page_size, "bfloat16")
+        tables.page_table[..., slot, :pages] = torch.arange(1, pages + 1, device="cuda")
         ids = np.random.default_rng(0).integers(0, self.model.spec.vocab, count)
         tables.tokens[slot, :count] = torch.from_numpy(ids).cuda()
         batch = self.extend_batch(
             np.array([slot], np.int32), np.zeros(1, np.int32), np.array([count], np.int32)
         )
         self.forward.hidden(batch)
-        tables.page_table[slot] = 0
+        tables.page_table[..., slot, :] = 0
         pairs = ((kv.k, kv.v if kv.v.numel() else kv.k) for kv in self.kv)
         most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
-    def allocate(self, pages: int, page_size: int, dtype: str) -> list[KVLayer]:
-        """See ``worker/kv.py``. All layers are one group: no kernel reads several page tables yet."""
+    def allocate(self, pages: Sequence[int], page_size: int, dtype: str) -> list[KVLayer]:
+        """``pages`` of each cache group; see ``worker/kv.py``."""
         state = self.model.state()
-        nbytes = int(token_bytes(state, dtype) * page_size) * pages
+        groups = kv_groups(state, self.context_len, dtype)
+        nbytes = sum(int(group.token_bytes * page_size) * count for group, count in zip(groups, pages))
         arena = Arena(nbytes, sum(len(layer.tensors) for layer in state))
-        groups = kv_groups(state, 0, dtype)
-        layers = allocate_kv(state, groups, [pages] * len(groups), page_size, dtype, arena.zeros)
+        layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)
         for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
             layer.k_scale, layer.v_scale = scales
         return layers
@@ -194,7 +196,8 @@ class GpuSteps:
         cums = [self._tiles(kv_lens[:decodes], window, skip) for window in self.windows]
         packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
         d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
-        ids, positions, out_loc = torch.empty(3, tokens, dtype=torch.int32, device="cuda")
+        columns = torch.empty(2 + len(self.groups), tokens, dtype=torch.int32, device="cuda")
+        ids, positions, out_loc = columns[0], columns[1], columns[2:] if len(self.groups) > 1 else columns[2]
         self.tables.prepare_extend(d_slots, d_starts, d_q_start, int(q_lens.max()), ids, positions, out_loc)
         extend = None
         if decodes < rows:

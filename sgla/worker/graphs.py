@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.cuda.decode_step import DecodeStep
-from sgla.kernels.triton import step
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
@@ -106,9 +104,10 @@ class DecodeGraphs:
         self._pinned = [torch.zeros_like(self.plan, device="cpu").pin_memory() for _ in range(STAGES)]
         self._landed = torch.zeros(STAGES, self.limit, dtype=torch.int32, pin_memory=True)
         self._stage = 0
-        self._ids, self._positions, self._kv_len, self._out_loc = torch.zeros(
-            4, self.limit, dtype=torch.int32, device="cuda"
+        self._ids, self._positions, self._kv_len = torch.zeros(
+            3, self.limit, dtype=torch.int32, device="cuda"
         )
+        self._out_loc = steps.tables.places(self.limit)
         self._one_row: DecodeStep | None = None
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
@@ -151,28 +150,23 @@ class DecodeGraphs:
         slots, starts, ends, stage, plain = Columns.of(self.plan, size)
         landing = Landing(self._landed, stage)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
-        first, *others = steps.windows
         prefixes = self._prefixes(size) if cascade else None
-        step.prepare_decode(
-            slots, starts, tables.tokens, tables.page_table, tables.page_size,
-            self._ids[:size], self._positions[:size], kv_len, self._out_loc[:size], cum[first], attention.TILE, first,
-            prefixes.skip if prefixes is not None else None,
-        )  # fmt: skip
+        ids, positions, out_loc = self._ids[:size], self._positions[:size], self._out_loc[..., :size]
+        skip = prefixes.skip if prefixes is not None else None
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip)
         if size == 1 and self._one_row is not None and not cascade:
-            self._one_row(self._ids[:1], slots, kv_len, tables.page_table, steps.logits[:1])
+            self._one_row(ids, slots, kv_len, tables.page_table, steps.logits[:1])
             steps.sampler.draw(steps.logits[:1], slots, ends, self.out[:1], landing)
             return
-        for window in others:
-            step.count_tiles(kv_len, cum[window], attention.TILE, window)
         batch = DeviceBatch(
             rows=size,
             tokens=size,
-            ids=self._ids[:size],
-            positions=self._positions[:size],
+            ids=ids,
+            positions=positions,
             slots=slots,
             q_start=self._q_start[: size + 1],
             kv_len=kv_len,
-            out_loc=self._out_loc[:size],
+            out_loc=out_loc,
             page_table=tables.page_table,
             page_size=tables.page_size,
             sample_rows=self._q_start[:size],

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.base import InGraph, cut
-from sgla.kernels.triton import step
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps
@@ -45,7 +43,8 @@ class PromptGraphs:
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
-        self._tokens = torch.zeros(3, self.limit, dtype=torch.int32, device="cuda")
+        self._tokens = torch.zeros(2, self.limit, dtype=torch.int32, device="cuda")
+        self._out_loc = steps.tables.places(self.limit)
         self._cum = {w: torch.zeros(steps.slots + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self._out = torch.zeros(steps.slots, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -110,19 +109,16 @@ class PromptGraphs:
         steps, tables = self._steps, self._steps.tables
         lengths = self._lengths(n)
         tiles, slots, starts, kv_len, at, where, ends, q_start = self._columns[: sum(lengths)].split(lengths)
-        ids, positions, out_loc = self._tokens[:, :size]
+        ids, positions = self._tokens[:, :size]
+        out_loc = self._out_loc[..., :size]
         sampled = min(n + ROWS, steps.slots)
         at, where, ends = at[:sampled], where[:sampled], ends[:sampled]
         logits, out = steps.logits[:sampled], self._out[:sampled]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
-        window, *others = steps.windows
         if n:
-            step.prepare_decode(
-                slots[:n], starts[:n], tables.tokens, tables.page_table, tables.page_size,
-                ids[:n], positions[:n], kv_len[:n], out_loc[:n], cum[window], attention.TILE, window,
-            )  # fmt: skip
-            for other in others:
-                step.count_tiles(kv_len[:n], cum[other], attention.TILE, other)
+            tables.prepare_decode(
+                slots[:n], starts[:n], ids[:n], positions[:n], kv_len[:n], out_loc[..., :n], cum
+            )
         # Behind the decode rows, where the places of those that are missing have just been filled as padding.
         tables.prepare_extend(slots[n:], starts[n:], q_start, size, ids, positions, out_loc)
         batch = DeviceBatch(

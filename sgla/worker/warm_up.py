@@ -60,7 +60,7 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
     with torch.inference_mode(), rehearsing():
         if steps.kv_dtype == "fp8":
             steps.measure_scales()
-        steps.kv = steps.allocate(1, steps.tables.page_size, steps.kv_dtype)[:layers]
+        steps.kv = steps.allocate([1] * len(steps.groups), steps.tables.page_size, steps.kv_dtype)[:layers]
         longest = max(1, steps.context_len - 1)
         most = min(steps.step_tokens, steps.slots * longest)
         sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from config_cases import gemma3
 from fake_gpu import Nothing, _cpu, pretend
 from test_pooling import BERT, write_modules
 from tiny import LLAMA, Transcript, make_core, run, submit, tiny_config
@@ -85,6 +86,31 @@ def inputs() -> list[Submit]:
     return [submit(str(n), prompt, 0, pool=[]) for n, prompt in enumerate(prompts)]
 
 
+def long_text() -> list[Submit]:
+    """Longer than a window, behind a prefix that others share, and shorter."""
+    rng = np.random.default_rng(5)
+    shared = rng.integers(0, 331, 20).tolist()
+    tails = {"first": 20, "second": 9, "short": 1}
+    return [
+        submit(rid, shared * (rid != "short") + rng.integers(0, 331, n).tolist(), 6)
+        for rid, n in tails.items()
+    ]
+
+
+def poison(runner: Any, core: Any) -> None:
+    """From now on the free pages of windows hold no numbers whenever a step is planned."""
+    plan = core.plan
+
+    def poisoned(now: float) -> Any:
+        free = core._memory.windows[0]._free
+        for layer in runner.steps.kv if not core._flights else []:
+            if layer.group:
+                layer.k[free] = layer.v[free] = float("nan")
+        return plan(now)
+
+    core.plan = poisoned
+
+
 def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
     """A model with random weights; ``pooling``: how its files say that hidden states are pooled, or ""."""
     if pooling:
@@ -96,12 +122,34 @@ def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
 
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
+WINDOWS = gemma3(
+    vocab_size=331,
+    num_hidden_layers=3,
+    sliding_window=10,
+    max_position_embeddings=128,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
+SMALL_STEPS = {"page_size": 4, "step_tokens": 12}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
     "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "windows, decode": (
+        WINDOWS,
+        "",
+        long_text,
+        SMALL_STEPS,
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
+    ),
+    "windows, prompts": (
+        WINDOWS,
+        "",
+        long_text,
+        SMALL_STEPS,
+        {"decode_attention_backend": "torch", "prefill_attention_backend": "triton"},
+    ),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
     "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),
 }

@@ -27,7 +27,14 @@ def answers() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("case", "kinds"),
-    [("text", set(KINDS)), ("last", {"vector"}), ("mean", {"vector"}), ("encoder", {"vector"})],
+    [
+        ("windows, decode", set()),
+        ("windows, prompts", set()),
+        ("text", set(KINDS)),
+        ("last", {"vector"}),
+        ("mean", {"vector"}),
+        ("encoder", {"vector"}),
+    ],
 )
 def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[str]) -> None:
     cpu, gpu = answers[case]["cpu"], answers[case]["gpu"]

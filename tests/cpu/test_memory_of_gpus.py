@@ -22,6 +22,7 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer
 from sgla.model.spec import ModelSpec
+from sgla.model.state import Demand, KVGroup, Pool
 from sgla.worker import gpu_memory
 from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
 
@@ -38,10 +39,27 @@ def no_advice(missing: int) -> Advice:
     raise AssertionError("the context or the budget is to be changed")
 
 
+POOL = Pool([KVGroup(0, (0,), MIB / 16)], 16, Demand(4, 64))  # with pages of 1 MiB
+
+
 def test_the_pool_gets_what_is_free() -> None:
-    assert size_pool(1000 * MIB + 5, MIB, 16, None, None, no_advice) == 1000
-    assert size_pool(1000 * MIB, MIB, 16, 10 * MIB, None, no_advice) == 10
-    assert size_pool(1000 * MIB, MIB, 16, None, 999 * 16, no_advice) == 1000  # page 0 is the dummy
+    assert size_pool(1000 * MIB + 5, POOL, None, None, no_advice) == [1000]
+    assert size_pool(1000 * MIB, POOL, 10 * MIB, None, no_advice) == [10]
+    assert size_pool(1000 * MIB, POOL, None, 999 * 16, no_advice) == [1000]  # page 0 is the dummy
+
+
+def test_pools_of_groups_get_no_more_than_is_free() -> None:
+    """Windows get what is of use, and whole histories the rest."""
+    groups = [KVGroup(0, (0,), 3000.0), KVGroup(64, (1, 2), 5000.0)]
+    pool = Pool(groups, 16, Demand(4, 64))
+    sizes = pool.page_bytes
+    for room in (GIB // 1000, GIB // 999, GIB // 77, GIB):
+        whole, window = size_pool(room, pool, None, None, no_advice)
+        assert room - sizes[0] <= whole * sizes[0] + window * sizes[1] <= room
+        assert window <= 1 + 2 * 4 * 6 + 4
+    assert whole > GIB // sizes[0] * 0.9
+    with pytest.raises(OutOfMemory, match="lower --context-length to"):
+        size_pool(GIB // 1000, pool, None, 1 << 20, no_advice)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +82,14 @@ def test_a_pool_that_does_not_fit(
     free: int, budget: int | None, wanted: int | None, message: str, param: str
 ) -> None:
     with pytest.raises(OutOfMemory, match=message) as caught:
-        size_pool(free, MIB, 16, budget, wanted, no_advice)
+        size_pool(free, POOL, budget, wanted, no_advice)
     assert caught.value.param == param
 
 
 def test_no_pool_at_all() -> None:
     asked = []
     with pytest.raises(OutOfMemory, match="102 MiB are missing; change that$") as caught:
-        size_pool(-100 * MIB, MIB, 16, None, None, lambda n: asked.append(n) or Advice("change that", "x"))
+        size_pool(-100 * MIB, POOL, None, None, lambda n: asked.append(n) or Advice("change that", "x"))
     assert (caught.value.param, asked) == ("x", [102 * MIB])
 
 
@@ -214,7 +232,7 @@ def test_a_part_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu_memory, "RESERVE", 0)
     budget = Budget(Weights(spec("qwen3-0.6b"), "bfloat16", None, 1, False), 1, 1)
     for fraction, pages in ((1.0, 900), (0.75, 650)):
-        assert budget.pool(Config(memory_fraction=fraction), MIB, Peak(0, 0), 0) == pages
+        assert budget.pool(Config(memory_fraction=fraction), POOL, Peak(0, 0), 0) == [pages]
     with pytest.raises(OutOfMemory, match="raise --memory-fraction") as caught:
-        budget.pool(Config(memory_fraction=0.1), MIB, Peak(0, 0), 0)
+        budget.pool(Config(memory_fraction=0.1), POOL, Peak(0, 0), 0)
     assert caught.value.param == "memory_fraction"

@@ -199,7 +199,7 @@ def oracle(runner: Any, ids: torch.Tensor) -> torch.Tensor:
     batch.ids = ids
     with torch.inference_mode():
         kv = runner.steps.allocate(
-            max(int(runner.steps.tables.page_table[2].max()) + 1, pages), 16, "float32"
+            [max(int(runner.steps.tables.page_table[2].max()) + 1, pages)], 16, "float32"
         )
         logits = runner.steps.model.logits(runner.steps.model.forward(batch, kv))
     return logits[:-1].log_softmax(-1).gather(1, ids[1:, None].long())[:, 0]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.batch import places
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
@@ -152,8 +153,9 @@ class GpuOps:
         kv: KVLayer,
         out_loc: Tensor,
     ) -> Tensor:
+        where = places(out_loc, kv.group)
         return elementwise.qk_norm_rope_store(
-            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, out_loc, self.attend.in_place,
+            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, where, self.attend.in_place,
             (kv.k_scale, kv.v_scale),
         )  # fmt: skip
 
@@ -168,8 +170,9 @@ class GpuOps:
         out_loc: Tensor,
     ) -> Tensor:
         """``linear`` and ``qk_norm_rope_store`` of long prompts."""
+        where = places(out_loc, kv.group)
         return prompt_gemm.linear_heads(
-            x.contiguous(), weight, positions, projection, kv, out_loc, self.attend.in_place, bias
+            x.contiguous(), weight, positions, projection, kv, where, self.attend.in_place, bias
         )
 
     @LOWERINGS.of(ops.attention)

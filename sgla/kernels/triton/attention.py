@@ -146,9 +146,10 @@ def _extend(
     query = tl.load(q + at[:, None] + d[None, :], mask=used, other=0.0)
     position = start_at + i
     end = start_at + count
-    first = 0
+    oldest = 0  # what is behind may be another request's, and no number
     if window > 0:
-        first = tl.maximum(start_at - window + 1, 0) // BLOCK_N * BLOCK_N
+        oldest = tl.maximum(start_at - window + 1, 0)
+    first = oldest // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, HB], dtype=tl.float32)
@@ -157,7 +158,7 @@ def _extend(
         n = start + tl.arange(0, BLOCK_N)
         page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
-        there = (n[None, :] < end) & inside[:, None]
+        there = (n[None, :] >= oldest) & (n[None, :] < end) & inside[:, None]
         keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
         s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
         seen = n[None, :] <= position[:, None]
@@ -168,7 +169,7 @@ def _extend(
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        there = (n[:, None] < end) & inside[None, :]
+        there = (n[:, None] >= oldest) & (n[:, None] < end) & inside[None, :]
         values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top

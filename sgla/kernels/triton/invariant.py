@@ -119,9 +119,10 @@ def _attend(
     )
     position = length - q_len + i
     end = tl.minimum(length, length - q_len + offset + ROWS // GROUP)
-    oldest = 0
+    read = 0  # what is behind may be another request's, and no number
     if window > 0:
-        oldest = tl.maximum(length - q_len + offset - window + 1, 0) // BLOCK * BLOCK
+        read = tl.maximum(length - q_len + offset - window + 1, 0)
+    oldest = read // BLOCK * BLOCK
     top = tl.full([ROWS], NEG, dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     acc = tl.zeros([ROWS, HB], dtype=tl.float32)
@@ -135,7 +136,7 @@ def _attend(
             n = start + tl.arange(0, BLOCK)
             page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
             place = page * s_page + (n % page_size) * s_token + head * s_head
-            there = (n[None, :] < end) & inside[:, None]
+            there = (n[None, :] >= read) & (n[None, :] < end) & inside[:, None]
             keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
             s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
             seen = n[None, :] <= position[:, None]
@@ -146,7 +147,7 @@ def _attend(
             p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
             fade = tl.exp2(own_top - new_top)
             own_total = tl.fma(own_total, fade, tl.sum(p, 1))
-            there = (n[:, None] < end) & inside[None, :]
+            there = (n[:, None] >= read) & (n[:, None] < end) & inside[None, :]
             values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
             own = tl.dot(p.to(query.dtype), values, own * fade[:, None], input_precision="ieee")
             own_top = new_top
