@@ -90,8 +90,9 @@ def measure(steps: GpuSteps) -> Peak:
 
 def _admit_all(steps: GpuSteps) -> None:
     for slot in range(steps.slots):
+        pages = [b""] * len(steps.groups)
         new = NewRow(
-            slot=slot, tokens=bytes(4), prompt_len=steps.context_len, pages=[b""], sampling=EVERYTHING
+            slot=slot, tokens=bytes(4), prompt_len=steps.context_len, pages=pages, sampling=EVERYTHING
         )
         steps.tables.apply(_step([(slot, 0, 1)], new), steps.sampler)
 
@@ -169,13 +170,15 @@ def _plans(steps: GpuSteps) -> Iterator[StepPlan]:
                 slot=0,
                 tokens=bytes(4 * size),
                 prompt_len=size,
-                pages=[bytes(4 * -(-size // steps.tables.page_size))],
+                pages=[bytes(4 * -(-size // steps.tables.page_size))] * len(steps.groups),
                 sampling=EVERYTHING,
             )
             yield _step([(0, start, size - start)], row)
     one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
-    row = NewRow(slot=0, tokens=zero, prompt_len=1, pages=[b""], sampling=EVERYTHING)
-    yield msgspec.structs.replace(_step([(0, 0, 1)], row), page_slots=zero, page_counts=one, page_ids=[zero])
+    none, dummies = [b""] * len(steps.groups), [zero] * len(steps.groups)
+    row = NewRow(slot=0, tokens=zero, prompt_len=1, pages=none, sampling=EVERYTHING)
+    last = _step([(0, 0, 1)], row)
+    yield msgspec.structs.replace(last, page_slots=zero, page_counts=one, page_ids=dummies)
 
 
 def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None, flags: int = SAMPLE) -> StepPlan:

@@ -89,10 +89,10 @@ def inputs() -> list[Submit]:
 def long_text() -> list[Submit]:
     """Longer than a window, behind a prefix that others share, and shorter."""
     rng = np.random.default_rng(5)
-    shared = rng.integers(0, 331, 20).tolist()
-    tails = {"first": 20, "second": 9, "short": 1}
+    shared = rng.integers(0, 331, 2 * WINDOW).tolist()
+    tails = {"first": WINDOW + 3, "second": 2, "short": 1}
     return [
-        submit(rid, shared * (rid != "short") + rng.integers(0, 331, n).tolist(), 6)
+        submit(rid, shared * (rid != "short") + rng.integers(0, 331, n).tolist(), 4)
         for rid, n in tails.items()
     ]
 
@@ -101,6 +101,7 @@ def poison(runner: Any, core: Any) -> None:
     """From now on the free pages of windows hold no numbers whenever a step is planned."""
     plan = core.plan
 
+    @torch.inference_mode()
     def poisoned(now: float) -> Any:
         free = core._memory.windows[0]._free
         for layer in runner.steps.kv if not core._flights else []:
@@ -122,14 +123,17 @@ def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
 
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
+WINDOW = 7
 WINDOWS = gemma3(
     vocab_size=331,
-    num_hidden_layers=3,
-    sliding_window=10,
-    max_position_embeddings=128,
-    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    sliding_window=WINDOW,
+    max_position_embeddings=64,
+    layer_types=["sliding_attention", "full_attention"],
 )
-SMALL_STEPS = {"page_size": 4, "step_tokens": 12}
+SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
@@ -178,9 +182,12 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     runner = make(tiny_config(**common | settings), model, 0, 1, "", lambda progress: None)
     facts = runner.facts
     encoder = facts.pooling is not None and facts.pooling.encoder
-    core = make_core(
-        facts, encoder=encoder, prefix_cache=facts.pooling is None or facts.pooling.kind == "last"
-    )
+    windows = len(facts.groups) > 1
+    kept = not windows and (facts.pooling is None or facts.pooling.kind == "last")
+    core = make_core(facts, encoder=encoder, prefix_cache=kept, depth=1 if windows else 2)
+    if windows and "device" in settings:
+        assert [group.window for group in facts.groups] == [0, WINDOW]
+        poison(runner, core)
     return shown(run(runner, requests(), core))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_cases import gemma3
 
 from sgla.device import nvidia
 from sgla.kernels import device
@@ -35,6 +36,14 @@ BANDS = {
 }
 SIZES = {"bands": [1196, 1240, 1275]}
 MIXTURE = {"num_hidden_layers": 2, "vocab_size": 3000, "moe_intermediate_size": 128}
+WINDOWS = gemma3(
+    vocab_size=3000,
+    hidden_size=512,
+    head_dim=128,
+    sliding_window=64,
+    max_position_embeddings=2048,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
@@ -46,6 +55,7 @@ CASES = {
     "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
+    "windows": ("", WINDOWS, {}),
 }
 
 
@@ -54,7 +64,7 @@ def test_nothing_is_launched_that_was_not_rehearsed() -> None:
     models = HERE.parents[1] / "bench/models"
     cases = [
         {
-            "model": json.loads((models / name / "config.json").read_text()) | changes,
+            "model": (json.loads((models / name / "config.json").read_text()) if name else {}) | changes,
             "config": config,
             "sizes": SIZES.get(case, []),
         }
