@@ -56,11 +56,26 @@ def test_the_two_commands_are_in_the_readme_and_ci_runs_the_second() -> None:
     assert os.access(script, os.X_OK)
     lines = [line.strip() for line in script.read_text().splitlines()]
     assert "pip install --quiet -e '.[test]' || exit 1" in lines
-    assert lines.index("check pytest") == max(
-        number for number, line in enumerate(lines) if line.startswith("check ")
-    )
+    assert lines[-1] == "wait $tests && ((${#failed[@]} == 0))"
     assert {"check ruff check .", "check ruff format --check .", "check mypy"} <= set(lines)
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("broken", ["", "mypy", "pytest"])
+def test_ci_run_fails_if_anything_does(tmp_path: Path, broken: str) -> None:
+    for name in ("pip", "ruff", "mypy", "lint-imports", "pytest"):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\necho {name} ran\nexit {int(name == broken)}\n")
+        command.chmod(0o755)
+    python = tmp_path / "python"  # makes an environment that has nothing
+    python.write_text(f'#!/bin/sh\nmkdir -p "$3/bin" && cp {tmp_path}/[lmpr]* "$3/bin"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [str(ROOT / ".ci/run")], env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
+    )
+    assert (done.returncode != 0) == bool(broken), done.stderr
+    assert done.stdout.endswith("== pytest\npytest ran\n")
+    assert done.stdout.index("mypy ran") < done.stdout.index("== pytest")
 
 
 def full(*parts: str) -> subprocess.CompletedProcess[str]:
