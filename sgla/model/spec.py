@@ -119,7 +119,8 @@ class AttentionSpec:
 
     def weights(self, hidden: int) -> int:
         """Values of its matrices."""
-        return hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        own = 0 if self.reads is not None else self.kv_heads
+        return hidden * self.head_dim * 2 * (self.heads + own)
 
 
 @dataclass(frozen=True)

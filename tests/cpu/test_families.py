@@ -17,11 +17,19 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
+from sgla.kernels import ops
+from sgla.kernels.ops import KVLayer
+from sgla.layers.attention import LayerAttention
+from sgla.layers.batch import ForwardBatch
+from sgla.layers.build import Build
+from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.model import registry
 from sgla.model.families import Reader
+from sgla.model.llama import Llama
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import AttentionSpec, ModelSpec, ropes
+from sgla.model.state import token_bytes
 from sgla.worker.cpu import CpuRunner
 
 LLAMA = "sgla.model.llama:Llama"
@@ -200,4 +208,66 @@ def test_sinks_equal_those_of_transformers(tmp_path: Path, monkeypatch: pytest.M
     source.config.update(architectures=["ToyForCausalLM"], model_type="toy")
     for native in (False, True):
         rows = Eager(load_model(source), native=native, budget=40).generate(PROMPTS, 12)
+        check_against_hf(rows, 12, hf)
+
+
+class SharingAttention:
+    """Attention of a layer that makes queries alone, and reads keys and values of another."""
+
+    def __init__(
+        self, build: Build, name: str, hidden: int, layer: AttentionSpec, cos_sin: torch.Tensor
+    ) -> None:
+        width = layer.heads * layer.head_dim
+        self.q = MergedColumnLinear(build, hidden, [(f"{name}.q_proj", width, range(width))])
+        self.out = RowLinear(build, f"{name}.o_proj", hidden, width, range(width))
+        self.layer, self.cos_sin = layer, cos_sin
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, kv: KVLayer) -> torch.Tensor:
+        q = self.q(x).unflatten(1, (-1, self.layer.head_dim))
+        q = ops.rotate(q, batch.positions, self.cos_sin).flatten(1)
+        return ops.attention(q, kv, batch, self.layer.scale)
+
+
+class Sharing(Llama):
+    def attention(self, build: Build, name: str, index: int) -> LayerAttention:
+        layer = self.spec.attention[index]
+        if layer.reads is None:
+            return super().attention(build, name, index)
+        return SharingAttention(build, name, self.spec.hidden, layer, self.angles(layer.rope, layer.head_dim))
+
+
+def sharing(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    rope, _ = ropes(c, 8, positions)
+    own = AttentionSpec(6, 2, 8, 8**-0.5, rope)
+    return (own, own, *[dataclasses.replace(own, reads=1)] * (layers - 2))
+
+
+@torch.no_grad()
+def test_layers_that_read_what_another_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gemma 3n and 4 have them: equal to a Llama whose later layers are given keys and values of the second."""
+    from transformers.models.llama import modeling_llama
+
+    eager, kept = modeling_llama.eager_attention_forward, {}
+
+    def given(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        kept[module.layer_idx] = key, value
+        return eager(module, query, *kept[min(1, module.layer_idx)], *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", given)
+    monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
+    family = dataclasses.replace(
+        toy_family.FAMILY, model="test_families:Sharing", attention="test_families:sharing"
+    )
+    registry.register("ToyForCausalLM", family)
+    hf = save_checkpoint(tmp_path, "llama", num_hidden_layers=4)
+    hf.set_attn_implementation("eager")
+    gone = [f"model.layers.{i}.self_attn.{which}_proj.weight" for i in (2, 3) for which in "kv"]
+    own = {name: x.contiguous() for name, x in hf.state_dict().items() if name not in gone}
+    save_file(own, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    source.config.update(architectures=["ToyForCausalLM"], model_type="toy")
+    for native in (False, True):
+        model = load_model(source)
+        assert token_bytes(model.state(), "float32") == 2 * 2 * 2 * 8 * 4
+        rows = Eager(model, native=native, budget=40).generate(PROMPTS, 12)
         check_against_hf(rows, 12, hf)
