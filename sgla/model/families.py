@@ -163,6 +163,7 @@ FAMILIES = {
             "q_lora_rank": 768,
             "qk_nope_head_dim": 64,
             "qk_rope_head_dim": 32,
+            "qk_head_dim": None,  # the sum of both, which the class works out anew
             "v_head_dim": None,
             "scale_emb": 12,
             "scale_depth": 1.4,

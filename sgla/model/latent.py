@@ -45,11 +45,11 @@ class LatentAttention:
         self, build: Build, name: str, hidden: int, layer: LatentSpec, cos_sin: Tensor, interleaved: bool
     ) -> None:
         own, width = build.shard.range(layer.heads), layer.nope + layer.rotated
-        order = neox_order(layer.rotated, layer.rotated) if interleaved else torch.arange(layer.rotated)
 
-        def behind(still: int) -> tuple[Tensor]:
+        def behind(still: int) -> tuple[Tensor, ...]:
             """The order of rows of which the first ``still`` are not rotated."""
-            return (torch.cat([torch.arange(still), still + order.cpu()]),)
+            order = neox_order(layer.rotated, layer.rotated)
+            return (torch.cat([torch.arange(still, device="cpu"), still + order]),) if interleaved else ()
 
         rows = range(own.start * width, own.stop * width)
         self.q_down = self.q_norm = None
