@@ -10,7 +10,7 @@ from sgla.quant.method import Method
 
 
 class Gguf(Method):
-    """A CPU keeps each matrix in the storage that has its values in the fewest bytes (``load.py``)."""
+    """A CPU keeps each matrix in the storage that has its values in the fewest bytes."""
 
     name, devices = "gguf", ("cpu",)
 

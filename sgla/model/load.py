@@ -5,43 +5,35 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.kernels.panels import GROUP
-from sgla.layers.build import CHUNK, Build, Rows, Share, Slot
+from sgla.layers.build import CHUNK, Build, Share, Slot
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
+from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
 from sgla.model.fp8 import Fp8
+from sgla.model.gguf_tensors import Blocks, kinds_of_file
 from sgla.model.registry import model_class
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
-from sgla.model.upload import Stored, Upload, begin_thread, places, synchronize, threads_for
-from sgla.quant.groups import Groups
-from sgla.quant.method import FLOATS, PLAIN, Held
+from sgla.model.upload import begin_thread, synchronize, threads_for
+from sgla.quant.method import FLOATS, PLAIN
 from sgla.quant.weight import SourceTensor, Weight, storage
 
 OnProgress = Callable[[Progress], None]
 
 # Buffers that old checkpoints store and every model computes for itself.
 _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|position_ids)$")
-# Where multimodal checkpoints keep their language model.
-_PREFIXES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
@@ -99,7 +91,7 @@ def has_own_head(source: ModelSource) -> bool:
     if source.kind != "safetensors":
         return False
     tables = {"lm_head.weight", EMBEDDING}
-    found = {name: tensor for raw, tensor in _safetensors(source) if (name := _canonical(raw)) in tables}
+    found = {name: tensor for raw, tensor in safetensors(source) if (name := canonical(raw)) in tables}
     if len(found) < 2:
         return False
     head, embedding = found["lm_head.weight"], found[EMBEDDING]
@@ -148,11 +140,11 @@ def decoder_build(
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
         build.kinds = dict.fromkeys(wide, "int8")
     if method is not None and source.kind == "gguf":
-        build.kinds = _kinds_of_file(source, spec, build.plain, shard.size)
+        build.kinds = kinds_of_file(source, spec, build.plain, shard.size)
     elif spec.method is not None and source.kind == "safetensors":
         build.floats = frozenset(
-            _canonical(rename(name)).removesuffix(".weight")
-            for name, tensor in _safetensors(source)
+            canonical(rename(name)).removesuffix(".weight")
+            for name, tensor in safetensors(source)
             if name.endswith(".weight") and tensor.type in FLOATS
         )
     if spec.moe and _device().type == "cuda" and kinds.linear not in OF_EXPERTS:
@@ -161,33 +153,6 @@ def decoder_build(
             param="model",
         )
     return build
-
-
-# Formats that have the values of others without loss, the smaller ones first.
-_HOLDS: dict[str, set[str]] = {
-    "q5_0": {"q5_0", "q4_0"},
-    "q8_0": {"q8_0", "q5_0", "q4_0"},
-    "int4": {"int4", "q4_0"},
-    "int8": {"int8", "int4", "q8_0", "q5_0", "q4_0"},
-}
-
-
-def _kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
-    """The formats of the matrices of a GGUF file;
-    those that are multiplied as one have the smallest that is enough for all."""
-    kinds = {tensor.name: tensor.kept or plain for tensor in source.gguf().tensors()}
-    for i in range(spec.layers):
-        layer = f"model.layers.{i}"
-        for module, parts in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
-            names = [f"{layer}.{module}.{part}_proj.weight" for part in parts]
-            found = {kinds[name] for name in names}
-            if len(found) > 1:
-                kinds |= dict.fromkeys(names, next((k for k, held in _HOLDS.items() if found <= held), plain))
-        out = f"{layer}.self_attn.o_proj.weight"
-        attention = spec.attention[i]
-        if attention.heads // ranks * attention.v_dim % GROUP and kinds[out] != plain:
-            kinds[out] = "q8_0"  # which may be cut inside of a group
-    return kinds
 
 
 def _fill(
@@ -205,7 +170,7 @@ def _fill(
     twice: list[str] = []
     head: SourceTensor | None = None  # a tied one, which stands for the embedding if that is left out
     for raw, tensor in tensors:
-        name = _canonical(raw)
+        name = canonical(raw)
         if name in table and name in jobs:
             twice.append(raw)
         elif name in table:
@@ -266,13 +231,6 @@ def _device() -> torch.device:
     return torch.empty(0).device
 
 
-def _canonical(name: str) -> str:
-    for prefix, replacement in _PREFIXES:
-        if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
-    return name
-
-
 def _complain(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
@@ -287,9 +245,9 @@ def _stream(
         device = _device()
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
-        return ((rename(tensor.name), _Packed(tensor)) for tensor in source.gguf().tensors())
-    stored: dict[str, _Stored] = {}
-    for raw, tensor in _safetensors(source):
+        return ((rename(tensor.name), Blocks(tensor)) for tensor in source.gguf().tensors())
+    stored: dict[str, FileTensor] = {}
+    for raw, tensor in safetensors(source):
         if (name := rename(raw)) in stored:
             raise WeightError(
                 f"{name} is in two of the files {', '.join(path.name for path in source.files[:8])}"
@@ -297,149 +255,7 @@ def _stream(
         stored[name] = tensor
     if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
         build.checkpoint = Fp8({})  # which not every file says
-    return _unstack(_joined(stored, build), build)
-
-
-def _joined(stored: dict[str, _Stored], build: Build) -> Iterator[tuple[str, SourceTensor]]:
-    """The matrix of each linear layer, of the tensors that the file has of it; then all other tensors."""
-    raws = {_canonical(raw): raw for raw in stored}
-    method = build.checkpoint
-    shapes = {name: slot.shape for name, slot in build.table.items()}
-    for name, shape in (shapes | {name: shape for name, (shape, _) in build.stacks.items()}).items():
-        module = name.removesuffix(".weight")
-        if method is PLAIN or module == name or len(shape) != 2:
-            continue
-        held = method.tensors(module, *shape)
-        found = {part: stored[raws[part]] for part in held if part in raws}
-        if not found or (found.keys() == {name} and found[name].type in FLOATS):
-            continue
-        _check_held(held, found)
-        yield name, method.take(module, found, *shape)
-        for part in found:
-            del stored[raws[part]]
-    for raw, tensor in stored.items():
-        if (name := _canonical(raw)) in build.table or not method.unused(name, tensor):
-            yield raw, tensor
-
-
-def _check_held(held: Mapping[str, Held], found: Mapping[str, _Stored]) -> None:
-    """Whether a layer has all that its method wants. Raises WeightError."""
-    missing = [name for name, wanted in held.items() if name not in found and not wanted.optional]
-    if missing:
-        raise WeightError(f"{missing[0]} is missing beside {next(iter(found))}")
-    for name, tensor in found.items():
-        wanted = held[name]
-        if wanted.shape is not None and tensor.shape != wanted.shape:
-            raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted.shape)}")
-        if wanted.types and tensor.type not in wanted.types:
-            raise WeightError(f"{name} holds {tensor.type}, expected {' or '.join(wanted.types)}")
-
-
-def _unstack(tensors: Iterator[tuple[str, SourceTensor]], build: Build) -> Iterator[tuple[str, SourceTensor]]:
-    """Stacked experts become the tensors of each expert."""
-    for name, tensor in tensors:
-        shape, parts = build.stacks.get(_canonical(name), ((), ()))
-        if not parts:
-            yield name, tensor
-            continue
-        if tensor.shape != shape:
-            raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        for part in parts:
-            if len(shape) < 3:
-                yield part.name, Rows(tensor, part.rows)
-            else:
-                assert isinstance(tensor, _Stored)
-                size, at = (len(part.rows), shape[2]), part.rows.start
-                row = part.expert * shape[1] + at
-                yield part.name, _Slice(tensor.view, size, tensor.type, tensor.place, row, part.expert, at)
-
-
-def _safetensors(source: ModelSource) -> Iterator[tuple[str, _Stored]]:
-    """Files are memory-mapped; nothing is read before a slot asks for it."""
-    from safetensors import SafetensorError, safe_open
-
-    upload = Upload() if _device().type == "cuda" else None
-    for path in source.files:
-        try:
-            file = safe_open(path, framework="pt")
-            stored = places(path, upload) if upload is not None else {}
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                view = file.get_slice(name)
-                yield name, _Stored(view, tuple(view.get_shape()), view.get_dtype(), stored.get(name))
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"{path} is not a complete safetensors file: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a safetensors file: ``view`` maps it, ``place`` is for those that go to a GPU."""
-
-    view: Any
-    shape: tuple[int, ...]
-    type: str
-    place: Stored | None
-    first_row: int = 0  # of what ``place`` has
-
-    def dense(self, rows: range | None = None) -> Tensor:
-        values = self.values(rows)
-        if not values.is_floating_point():
-            raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
-        return values
-
-    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
-        if not self.shape:
-            return torch.as_tensor(self.view[...]).view(1)
-        rows = rows or range(self.shape[0])
-        if columns is not None:
-            part: Tensor = self.view[rows.start : rows.stop, columns.start : columns.stop]
-            return part if self.place is None else part.to("cuda")
-        if self.place is not None:
-            return self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))
-        return self.read(rows)
-
-    def read(self, rows: range) -> Tensor:
-        values: Tensor = self.view[rows.start : rows.stop]
-        return values
-
-    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
-        return storage(kind).read(self, rows, columns)
-
-
-@dataclass(frozen=True)
-class _Slice(_Stored):
-    """``view[expert, first:]``, as many rows as ``shape`` says."""
-
-    expert: int = 0
-    first: int = 0
-
-    def read(self, rows: range) -> Tensor:
-        start, stop = self.first + rows.start, self.first + rows.stop
-        values: Tensor = self.view[self.expert : self.expert + 1, start:stop][0]
-        return values
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A tensor in a GGUF file."""
-
-    tensor: LazyTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    def dense(self, rows: range | None = None) -> Tensor:
-        return torch.from_numpy(self.tensor.numpy(rows))
-
-    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
-        """Types in groups of 32 have the same constants as ours, so where these are wide enough for their
-        quants they are taken over as they are."""
-        made, bits = storage(kind), self.tensor.bits
-        if bits is None or not (issubclass(made, Groups) and made.holds(bits, self.tensor.symmetric)):
-            return made.read(self, rows, columns)
-        parts = self.tensor.quants(rows)
-        assert parts is not None
-        return made.of(bits, *map(torch.from_numpy, parts)).cut(columns)
+    return unstacked(joined(stored, build), build)
 
 
 @lru_cache(1)

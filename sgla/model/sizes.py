@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from sgla.errors import ConfigError
 from sgla.model.encoder import EncoderSpec
 from sgla.model.registry import architecture_of, check_architecture, is_encoder
 from sgla.model.spec import ModelSpec
@@ -44,12 +45,18 @@ def as_stored(method: Method | None, quantization: str | None) -> Method | None:
 
 
 def kinds_of(dtype: str, quantization: str | None, method: Method | None = None) -> Kinds:
-    """``quantization``: int8 | int4 | fp8 | ``checkpoint``, or the name of the checkpoint's ``method``."""
+    """``quantization``: int8 | int4 | fp8 | checkpoint, or the name of the checkpoint's ``method``. Raises
+    ConfigError for that of another."""
     plain = PLAIN[dtype]
     if (kept := as_stored(method, quantization)) is not None:
         return Kinds(kept.storage or plain, plain, plain)
     if quantization in ("int8", "int4"):
         return Kinds(quantization, "int8", plain)
+    if quantization not in (None, "fp8"):
+        raise ConfigError(
+            f"--quantization {quantization} is for checkpoints that are stored so; leave it out",
+            param="quantization",
+        )
     return Kinds(quantization or plain, plain, plain)
 
 

@@ -417,11 +417,11 @@ SAME = [
     ("ours", "kind"), [("int4", kind) for kind in SIMPLE[:2]] + [("int8", kind) for kind in SIMPLE] + SAME
 )
 def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) -> None:
-    from sgla.model.load import _Packed
+    from sgla.model.gguf_tensors import Blocks
 
     values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
     blocks = quantize(values, kind)
-    source = _Packed(LazyTensor("w", kind.name, (6, 96), blocks))
+    source = Blocks(LazyTensor("w", kind.name, (6, 96), blocks))
     assert torch.equal(
         source.weight(ours, range(1, 6)).dequant(), torch.from_numpy(dequantize(blocks, kind)[1:])
     )
@@ -430,11 +430,11 @@ def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) ->
 @pytest.mark.parametrize(("ours", "kind"), [("int4", Type.Q4_K), ("int8", Type.Q4_K), ("int8", Type.Q5_K)])
 def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
     """Of their values no more is lost than the last of float16's bits in the constants."""
-    from sgla.model.load import _Packed
+    from sgla.model.gguf_tensors import Blocks
 
     blocks = blocks_like(np.zeros((6, 512), np.float32), kind)
     want = torch.from_numpy(dequantize(blocks, kind)[1:])
-    weight = _Packed(LazyTensor("w", kind.name, (6, 512), blocks)).weight(ours, range(1, 6))
+    weight = Blocks(LazyTensor("w", kind.name, (6, 512), blocks)).weight(ours, range(1, 6))
     _, scale, minimum = weight.tensors
     room = (32 * scale + minimum.abs()).float().repeat_interleave(32, 1) * 2**-11
     assert bool(((weight.dequant() - want).abs() <= room).all())
@@ -456,7 +456,7 @@ def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: P
     source = open_source(convert(hf, tmp_path / "model.gguf", quantized=kind))
     resolved = resolve(Config(device="cpu"), model=source.config).config
     assert resolved.quantization == (None if kind == Type.F16 else "gguf")
-    model = load_model(source, "bfloat16", "gguf")
+    model = load_model(source, "bfloat16", resolved.quantization)
     found = (model.blocks[0].attention.qkv.weight.kind, model.embed.weight.kind)
     assert found == (linear, table)
     given = resolve(Config(device="cpu", quantization="none"), model=source.config).config
@@ -464,9 +464,9 @@ def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: P
 
 
 def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path) -> None:
-    from sgla.model.load import _HOLDS
+    from sgla.model.gguf_tensors import HOLDS
 
-    held = [next(kind for kind, has in _HOLDS.items() if found <= has) for found in (
+    held = [next(kind for kind, has in HOLDS.items() if found <= has) for found in (
         {"q5_0", "q8_0"}, {"q4_0", "q5_0"}, {"int4", "q4_0"}, {"int4", "q8_0"}, {"int4", "int8"},
     )]  # fmt: skip
     assert held == ["q8_0", "q5_0", "int4", "int8", "int8"]

@@ -1,0 +1,152 @@
+"""The tensors of safetensors files under the names that layers declare: those of a linear layer joined by its
+method, fused and stacked ones taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgla.errors import WeightError
+from sgla.hub.source import ModelSource
+from sgla.layers.build import Build, Rows
+from sgla.model.upload import Stored, Upload, places
+from sgla.quant.method import FLOATS, PLAIN, Held
+from sgla.quant.weight import SourceTensor, Weight, storage
+
+# Where multimodal checkpoints keep their language model.
+PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+
+
+def canonical(name: str) -> str:
+    for prefix, replacement in PREFIXES:
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def joined(stored: dict[str, FileTensor], build: Build) -> Iterator[tuple[str, SourceTensor]]:
+    """The matrix of each linear layer, of the tensors that the file has of it; then all other tensors."""
+    raws = {canonical(raw): raw for raw in stored}
+    method = build.checkpoint
+    shapes = {name: slot.shape for name, slot in build.table.items()}
+    for name, shape in (shapes | {name: shape for name, (shape, _) in build.stacks.items()}).items():
+        module = name.removesuffix(".weight")
+        if method is PLAIN or module == name or len(shape) != 2:
+            continue
+        held = method.tensors(module, *shape)
+        found = {part: stored[raws[part]] for part in held if part in raws}
+        if not found or (found.keys() == {name} and found[name].type in FLOATS):
+            continue
+        _check_held(held, found)
+        yield name, method.take(module, found, *shape)
+        for part in found:
+            del stored[raws[part]]
+    for raw, tensor in stored.items():
+        if (name := canonical(raw)) in build.table or not method.unused(name, tensor):
+            yield raw, tensor
+
+
+def _check_held(held: Mapping[str, Held], found: Mapping[str, FileTensor]) -> None:
+    """Whether a layer has all that its method wants. Raises WeightError."""
+    missing = [name for name, wanted in held.items() if name not in found and not wanted.optional]
+    if missing:
+        raise WeightError(f"{missing[0]} is missing beside {next(iter(found))}")
+    for name, tensor in found.items():
+        wanted = held[name]
+        if wanted.shape is not None and tensor.shape != wanted.shape:
+            raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted.shape)}")
+        if wanted.types and tensor.type not in wanted.types:
+            raise WeightError(f"{name} holds {tensor.type}, expected {' or '.join(wanted.types)}")
+
+
+def unstacked(
+    tensors: Iterator[tuple[str, SourceTensor]], build: Build
+) -> Iterator[tuple[str, SourceTensor]]:
+    """Stacked experts become the tensors of each expert."""
+    for name, tensor in tensors:
+        shape, parts = build.stacks.get(canonical(name), ((), ()))
+        if not parts:
+            yield name, tensor
+            continue
+        if tensor.shape != shape:
+            raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        for part in parts:
+            if len(shape) < 3:
+                yield part.name, Rows(tensor, part.rows)
+            else:
+                assert isinstance(tensor, FileTensor)
+                size, at = (len(part.rows), shape[2]), part.rows.start
+                row = part.expert * shape[1] + at
+                yield part.name, Slice(tensor.view, size, tensor.type, tensor.place, row, part.expert, at)
+
+
+def safetensors(source: ModelSource) -> Iterator[tuple[str, FileTensor]]:
+    """Files are memory-mapped; nothing is read before a slot asks for it."""
+    from safetensors import SafetensorError, safe_open
+
+    upload = Upload() if torch.empty(0).device.type == "cuda" else None
+    for path in source.files:
+        try:
+            file = safe_open(path, framework="pt")
+            stored = places(path, upload) if upload is not None else {}
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                view = file.get_slice(name)
+                yield name, FileTensor(view, tuple(view.get_shape()), view.get_dtype(), stored.get(name))
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file: ``view`` maps it, ``place`` is for those that go to a GPU."""
+
+    view: Any
+    shape: tuple[int, ...]
+    type: str
+    place: Stored | None
+    first_row: int = 0  # of what ``place`` has
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        values = self.values(rows)
+        if not values.is_floating_point():
+            raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
+        return values
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        if not self.shape:
+            return torch.as_tensor(self.view[...]).view(1)
+        rows = rows or range(self.shape[0])
+        if columns is not None:
+            part: Tensor = self.view[rows.start : rows.stop, columns.start : columns.stop]
+            return part if self.place is None else part.to("cuda")
+        if self.place is not None:
+            return self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))
+        return self.read(rows)
+
+    def read(self, rows: range) -> Tensor:
+        values: Tensor = self.view[rows.start : rows.stop]
+        return values
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
+
+
+@dataclass(frozen=True)
+class Slice(FileTensor):
+    """``view[expert, first:]``, as many rows as ``shape`` says."""
+
+    expert: int = 0
+    first: int = 0
+
+    def read(self, rows: range) -> Tensor:
+        start, stop = self.first + rows.start, self.first + rows.stop
+        values: Tensor = self.view[self.expert : self.expert + 1, start:stop][0]
+        return values
