@@ -477,7 +477,7 @@ def test_gguf_weights_are_for_such_files_alone(tmp_path: Path) -> None:
     plain = open_source(convert(hf, tmp_path / "model.gguf"))
     with pytest.raises(ConfigError, match="--quantization gguf is for a quantized GGUF file on a CPU"):
         resolve(Config(device="cpu", quantization="gguf"), model=plain.config)
-    with pytest.raises(ConfigError, match="--quantization gguf is for GGUF files"):
+    with pytest.raises(ConfigError, match="--quantization gguf is for checkpoints that are stored so"):
         load_model(open_source(tmp_path), "bfloat16", "gguf")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import toy_weights
-from checkpoints import Eager, random_prompts, save_checkpoint
+from checkpoints import Eager, Row, random_prompts, save_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels import ops
-from sgla.kernels.dispatch import using
 from sgla.model import methods
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
@@ -69,8 +68,13 @@ def ternary(folder: Path, model_type: str = "llama", **changes: Any) -> tuple[Mo
     return open_source(folder / "toy"), open_source(folder / "plain")
 
 
-def attend(q: Tensor, kv: Any, batch: Any, scale: float, window: int, softcap: float) -> Tensor:
-    return ops.attention.body(q, kv, batch, scale, window, softcap)
+class Oracle:
+    """``ops.attention`` by its body."""
+
+    in_place = False
+
+    def __call__(self, *args: Any) -> Tensor:
+        return ops.attention.body(*args)
 
 
 @torch.no_grad()
@@ -92,9 +96,13 @@ def test_a_format_from_outside_runs_everywhere(tmp_path: Path) -> None:
     from sgla.kernels import gpu
 
     if not torch.cuda.is_available():
-        with using(gpu.GpuOps(attend)):
-            found = Eager(model).prompt_logprobs(PROMPTS[1:2])
+        driver = Eager(model)
+        driver._allocate(1, 2)
+        forward = gpu.Forward(model, driver.kv, gpu.GpuOps(Oracle()))
+        hidden = forward.hidden(driver.batch([Row(PROMPTS[1])], [(0, 0, 2)]))
+        found = forward.logits(hidden, whole=True).log_softmax(-1)
         torch.testing.assert_close(found, expected[9:11], rtol=0, atol=1e-3)
+        assert not forward.notes
     tokens = [row.tokens for row in Eager(load_model(plain), budget=40, native=True).generate(PROMPTS, 8)]
     native = Eager(model, budget=40, native=True)
     assert [row.tokens for row in native.generate(PROMPTS, 8)] == tokens
