@@ -17,7 +17,6 @@ from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
-from sgla.worker.one_row import match
 
 STAGES = 8  # pinned buffers, more than steps in flight
 
@@ -123,7 +122,7 @@ class DecodeGraphs:
         """What depends on where the KV is."""
         steps = self._steps
         if steps.attention.decode.fused is not None:
-            self._one_row = match(steps.model, steps.kv)
+            self._one_row = steps.forward.whole()
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""

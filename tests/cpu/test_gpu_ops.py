@@ -24,7 +24,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import rewrite, rules
+from sgla.kernels.gpu import rewrite, rules, whole_step
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.model import registry
@@ -285,3 +285,54 @@ def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: p
             taken = [(node.op, node.rule) for node in rules.apply(record, asked).nodes.values()]
             assert seen.setdefault((forward._kind(record, m), draws), taken) == taken, m
     assert len(seen) < 120
+
+
+def small_model(architecture: str, **more: Any) -> Eager:
+    sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = SMALL | {"architectures": [architecture]} | MODELS.get(architecture, {}) | sizes | more
+    driver = Eager(load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16"))
+    driver.dtype = torch.bfloat16
+    driver.prompt_logprobs([[1]])
+    return driver
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_whole_step_is_found_in_what_was_recorded(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, made = small_model(architecture), Mock()
+    monkeypatch.setattr(whole_step, "DecodeStep", made)
+    monkeypatch.setattr(whole_step.Shape, "pays", lambda *_: True)
+    monkeypatch.setattr(whole_step.MixtureShape, "pays", lambda *_: True)
+    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    assert forward.whole() is made.return_value
+    shape, layers, kv, embedding, head, norm, *_ = made.call_args.args
+    model: Any = driver.model
+    assert (shape.hidden, shape.heads, shape.kv_heads, shape.inner) == (256, 4, 2, shape.inner)
+    assert [id(layer.k) for layer in kv] == [id(layer.k) for layer in driver.kv]
+    assert embedding is model.embed.weight.data
+    assert head is model.lm_head.weight.data
+    assert norm is model.norm.weight
+    for block, layer in zip(model.blocks, layers, strict=True):
+        assert layer.qkv is block.attention.qkv.weight.data
+        assert layer.out is block.attention.out.weight.data
+        assert layer.input_norm is block.input_norm.weight
+        assert layer.mlp_norm is block.mlp_norm.weight
+        assert layer.q_norm is block.attention.q_norm
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "why"),
+    [
+        ("Qwen3ForCausalLM", {"head_dim": 64}, "heads are not of 128 dimensions"),
+        ("Qwen2ForCausalLM", {"model_type": "qwen2"}, "biases"),
+        ("Gemma2ForCausalLM", {"model_type": "gemma2"}, "does not come where it is expected"),
+        ("GraniteForCausalLM", {"model_type": "granite", "residual_multiplier": 0.5}, "is expected"),
+        ("LlamaForCausalLM", {"model_type": "llama"}, "do not fit this model or GPU"),
+    ],
+)
+def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why: str) -> None:
+    driver = small_model(architecture, **more)
+    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    assert forward.whole() is None
+    assert why in forward.notes[-1]

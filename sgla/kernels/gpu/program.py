@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import mixture
+from sgla.kernels.gpu import mixture, whole_step
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -125,6 +126,17 @@ class Forward:
         draw, if the kernel can. ``decode``: all rows are decode rows, and this kernel takes q, k and v from
         the projection."""
         return Output(*self._run("step", batch, rows, out, draw, decode))
+
+    def whole(self) -> DecodeStep | None:
+        """A kernel for a whole decode step of one row, if there is one. ``notes`` say why not."""
+        record = self._record("step", False)
+        if record is None or self._gpu.deterministic:
+            return None
+        try:
+            return whole_step.match(record)
+        except whole_step.Refused as error:
+            self.notes.append(f"no kernel for a whole step of one row: {error}")
+        return None
 
     def logits(self, hidden: Tensor, whole: bool = False) -> Tensor:
         """Float32 logits of ``hidden``: this rank's part of the vocabulary, or the whole."""
