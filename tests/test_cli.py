@@ -159,6 +159,15 @@ def test_explain_shows_every_setting_with_its_reason(tmp_path: Path) -> None:
     assert "geheim" not in out + json.dumps(facts)
 
 
+def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
+    code, out, _ = run("explain", tiny_model(tmp_path), "--load-format", "dummy", "--kernels", "--tp", "1")
+    assert code == 0
+    assert "kernels on" in out
+    assert "one row: no kernel for a whole step of one row: " in out
+    assert "8192 tokens of prompts: " in out
+    assert "not 'tiles' (" in out
+
+
 def test_doctor_looks_at_everything() -> None:
     code, out, _ = run("doctor", "--json")
     found = {finding["name"]: finding for finding in json.loads(out)}

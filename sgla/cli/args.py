@@ -229,6 +229,11 @@ def build() -> Parser:
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that is to read it")
     explain = _command(commands, "explain", "show every setting with its reason, and the memory it takes")
     explain.add_argument("--json", action="store_true", help="machine-readable output")
+    explain.add_argument(
+        "--kernels",
+        action="store_true",
+        help="which kernels layers take on a GPU (an H200 where there is none), and why not others",
+    )
     _add_config(explain)
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ from sgla.cli.settings import load_config
 from sgla.cli.show import table
 from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
+from sgla.errors import ConfigError
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
@@ -27,6 +29,8 @@ from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     machine = detect()
+    if args.kernels:
+        return kernels(config)
     source = model_source(config)
     model = source.config if source else None
     pooled = source is not None and read_pooling(source, config.task) is not None
@@ -41,6 +45,19 @@ def run(args: argparse.Namespace) -> int:
         print(summary(resolved, rows, machine, defaults))
     else:
         print(as_text(resolved, rows, machine, defaults))
+    return 0
+
+
+def kernels(config: Config) -> int:
+    """Print which kernels a GPU's layers take. A process of its own has torch."""
+    path = find_local(config)
+    if path is None:
+        raise ConfigError("--kernels needs the model's files: 'sgla pull' brings them", param="model")
+    command = [sys.executable, "-m", "sgla.worker.report", str(path)]
+    done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True)
+    if done.returncode:
+        raise ConfigError(done.stderr.decode().strip().rpartition("\n")[2], param="kernels")
+    print(done.stdout.decode(), end="")
     return 0
 
 

@@ -127,6 +127,11 @@ class Forward:
         the projection."""
         return Output(*self._run("step", batch, rows, out, draw, decode))
 
+    def rewritten(self, what: str, rows: bool, asked: Asked) -> Work | None:
+        """What the rules make of a ``step`` or of ``hidden`` states; None if it cannot be recorded."""
+        record = self._record(what, rows)
+        return None if record is None else apply(record, asked)
+
     def whole(self) -> DecodeStep | None:
         """A kernel for a whole decode step of one row, if there is one. ``notes`` say why not."""
         record = self._record("step", False)

@@ -158,5 +158,5 @@ def _apply(work: Work, rule: Rule, node: Node) -> list[Node] | None:
     for gone in chain[:-1]:
         work.drop(gone)
     for new in made:
-        new.rule = ", ".join(filter(None, (new.rule, rule.name)))
+        new.rule = " + ".join(filter(None, (new.rule, rule.name)))
     return made

@@ -57,7 +57,7 @@ def _always(work: Work, *chain: Node) -> None:
 RULES: dict[Any, tuple[Rule, ...]] = {
     ops.linear: (
         Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
-        Rule("norm, few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
+        Rule("norm + few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
         Rule("few rows", (ops.linear,), few.refuses, few.make),
         Rule("gate and e4m3", (ops.act_mul, ops.linear), e4m3.refuses, e4m3.gate),
         Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
@@ -69,26 +69,26 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ops.add_rms_norm: (
         Rule("added", (few.NAME, ops.add_rms_norm), few.add_refuses, few.add),
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
-        Rule("tiles, added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
+        Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
         Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
     ),
     ops.qk_norm_rope_store: (
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),
-    ops.attention: (Rule("heads, decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
+    ops.attention: (Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
     ops.moe: (
-        Rule("add, experts", (tiles.NAME, ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
-        Rule("add, experts", (ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
-        Rule("norm, experts", (ops.rms_norm, ops.moe), experts.norm_refuses, experts.norm),
+        Rule("add + experts", (tiles.NAME, ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
+        Rule("add + experts", (ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
+        Rule("norm + experts", (ops.rms_norm, ops.moe), experts.norm_refuses, experts.norm),
         Rule("experts", (ops.moe,), _always, experts.alone),
     ),
 }
 LOGITS = (
-    Rule("tiles, drawn", (ops.linear,), tiles.draw_refuses, tiles.draw),
-    Rule("tiles, logits", (ops.linear,), tiles.logits_refuses, tiles.logits),
-    Rule("norm, few rows, logits", (ops.rms_norm, ops.linear), few.refuses, few.logits),
-    Rule("few rows, logits", (ops.linear,), few.refuses, few.logits),
+    Rule("tiles + drawn", (ops.linear,), tiles.draw_refuses, tiles.draw),
+    Rule("tiles + logits", (ops.linear,), tiles.logits_refuses, tiles.logits),
+    Rule("norm + few rows + logits", (ops.rms_norm, ops.linear), few.refuses, few.logits),
+    Rule("few rows + logits", (ops.linear,), few.refuses, few.logits),
 )
 
 

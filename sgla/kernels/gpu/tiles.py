@@ -45,7 +45,7 @@ def settle(work: Work, node: Node) -> None:
     if prompt_gemm.refuses(*_shape(work, node), gated) is None:
         node.fn, node.rule = _run_prompt, node.rule.replace("tiles", "prompt tiles")
     elif batch_gemm.choose(*_shape(work, node), gated) is None:
-        node.fn, node.rule = library, ""
+        node.op, node.fn, node.rule = "linear", library, ""
     else:
         node.fn = _run
         maker = work.maker(node.given["x"])
@@ -106,7 +106,7 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
     unscaled = work.value()
     rest = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"], "rows": Ref(unscaled)}
     return [
-        Node("tiles, added", _added, given, [unscaled, total], add.rows, residual.number),
+        Node("tiles, added", _added, given, [unscaled, total], add.rows, residual.number, linear.rule),
         Node(UNSCALED, _scaled, rest, [normed], add.rows),
     ]
 

@@ -1,0 +1,110 @@
+"""``sgla explain --kernels``: which rules give which layers of a model their kernels on a GPU, and why faster
+ones do not. Nothing is loaded, and no GPU is needed.
+
+    python -m sgla.worker.report PATH < CONFIG
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from sgla.config import Config
+from sgla.device import nvidia
+from sgla.dist import Shard
+from sgla.errors import SglaError
+from sgla.hub.source import ModelSource, open_source
+from sgla.kernels import gpu
+from sgla.kernels.device import describe, use
+from sgla.kernels.gpu.rewrite import Asked, Work
+from sgla.model.load import decoder_build
+from sgla.model.registry import model_class
+from sgla.model.spec import ModelSpec
+from sgla.model.state import kv_groups
+from sgla.worker.kv import allocate_kv
+
+CONTEXT = 256  # positions of the tables that are built
+DECODES, PROMPTS = (1, 8, 64, 256), (512, 2048, 8192)  # rows, tokens
+SHOWN = 6  # reasons
+
+
+def report(config: Config, source: ModelSource) -> Iterator[str]:
+    """Lines of text. Raises ConfigError for a model that cannot be built."""
+    device = describe()
+    if device.kind != "cuda":
+        device = nvidia("H200", (9, 0), 132)
+    use(device)
+    yield f"kernels on {device.name}: how many layers each rule takes, and why others are not taken"
+    forward = _forward(config, source)
+    whole = forward.whole()
+    yield f"  one row: {'a whole step is one kernel' if whole else forward.notes[-1]}"
+    for rows in DECODES:
+        asked = Asked({"tokens": rows, "sampled": 0, "rows": rows}, _Attention(), True, config.deterministic)
+        yield from _lines(f"{rows} rows", forward.rewritten("step", False, asked))
+    for tokens in PROMPTS:
+        asked = Asked({"tokens": tokens, "sampled": 1, "rows": 1}, deterministic=config.deterministic)
+        yield from _lines(f"{tokens} tokens of prompts", forward.rewritten("hidden", True, asked))
+
+
+class _Attention:
+    """In the place of a backend, and of its decode kernel, which takes q, k and v from the projection."""
+
+    in_place = False
+
+    def __call__(self, q: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        return q
+
+    def forward(self, **given: Any) -> None: ...
+
+
+def _forward(config: Config, source: ModelSource) -> gpu.Forward:
+    spec, dtype = ModelSpec.from_config(source.config), "bfloat16" if config.dtype == "auto" else config.dtype
+    quantization = config.quantization or spec.quantization
+    with torch.device("meta"):
+        build = decoder_build(source, spec, dtype, quantization, Shard(0, config.tp))
+        model = model_class(spec.architecture)(spec, build, CONTEXT)
+        kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
+        groups = kv_groups(model.state(), 0, kv_dtype)
+        kv = allocate_kv(model.state(), groups, [1] * len(groups), config.page_size, kv_dtype, _empty)
+    return gpu.Forward(model, kv, gpu.GpuOps(_Attention(), config.deterministic))
+
+
+def _empty(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    heads, width = shape
+    return torch.empty(pages, heads, page_size, width, dtype=dtype, device="meta").transpose(1, 2)
+
+
+def _lines(what: str, work: Work | None) -> Iterator[str]:
+    if work is None:
+        yield f"  {what}: op by op, because this model cannot be recorded"
+        return
+    taken = Counter(node.rule for node in work.nodes.values() if node.rule)
+    others = Counter(
+        getattr(node.op, "name", None) or getattr(node.op, "__name__", str(node.op))
+        for node in work.nodes.values()
+        if not node.rule
+    )
+    yield f"  {what}: " + ", ".join(f"{count} {name}" for name, count in taken.most_common())
+    yield "    by themselves: " + ", ".join(f"{count} {name}" for name, count in others.most_common())
+    reasons = Counter(work.refused).most_common(SHOWN)
+    for (name, why), count in reasons:
+        yield f"    not '{name}' ({count}): {why}"
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config)
+    try:
+        for line in report(config, open_source(Path(sys.argv[1]), config.load_format)):
+            print(line)
+    except (SglaError, NotImplementedError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
