@@ -14,8 +14,10 @@ from server_process import serving
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sgla import Engine
+from sgla.actors.system import find_model
+from sgla.config import Config
 from sgla.device import nvidia
-from sgla.errors import ConfigError, UnsupportedTask
+from sgla.errors import UnsupportedTask
 from sgla.observe.machine import Machine
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
@@ -68,7 +70,7 @@ def test_server_and_engine_give_the_same_vectors(tiny_bert: Path) -> None:
             engine.generate("w1")
 
 
-def test_a_gpu_is_left_alone_unless_it_is_asked_for(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_used_where_there_is_one(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Machine(
         cores=1,
         physical_cores=1,
@@ -77,7 +79,10 @@ def test_a_gpu_is_left_alone_unless_it_is_asked_for(tiny_bert: Path, monkeypatch
         torch_cuda="13.0",
     )
     monkeypatch.setattr("sgla.resolve.detect", lambda: gpu)
-    with pytest.raises(ConfigError, match="--device cpu"):
-        Engine(str(tiny_bert), device="cuda")
-    with Engine(str(tiny_bert)) as engine:
-        assert engine.embed(["w1", "w2"]).shape == (2, 32)
+    for asked, device, dtype in (
+        ("auto", "cuda", "bfloat16"),
+        ("cuda", "cuda", "bfloat16"),
+        ("cpu", "cpu", "float32"),
+    ):
+        found, _, _ = find_model(Config(model=str(tiny_bert), device=asked), lambda progress: None)
+        assert (found.device, found.dtype) == (device, dtype)
