@@ -14,7 +14,6 @@ from sgla.hub.source import ModelSource
 from sgla.kernels.program import Limits
 from sgla.messages import (
     SAMPLE,
-    CacheGroup,
     Facts,
     Failed,
     NewRow,
@@ -39,7 +38,7 @@ from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.drafts import NGrams, verify
 from sgla.worker.forward import Forward, Kept, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
-from sgla.worker.memory import check_weights, size_kv
+from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
 from sgla.worker.runner import Runner
 from sgla.worker.state import Int32s, SlotTables, column
@@ -84,10 +83,7 @@ class CpuRunner(Runner):
         jumps = self.shard.size == 1  # other ranks are told one token a row
         self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps, processors)
         self.facts = Facts(
-            groups=[
-                CacheGroup(pages, group.window, nbytes)
-                for pages, group, nbytes in zip(size.pages, groups, pool.page_bytes)
-            ],
+            groups=cache_groups(pool, size.pages),
             page_size=config.page_size,
             slots=slots,
             context_len=size.context_len,
@@ -111,9 +107,7 @@ class CpuRunner(Runner):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """All ranks return the same tokens; logprobs come from rank 0."""
-        self.tables.apply(plan)
-        if plan.zeroed:
-            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
+        self._apply(plan)
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
             self._drafter.admit(new.slot)
@@ -142,6 +136,12 @@ class CpuRunner(Runner):
             hidden=hidden,
             guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
         )
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Bring tables and pages to where the plan's rows begin."""
+        self.tables.apply(plan)
+        if plan.zeroed:
+            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
 
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None

@@ -20,7 +20,7 @@ from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.rehearsal import compilers
-from sgla.messages import SAMPLE, CacheGroup, Facts, Progress, StepCost, StepPlan, StepResult
+from sgla.messages import SAMPLE, Facts, Progress, StepCost, StepPlan, StepResult
 from sgla.model.base import CausalLM
 from sgla.model.load import load_model
 from sgla.model.load_pooled import load_decoder
@@ -35,7 +35,7 @@ from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes
 from sgla.worker.gpu_steps import Eager, GpuSteps, Kernels, Sizes
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.kv import zero_pages
-from sgla.worker.memory import mib
+from sgla.worker.memory import cache_groups, mib
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
@@ -142,10 +142,7 @@ class CudaRunner(Runner):
                 f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"
             )
         self.facts = Facts(
-            groups=[
-                CacheGroup(count, group.window, size)
-                for count, group, size in zip(pages, steps.groups, pool.page_bytes)
-            ],
+            groups=cache_groups(pool, pages),
             page_size=config.page_size,
             slots=steps.slots,
             context_len=context_len,

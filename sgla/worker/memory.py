@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from sgla.errors import OutOfMemory
+from sgla.messages import CacheGroup
 from sgla.model.state import Pool
 
 MIB = 1 << 20
@@ -63,6 +65,12 @@ def size_kv(
         )
     pages = [n + 1 for n in pages]
     return KVSize(pages, context, sum(n * b for n, b in zip(pages, pool.page_bytes)), note)
+
+
+def cache_groups(pool: Pool, pages: Sequence[int]) -> list[CacheGroup]:
+    """As ``Facts`` have them. ``pages`` of each, with the dummy page."""
+    every = zip(pages, pool.groups, pool.page_bytes)
+    return [CacheGroup(count, group.window, size) for count, group, size in every]
 
 
 def check_weights(needed: int, available: int, advice: str = "--quantization int8 or int4") -> None:

@@ -18,7 +18,6 @@ from sgla.worker.answers import most_rows
 from sgla.worker.batch import Columns, build
 from sgla.worker.cpu import SLOTS, CpuRunner
 from sgla.worker.forward import Forward, compiled
-from sgla.worker.kv import zero_pages
 from sgla.worker.pooler import Pooler, vector_result
 from sgla.worker.state import column
 
@@ -53,9 +52,7 @@ class PooledRunner(CpuRunner):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        self.tables.apply(plan)
-        if plan.zeroed:
-            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
+        self._apply(plan)
         slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         lengths = self.tables.prompt_len[slots]
