@@ -57,6 +57,18 @@ class Shape(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
+    def uneven(self) -> str | None:
+        """Why kernels for k and v of one width cannot serve it, or None."""
+        if self.v_dim in (0, self.head_dim):
+            return None
+        return f"k has {self.head_dim} values a head and v has {self.v_dim}"
+
+    @property
+    def mixed(self) -> str | None:
+        """Why kernels cannot serve it that want the same heads in all layers, or None."""
+        return self.uneven if self.alone else "layers have several kinds of heads"
+
+    @property
     def width(self) -> Heads:
         return Heads(self.heads, self.kv_heads, self.head_dim, self.v_dim or self.head_dim)
 

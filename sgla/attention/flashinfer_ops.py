@@ -65,8 +65,8 @@ class FlashInferExtend:
             return "it is not installed (pip install flashinfer-python)"
         if shape.sinks:
             return "layers have sinks"
-        if not shape.alone or shape.v_dim not in (0, shape.head_dim):
-            return "heads are not all alike"
+        if shape.mixed:
+            return shape.mixed
         if shape.windows != {0}:
             return "layers have a sliding window"
         if shape.softcap:

@@ -12,6 +12,7 @@ from sgla.device import Device
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import invariant
 
+HEAD_DIM = 256
 CHUNK, CHUNKS = 512, 32  # tokens of a chunk, at least; chunks of the longest history, at most
 
 
@@ -94,8 +95,10 @@ class InvariantExtend:
 
 def refuses(shape: Shape) -> str | None:
     """Why these kernels cannot be used, or None."""
-    if not shape.alone or shape.v_dim not in (0, shape.head_dim):
-        return "heads are not all alike"
+    if shape.mixed:
+        return shape.mixed
+    if shape.head_dim > HEAD_DIM:
+        return f"heads of {shape.head_dim} values, and its kernels end at {HEAD_DIM}"
     if shape.group > invariant.ROWS:
         return f"they take at most {invariant.ROWS} query heads a KV head, not {shape.group}"
     return None

@@ -32,8 +32,8 @@ class NativeDecode:
     @staticmethod
     def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
-        if why := _unlike(shape):
-            return why
+        if shape.mixed:
+            return shape.mixed
         return decode_attention.refuses(
             device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )
@@ -66,15 +66,6 @@ class NativeDecode:
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
             projection, prefix, (kv.k_scale, kv.v_scale), sinks,
         )  # fmt: skip
-
-
-def _unlike(shape: Shape) -> str | None:
-    """Why our kernels cannot serve heads like these, or None."""
-    if not shape.alone:
-        return "layers have several kinds of heads"
-    if shape.v_dim not in (0, shape.head_dim):
-        return f"k has {shape.head_dim} values a head and v has {shape.v_dim}"
-    return None
 
 
 class NativePrompts:
@@ -117,8 +108,8 @@ class NativeExtend:
     @staticmethod
     def refuses(shape: Shape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
-        if why := _unlike(shape):
-            return why
+        if shape.mixed:
+            return shape.mixed
         if shape.sinks:
             return "layers have sinks"
         if shape.windows != {0}:

@@ -17,9 +17,7 @@ def refuses(shape: Shape) -> str | None:
     """Why the kernels cannot be used, or None."""
     if shape.head_dim > HEAD_DIM:
         return f"heads of {shape.head_dim} values, and it ends at {HEAD_DIM}"
-    if shape.v_dim not in (0, shape.head_dim):
-        return f"k has {shape.head_dim} values a head and v has {shape.v_dim}"
-    return None
+    return shape.uneven
 
 
 class TritonDecode:

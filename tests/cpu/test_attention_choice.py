@@ -111,6 +111,9 @@ def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
             "--decode-attention-backend flashinfer .* planned on the host",
         ),
         ("triton", {}, {"deterministic": True}, "--deterministic .* triton attention depends"),
+        ("auto", {}, {"deterministic": True, "head_dim": 512}, "--deterministic .* heads of 512 values"),
+        ("auto", {}, {"deterministic": True, "alone": False}, "--deterministic .* several kinds of heads"),
+        ("triton", {}, {"v_dim": 64}, "triton cannot be used for decode: k has 128 .* and v has 64"),
         (
             "auto",
             {"prefill": "triton"},
