@@ -60,7 +60,7 @@ class Model:
     ) -> None:
         model = load_model(source, dtype, quantization, context_len=context)
         pages = context // PAGE + 1
-        self.kv = allocate_kv(model.state(), kv_groups(model.state(), 0), [pages + 1], PAGE, dtype)
+        self.kv = allocate_kv(model.state(), kv_groups(model.state(), 0, dtype), [pages + 1], PAGE, dtype)
         self._forward, _ = make_forward(model, self.kv, Limits(context, context), threads, True)
         self._table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
 
