@@ -98,6 +98,48 @@ def backslashes(target: Target) -> bytes:
     return b'{"max_tokens":1,"prompt":"' + rb"\u00e9" * target.many(2_097_000) + b'"}'
 
 
+def tiny_chunks(target: Target) -> list[bytes]:
+    """A body in chunks of one byte."""
+    body = b'{"prompt":"' + b"a" * target.many(1_000_000) + b'","max_tokens":1}'
+    start = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in body)
+    return [f"{start}Transfer-Encoding: chunked\r\n\r\n".encode(), chunks, b"0\r\n\r\n"]
+
+
+async def chunked(target: Target) -> Outcome:
+    status, _ = await exchange(target, tiny_chunks(target))
+    return Outcome(Counter({status: 1}))
+
+
+async def content_type(target: Target) -> Outcome:
+    """That of a form, with parameters without end."""
+    value = "multipart/form-data; boundary=b" + '; a="\\\\"' * target.many(800)
+    start = f"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+    return await send(target, f"{start}Content-Type: {value}\r\nContent-Length: 1\r\n\r\nx".encode())
+
+
+async def fragments(target: Target) -> Outcome:
+    """A message of a /v1/realtime session in two million parts."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+    upgrade = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    upgrade += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    await write(writer, [head("/v1/realtime", 0, KEY, "GET", upgrade)])
+    status = int((await reader.readline()).split()[1])
+    first, next_ = b"\x01\x80\0\0\0\0", b"\x00\x80\0\0\0\0"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SHORT):
+            await write(writer, [first, *[next_ * 10_000] * target.many(200)])
+    writer.close()
+    return Outcome(Counter({status: 1}))
+
+
+def repetitive(target: Target) -> dict[str, Any]:
+    """Outputs of one token, in which patterns are looked for that do not come so often."""
+    patterns = {"max_pattern_size": 512, "min_count": 100_000}
+    more = {"logit_bias": {"7": 100}, "ignore_eos": True, "repetition_detection": patterns}
+    return {"prompt": "a", "n": target.many(128), "max_tokens": target.many(2000), **more}
+
+
 async def headers(target: Target) -> Outcome:
     """Requests whose headers together come near 64 KB, in many lines and in few, one behind the other on a connection."""
     many = "".join(f"x-{i}: a\r\n" for i in range(target.many(6000)))
@@ -416,6 +458,8 @@ PLAIN: dict[str, Attack] = {
     "unknown sampling fields": one(NATIVE, unknown_sampling),
     "2M backslashes": one(TEXT, backslashes),
     "headers of 64 KB": headers,
+    "1M chunks of one byte": chunked,
+    "type of 8 KB": content_type,
     "message of 15 MiB": one(CHAT, long_message),
     "prompt of 15 MiB": one(TEXT, long_prompt, copies=4),
     "4 x 100 prompts of 130k characters": cut_prompts,
@@ -434,6 +478,9 @@ PLAIN: dict[str, Attack] = {
     "schema of 262,000": one(TEXT, schema),
     "64 grammars of 262,000": grammars,
     "tokenize 1M characters": one("/tokenize", tokenized, copies=2),
+    "tokenize 1M characters, 3M tokens": one(
+        "/tokenize", lambda target: {"prompt": "\ufdfa" * target.many(1_000_000)}
+    ),
     "tokenize 8,192 texts": one("/tokenize", many_texts),
     "detokenize 262k ids": one("/detokenize", detokenized),
     "detokenize 8,192 lists": one("/detokenize", many_lists),
@@ -443,6 +490,7 @@ PLAIN: dict[str, Attack] = {
     "56 schemas of 230 KB": one(NATIVE, many_schemas, patience=SHORT),
     "realtime, 20,000 events": flood("{}"),
     "realtime, 20,000 pings": flood(b"x"),
+    "realtime, 2M fragments": fragments,
 }
 FAKE: dict[str, Attack] = {
     "stopped worker": stopped_worker,
@@ -452,6 +500,7 @@ FAKE: dict[str, Attack] = {
     "4,096 choices, 4,096 biases": one(TEXT, biased(32)),
     "4,096 choices, 131,072 allowed ids": one(TEXT, allowed(32)),
     "4,096 choices, 64 stops": one(TEXT, stops),
+    "n 128, patterns of 512": one(TEXT, repetitive, patience=SHORT),
     "1M prompt logprobs": one(TEXT, prompt_logprobs),
     "1M logprobs": one(TEXT, logprobs),
     "1M logprobs, streamed": one(TEXT, logprob_streams),
