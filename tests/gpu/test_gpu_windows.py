@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_runner import agreement, assert_same_bits, ints, make, plan, twice
+from test_gpu_runner import assert_same_bits, ints, make, plan, twice
 
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, StepResult, Submit
 
@@ -68,20 +68,11 @@ def run(runner: Any, wanted: list[Submit], core: Any) -> dict[str, list[int]]:
     return transcript.tokens()
 
 
-@pytest.fixture(scope="module")
-def kept(runner: Any) -> dict[str, list[int]]:
-    """What each gives by itself if no page is given back."""
-    tokens: dict[str, list[int]] = {}
-    for request in requests():
-        core = make_core(runner.facts, depth=1, prefix_cache=False)
-        core._memory.slide = lambda request: None  # type: ignore[method-assign]
-        tokens |= run(runner, [request], core)
-    return tokens
-
-
-def assert_same(runner: Any, found: dict[str, list[int]], kept: dict[str, list[int]]) -> None:
-    """Sums in bfloat16 depend on the batch, so a near tie may fall the other way."""
-    assert agreement(found, kept) >= (1.0 if runner.facts.dtype == "float32" else 0.7)
+def kept(runner: Any, **limits: Any) -> dict[str, list[int]]:
+    """What the requests give, planned in the same way, if no page is given back."""
+    core = make_core(runner.facts, **limits)
+    core._memory.slide = lambda request: None  # type: ignore[method-assign]
+    return run(runner, requests(), core)
 
 
 def test_layers_are_grouped_by_their_windows(runner: Any) -> None:
@@ -94,27 +85,30 @@ def test_layers_are_grouped_by_their_windows(runner: Any) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 50}, {"step_tokens": 500}])
-def test_text_is_the_same_as_with_all_pages(
-    runner: Any, kept: dict[str, list[int]], limits: dict[str, Any]
-) -> None:
-    """Also behind a prefix that is cached."""
-    core = make_core(runner.facts, **limits)
-    assert_same(runner, run(runner, requests(), core), kept)
-    assert_same(runner, run(runner, requests(), core), kept)
+def test_text_is_the_same_as_with_all_pages(runner: Any, limits: dict[str, Any]) -> None:
+    """The same steps read the same values, wherever these lie. Also behind a prefix that is cached, in float32: in bfloat16 sums
+    depend on the batch, and a random model of six layers makes other tokens of that."""
+    core, expected = make_core(runner.facts, **limits), kept(runner, **limits)
+    assert run(runner, requests(), core) == expected
+    warm = run(runner, requests(), core)
+    assert runner.facts.dtype != "float32" or warm == expected
     assert core.stats().pages_cached > 30
 
 
-def test_pages_of_windows_are_used_again(runner: Any, kept: dict[str, list[int]]) -> None:
+def test_pages_of_windows_are_used_again(runner: Any) -> None:
     pages = 1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)
     core = make_core(runner.facts, windows=[pages], reserve=0.0, depth=3, step_tokens=64)
+    expected = kept(runner, depth=3, step_tokens=64)
     for _ in range(2):
-        assert_same(runner, run(runner, requests(), core), kept)
+        found = run(runner, requests(), core)
+        assert runner.facts.dtype != "float32" or found == expected
     assert core.stats().preemptions == 0
 
 
-def test_what_others_leave_behind_a_window_is_not_read(runner: Any, kept: dict[str, list[int]]) -> None:
+def test_what_others_leave_behind_a_window_is_not_read(runner: Any) -> None:
     """Not even to multiply it with 0: it may be no number."""
-    core = make_core(runner.facts, depth=1, prefix_cache=False, step_tokens=60)
+    limits: dict[str, Any] = {"depth": 1, "prefix_cache": False, "step_tokens": 60}
+    core, expected = make_core(runner.facts, **limits), kept(runner, **limits)
     planned = core.plan
 
     @torch.inference_mode()
@@ -128,7 +122,7 @@ def test_what_others_leave_behind_a_window_is_not_read(runner: Any, kept: dict[s
         return planned(now)
 
     core.plan = poison_and_plan  # type: ignore[method-assign]
-    assert_same(runner, run(runner, requests(), core), kept)
+    assert run(runner, requests(), core) == expected
     with torch.inference_mode():
         for layer in runner.steps.kv:
             layer.k.zero_(), layer.v.zero_()
