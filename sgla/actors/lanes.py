@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from sgla.errors import Overloaded
@@ -129,6 +130,7 @@ def attempt(work: Callable[[], T]) -> Future[T]:
     try:
         done.set_result(work())
     except BaseException as error:  # panics of libraries in Rust are no Exceptions
+        clear_frames(error.__traceback__)  # what the work held must not wait for the collector
         done.set_exception(error)
     return done
 

@@ -336,3 +336,34 @@ def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why
     forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
     assert forward.whole() is None
     assert why in forward.notes[-1]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("reads", ["the stream", "a view of it", "nothing"])
+def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
+    reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    monkeypatch.setattr(skinny_gemm, "linear", Mock(wraps=skinny_linear))
+    torch.manual_seed(0)
+    table, w = pack(torch.randn(9, 128), "bf16"), pack(torch.randn(128, 128) / 12, "bf16")
+    norm = torch.rand(128)
+
+    class Layer:
+        spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            h = ops.embedding(batch.ids, table)
+            old = {"the stream": h, "a view of it": h.view(-1, 2, 64)[:, 1], "nothing": None}[reads]
+            x, h = ops.add_rms_norm(ops.linear(h, w), h, norm, 1e-5)
+            x = ops.linear(x, w) + h
+            return x if old is None else torch.cat([x, old], 1)
+
+    batch: Any = SimpleNamespace(ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5)
+    expected = Layer().forward(batch, [], None).float()
+    forward = gpu.Forward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    found = forward.hidden(batch).float()
+    assert not forward.notes
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    [program] = forward._programs.values()
+    assert ("few rows + added" in program.rules) is (reads == "nothing")

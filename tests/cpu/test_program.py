@@ -349,7 +349,7 @@ def test_compilation_is_a_phase_of_the_start(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(build, "supported", lambda: [build.level("generic")])
     monkeypatch.setattr(native, "_FOUND", [])
     monkeypatch.setattr(start, "read_pooling", lambda source, task: None)
-    monkeypatch.setattr(start, "Runner", lambda *arguments: arguments[-1](Progress(phase="load")))
+    monkeypatch.setattr(start, "CpuRunner", lambda *arguments: arguments[5](Progress(phase="load")))
     seen: list[Progress] = []
     for _ in range(2):
         start.cpu_runner(Config(), None, 0, 1, "", seen.append)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from typing import Any
 
 import msgspec
@@ -227,3 +229,22 @@ async def test_limit_of_stops(site: Site) -> None:
     status, reply = await site.post("/v1/completions", body)
     assert (status, reply["error"]["param"]) == (400, "stop")
     assert "8192 characters in all" in reply["error"]["message"]
+
+
+def test_what_failed_work_held_is_freed_at_once() -> None:
+    """Its exception keeps the frames, with a list of millions of tokens perhaps, in a circle."""
+    held: list[weakref.ref[Any]] = []
+
+    def work() -> None:
+        large = {1, 2, 3}
+        held.append(weakref.ref(large))
+        raise ValueError("too many tokens")
+
+    gc.disable()
+    try:
+        error = lanes.attempt(work).exception()
+        assert held[0]() is None
+        assert error is not None
+        assert error.__traceback__ is not None
+    finally:
+        gc.enable()

@@ -86,7 +86,14 @@ class Record:
     outputs: list[int] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)  # of each value
     logits: Node | None = None
+    views: dict[int, int] = field(default_factory=dict)  # of a value that shares the memory of another: which
     sized: bool = False  # some torch operation depends on the number of rows or tokens
+
+    def memory(self, number: int) -> int:
+        """The value whose memory this one has: its own, or that of what it is a view of."""
+        while number in self.views:
+            number = self.views[number]
+        return number
 
     @cached_property
     def parts(self) -> list[str]:
@@ -172,6 +179,10 @@ class Recorder:
 
         tensors = [x for x in tree_flatten(like)[0] if isinstance(x, Tensor)]
         made = self._node(fn, given, [(tuple(x.shape), x.dtype) for x in tensors], call, whole=True)
+        for symbol, tensor in zip(made, tensors):
+            shared = [x for x in symbols_in(leaves) if _same_memory(x, tensor)]
+            if shared:
+                self.record.views[self.number(symbol)] = self.number(shared[0])
         symbols = iter(made)
         return tree_map(lambda x: next(symbols) if isinstance(x, Tensor) else x, like)
 
@@ -223,6 +234,11 @@ class Recorder:
         found = size_of(x) if type(x) is int else x
         self.record.sized |= isinstance(found, Size)
         return found
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 def resolved(x: Any, sizes: dict[str, int]) -> Any:

@@ -34,7 +34,7 @@ class Work:
     made: dict[int, Node] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
-    overwritten: set[int] = field(default_factory=set)
+    overwritten: set[int] = field(default_factory=set)  # values that own the memory
     values: int = 0
     wgmma: bool = field(default_factory=lambda: this_device().wgmma)
     mixtures: bool = False  # layers have mixtures of experts
@@ -65,10 +65,11 @@ class Work:
         return self.made.get(x.number)
 
     def free(self, x: Any) -> bool:
-        """Whether nobody reads the value later, so that its memory may be written to."""
-        number = x.number
-        kept = number in self.record.outputs or number < len(self.record.inputs)
-        return not self.left.get(number, 0) and not kept
+        """Whether nobody reads the value or a view of it later, so that its memory may be written to."""
+        memory = self.record.memory(x.number)
+        shared = [x.number, memory, *(n for n in self.record.views if self.record.memory(n) == memory)]
+        kept = memory < len(self.record.inputs) or any(n in self.record.outputs for n in shared)
+        return not kept and not any(self.left.get(n, 0) for n in shared)
 
     def chain(self, node: Node, pattern: tuple[Any, ...]) -> list[Node] | None:
         """The nodes of the pattern that ends with ``node``, if they can move to its place."""
@@ -83,7 +84,8 @@ class Work:
             for n in maker.results[1:]:  # which nobody may have read yet
                 if self.uses.get(n, 0) != self.left.get(n, 0) + node.reads.count(n):
                     return None
-            if any(n in self.overwritten and n != maker.overwrites for n in maker.reads):
+            memory = self.record.memory
+            if any(memory(n) in self.overwritten and n != maker.overwrites for n in maker.reads):
                 return None
             found.insert(0, maker)
         return found
@@ -102,7 +104,7 @@ class Work:
         for number in node.results:
             self.made[number] = node
         if node.overwrites is not None:
-            self.overwritten.add(node.overwrites)
+            self.overwritten.add(self.record.memory(node.overwrites))
 
 
 @dataclass(frozen=True)
