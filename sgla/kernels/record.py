@@ -33,6 +33,7 @@ from sgla.kernels.trace import (
     size_of,
     stand_in,
     symbols_in,
+    through_body,
 )
 
 if TYPE_CHECKING:
@@ -115,13 +116,9 @@ class Recorder:
             made = LOWERINGS.run(self, op, args, kwargs)
             if made is not NotImplemented:
                 return made
-        count = len(self.nodes)
-        try:
-            return op.body(*args, **kwargs)
-        except NotRecorded:
-            if not op.opaque:
-                raise
-        del self.nodes[count:]
+        made = through_body(op, args, kwargs, self.nodes)
+        if made is not NotImplemented:
+            return made  # type: ignore[no-any-return]
         like = stand_in(op, args, kwargs)
         return self._record(op.body, args, kwargs, like)  # type: ignore[no-any-return]
 

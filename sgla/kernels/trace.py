@@ -222,6 +222,19 @@ def infer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         raise NotRecorded(f"{getattr(fn, '__name__', fn)}: {str(error).splitlines()[0]}") from error
 
 
+def through_body(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], nodes: list[Any]) -> Any:
+    """What the body of ``op`` makes, whose ops and torch operations are added to ``nodes``. NotImplemented
+    for an opaque op whose body cannot be recorded: it is one call."""
+    count = len(nodes)
+    try:
+        return op.body(*args, **kwargs)
+    except NotRecorded:
+        if not op.opaque:
+            raise
+    del nodes[count:]
+    return NotImplemented
+
+
 def stand_in(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Something with the shape and type of what an opaque op makes of symbols."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -84,13 +84,12 @@ def _lines(what: str, work: Work | None) -> Iterator[str]:
     if work is None:
         yield f"  {what}: op by op, because this model cannot be recorded"
         return
-    taken = Counter(node.rule for node in work.nodes.values() if node.rule)
     others = Counter(
         getattr(node.op, "name", None) or getattr(node.op, "__name__", str(node.op))
         for node in work.nodes.values()
         if not node.rule
     )
-    yield f"  {what}: " + ", ".join(f"{count} {name}" for name, count in taken.most_common())
+    yield f"  {what}: " + ", ".join(f"{count} {name}" for name, count in work.taken.most_common())
     yield "    by themselves: " + ", ".join(f"{count} {name}" for name, count in others.most_common())
     reasons = Counter(work.refused).most_common(SHOWN)
     for (name, why), count in reasons:

@@ -366,4 +366,4 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     assert not forward.notes
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
-    assert ("few rows + added" in program.rules) is (reads == "nothing")
+    assert ("few rows + added" in program.work.taken) is (reads == "nothing")

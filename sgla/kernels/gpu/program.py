@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
@@ -69,11 +67,6 @@ class Program:
             for number in dead:
                 values[number] = None
         return [values[number] for number in self.outputs]
-
-    @property
-    def rules(self) -> Counter[str]:
-        """How often each rule was used."""
-        return Counter(node.rule for node in self.work.nodes.values() if node.rule)
 
 
 def _steps(gpu: GpuOps, work: Work) -> list[Step]:
@@ -155,8 +148,9 @@ class Forward:
         if record is None or self._gpu.deterministic:
             return []
         first: dict[Any, int] = {}
+        shapes = _tiled(record)
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
-            for shape in _shapes(record):
+            for shape in shapes:
                 configs = (batch_gemm.choose(m, *shape, gated) for gated in (False, True))
                 first.setdefault((shape, _kernels(m, *shape), *configs), m)
         return sorted(set(first.values()))
@@ -208,10 +202,11 @@ class Forward:
         if m <= skinny_gemm.MAX_ROWS:
             return m
         limits = m <= mixture.OURS, m <= ROUTED, batch_gemm.choose_draw(m) is None
-        sums = next((node for node in record.nodes if node.op is ops.all_reduce), None)
-        like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
-        reduced = sums is not None and sums.given["ranks"].norms(like)
-        return tuple(_kernels(m, *shape) for shape in _shapes(record, True)), limits, reduced
+        reduced = False
+        if record.ranks is not None:
+            like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
+            reduced = record.ranks.norms(like)
+        return tuple(_kernels(m, *shape) for shape in _tiled(record)), limits, reduced
 
     def _record(self, what: str, rows: bool) -> Record | None:
         if (what, rows) not in self._records:
@@ -260,11 +255,9 @@ class Forward:
         return torch.float32 if self._model.embed.weight.kind == "f32" else torch.bfloat16
 
 
-def _shapes(record: Record, logits: bool = False) -> list[tuple[int, int]]:
+def _tiled(record: Record) -> list[tuple[int, int]]:
     """Sides of the weights that our kernels of tiles multiply."""
-    weights = [node.given["w"] for node in record.nodes if node.op is ops.linear]
-    plain = {(w.n, w.k): None for w in (weights if logits else record.weights) if w.kind == "bf16"}
-    return [shape for shape in plain if batch_gemm.refuses(*shape) is None]
+    return [shape for shape in record.products if batch_gemm.refuses(*shape) is None]
 
 
 def _kernels(m: int, n: int, k: int) -> tuple[bool, ...]:

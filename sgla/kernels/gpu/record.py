@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
+from sgla.kernels.ops import Ranks
 from sgla.kernels.trace import (
     STAND_INS,
     NotRecorded,
@@ -30,6 +31,7 @@ from sgla.kernels.trace import (
     size_of,
     stand_in,
     symbols_in,
+    through_body,
 )
 
 R = TypeVar("R")
@@ -78,8 +80,8 @@ class Node:
 @dataclass
 class Record:
     """``inputs``: what the values with the first numbers are: ``batch``, parts of it, and ``hidden``;
-    ``outputs``: numbers of what the forward returns. ``logits``: the linear layer that computes them, if
-    there is one, by its place in ``nodes``."""
+    ``outputs``: numbers of what the forward returns. ``logits``: the node of the linear layer that computes
+    them, if there is one."""
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -105,6 +107,17 @@ class Record:
     def weights(self) -> list[Any]:
         """Of the linear layers, without that of the logits."""
         return [n.given["w"] for n in self.nodes if n.op is ops.linear and n is not self.logits]
+
+    @cached_property
+    def products(self) -> list[tuple[int, int]]:
+        """Sides of the bfloat16 weights of all linear layers, each once."""
+        weights = (n.given["w"] for n in self.nodes if n.op is ops.linear)
+        return list(dict.fromkeys((w.n, w.k) for w in weights if w.kind == "bf16"))
+
+    @cached_property
+    def ranks(self) -> Ranks | None:
+        """Over which layers add up, if they do."""
+        return next((n.given["ranks"] for n in self.nodes if n.op is ops.all_reduce), None)
 
 
 class Recorder:
@@ -153,13 +166,9 @@ class Recorder:
             made = shapes(*given.values())
             if isinstance(made, list):
                 return self._node(op, given, made)  # type: ignore[no-any-return]
-        count = len(self.record.nodes)
-        try:
-            return op.body(*args, **kwargs)
-        except NotRecorded:
-            if not op.opaque:
-                raise
-        del self.record.nodes[count:]
+        made = through_body(op, args, kwargs, self.record.nodes)
+        if made is not NotImplemented:
+            return made  # type: ignore[no-any-return]
         bound, like = parameters(op).bind(*args, **kwargs), stand_in(op, args, kwargs)
         return self._node(op.body, bound.arguments, [(tuple(like.shape), like.dtype)], op.body)  # type: ignore[no-any-return]
 
@@ -169,7 +178,6 @@ class Recorder:
             raise NotRecorded(f"{getattr(fn, '__name__', fn)}: an operation in place")
         like = infer(fn, args, kwargs)
         leaves, form = tree_flatten((args, kwargs))
-
         given = {f"_{i}": leaf for i, leaf in enumerate(leaves)}
 
         def call(**leaves: Any) -> Any:

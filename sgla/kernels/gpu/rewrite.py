@@ -58,6 +58,11 @@ class Work:
         """Whether it has so few rows that layers do not share products of tiles."""
         return self.wgmma and self.rows(node) <= skinny_gemm.MAX_ROWS
 
+    @property
+    def taken(self) -> Counter[str]:
+        """How many nodes each rule has made."""
+        return Counter(node.rule for node in self.nodes.values() if node.rule)
+
     def named(self, op: Any) -> list[Node]:
         return [node for node in self.nodes.values() if node.op == op]
 
