@@ -809,11 +809,23 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
         raise errors.pop(0)
 
     monkeypatch.setattr(doctor, "run", fail)
-    monkeypatch.setattr(cli.os, "dup2", lambda *fds: None)
-    monkeypatch.setattr(cli.sys, "stdout", sys.__stdout__)
     codes = []
     while errors:
         with contextlib.redirect_stderr(io.StringIO()) as err:
             codes.append(cli.main(["doctor"]))
         assert not re.search("Traceback", err.getvalue())
     assert codes == [2, 1, 130, 1]
+
+
+@pytest.mark.parametrize(("words", "stream"), [("--help", "stdout"), ("list", "stdout"), ("--no", "stderr")])
+def test_a_reader_that_leaves_is_no_error(words: str, stream: str) -> None:
+    """As ``sgla list | head`` does, before anything is written."""
+    read, write = os.pipe()
+    os.close(read)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: write}
+    done = subprocess.run([sys.executable, "-m", "sgla", words], env=environ, **streams)
+    os.close(write)
+    assert not done.stdout
+    assert not done.stderr
+    assert done.returncode in (0, 1, 2)

@@ -28,15 +28,38 @@ def entry() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong flags, files or settings)."""
     try:
-        args = parse(sys.argv[1:] if argv is None else list(argv))
+        try:
+            return _run(sys.argv[1:] if argv is None else list(argv))
+        finally:  # what is still buffered is written here, where a reader that has left is no news
+            _flush()
+    except BrokenPipeError:
+        _discard()
+        return EXIT_FAILED
+
+
+def _run(argv: list[str]) -> int:
+    try:
+        args = parse(argv)
         for hint in getattr(args, "hints", ()):
             print(f"sgla: {hint}", file=sys.stderr)
         return importlib.import_module(f"sgla.cli.{MODULES.get(args.command, args.command)}").run(args)
     except SglaError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-    except BrokenPipeError:  # the reader of our output has left; keep the interpreter's last flush quiet
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _discard() -> None:
+    """Send the streams whose readers have left to nowhere, so that the interpreter's last flush succeeds."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
